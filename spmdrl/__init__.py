@@ -1,0 +1,1 @@
+"""spmdrl: reinforcement learning for language models as one SPMD program."""

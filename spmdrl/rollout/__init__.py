@@ -1,0 +1,1 @@
+"""Engines that sample: vLLM inside the ranks, or Hugging Face `generate`."""

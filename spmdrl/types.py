@@ -1,0 +1,143 @@
+"""The nouns: a Prompt is asked, a Sample is one answer, a Batch is what a training engine eats.
+
+A worked example, one prompt of three tokens and one answer of two:
+
+    prompt.token_ids   [5, 6, 7]
+    sample.response_ids          [8, 2]
+    batch.token_ids    [5, 6, 7,  8, 2]
+    batch.loss_mask    [0, 0, 0,  1, 1]     1: this token was chosen by the policy
+    batch.old_logprobs [0, 0, 0, -1.2, -0.1]  entry t is log p(token t | tokens before t)
+    batch.values       [0, 0, 0, 0.3, 0.7]   entry t is V(tokens before t)
+
+Every per-token field of a Batch is aligned to the token it speaks of and holds 0 where masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, ready to be asked."""
+
+    id: int  # row number in the concatenated data files; part of every sample's seed
+    token_ids: list[int]
+    data_source: str
+    ground_truth: Any
+    text: str  # the prompt as the model sees it, for logs
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One trajectory. The per-token lists have one entry per response token."""
+
+    prompt: Prompt
+    group: int  # position of the prompt in the step's batch; samples of one prompt share it
+    index: int  # which of the prompt's n samples
+    response_ids: list[int]
+    rollout_logprobs: list[float]  # of the distribution that was sampled from
+    loss_mask: list[int]  # 0 on tokens that the policy did not choose (tools, environment)
+    policy_version: list[int]  # of the weights that chose the token
+    finish_reason: str  # "stop" | "length"
+    response: str = ""  # decoded without special tokens
+    reward: float | None = None  # None: not scored yet, or invalid
+    invalid: str | None = None  # why there is no reward: the traceback or the time limit
+    reward_info: dict[str, float] = field(default_factory=dict)  # further numbers to be logged
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+@dataclass
+class Batch:
+    """Sequences packed end to end, without padding.
+
+    Fields of shape (num_tokens,) and (num_seqs,); a field that is None was not computed.
+    `loss_weights` sums the per-token losses: it holds the mask divided by a count that was taken
+    over the whole mini-batch on all ranks (algo.losses.loss_weights), so the sum of the weighted
+    losses over micro-batches and ranks is the loss, whatever the split.
+    """
+
+    token_ids: Tensor  # (num_tokens,) int64
+    cu_seqlens: Tensor  # (num_seqs + 1,) int64, on the CPU: sequence i is cu[i]:cu[i+1]
+    loss_mask: Tensor  # (num_tokens,) float32, 0 on the prompt and on every token of an invalid one
+    rollout_logprobs: Tensor  # (num_tokens,) float32
+    groups: Tensor  # (num_seqs,) int64
+    indices: Tensor  # (num_seqs,) int64
+    rewards: Tensor  # (num_seqs,) float32, 0 where not valid
+    valid: Tensor  # (num_seqs,) float32
+    policy_version: Tensor  # (num_tokens,) int64
+    old_logprobs: Tensor | None = None  # (num_tokens,) float32
+    ref_logprobs: Tensor | None = None  # (num_tokens,) float32
+    values: Tensor | None = None  # (num_tokens,) float32
+    advantages: Tensor | None = None  # (num_tokens,) float32
+    returns: Tensor | None = None  # (num_tokens,) float32
+    loss_weights: Tensor | None = None  # (num_tokens,) float32
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def seq_lens(self) -> Tensor:
+        return self.cu_seqlens.diff()  # (num_seqs,)
+
+    @property
+    def response_lens(self) -> Tensor:
+        """(num_seqs,) float32: unmasked tokens of each sequence."""
+        return segment_sum(self.loss_mask, self.seq_lens)
+
+    def select(self, seqs: list[int]) -> Batch:
+        """The given sequences, in the given order, as a Batch of their own (copies)."""
+        index = torch.tensor(seqs, dtype=torch.int64)
+        starts, lens = self.cu_seqlens[:-1][index], self.seq_lens[index]
+        cu_seqlens = lengths_to_cu_seqlens(lens)
+        offsets = torch.repeat_interleave(starts - cu_seqlens[:-1], lens)
+        rows = (torch.arange(int(cu_seqlens[-1])) + offsets).to(self.token_ids.device)
+        index = index.to(self.token_ids.device)
+        picked: dict[str, Any] = {
+            name: value[rows] if name in TOKEN_FIELDS else value[index]
+            for name, value in self.tensors()
+        }
+        return replace(self, **picked, cu_seqlens=cu_seqlens)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every field that is set, `cu_seqlens` left out."""
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if value is not None and spec.name != "cu_seqlens":
+                yield spec.name, value
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(self, **{name: value.to(device) for name, value in self.tensors()})
+
+
+SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid"})
+TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
+
+
+def lengths_to_cu_seqlens(lengths: Tensor) -> Tensor:
+    """(n,) int64 lengths -> (n + 1,) int64 offsets, starting at 0."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums (num_tokens,) over consecutive segments: -> (num_seqs,)."""
+    return torch.segment_reduce(values, "sum", lengths=lengths.to(values.device), unsafe=True)
+
+
+def segment_expand(values: Tensor, lengths: Tensor) -> Tensor:
+    """Repeats (num_seqs,) over the tokens of each sequence: -> (num_tokens,)."""
+    return torch.repeat_interleave(values, lengths.to(values.device))
