@@ -1,0 +1,41 @@
+# Every target that runs something makes .venv first; a second call finds it and goes straight on.
+#   PYTHON=python3.12        interpreter that .venv is made with, 3.11 or newer
+#   TORCH_INDEX=<url>        a wheel index with PyTorch's CPU builds, tried beside pip's own
+#   SEED=1                   seed of the quickstart runs
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+SEED ?= 0
+BIN := .venv/bin
+
+export PYTHON TORCH_INDEX
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv quickstart quickstart-ppo test lint bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
+
+.venv:  ## install everything into .venv, unless it stands already
+	@launch/setup.sh
+
+quickstart: .venv  ## SFT, then GRPO on arithmetic, on this machine
+	@$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED)
+
+quickstart-ppo: .venv  ## the same with PPO: critic and GAE
+	@$(BIN)/python examples/arithmetic/quickstart.py --algo ppo --seed $(SEED)
+
+lint: .venv  ## ruff, ruff format and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: lint  ## lint, then the whole test suite
+	$(BIN)/python -m pytest
+
+bench: .venv  ## time the add2 workload on one and on two ranks
+	@$(BIN)/python examples/add2/bench.py
+
+clean:  ## remove .venv, runs and caches
+	rm -rf .venv runs build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

