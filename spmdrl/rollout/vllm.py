@@ -1,0 +1,346 @@
+"""vLLM inside the ranks: every rank holds its part of an engine and drives it itself.
+
+There is no server and no second process. We build vLLM's EngineCore (scheduler, KV cache, model
+runner) and step it; its front end, which makes several objects per token, is left out.
+
+The program sets these variables before vLLM is imported:
+    VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine lives in this process
+    VLLM_LOGGING_LEVEL=ERROR  VLLM_NO_USAGE_STATS=1
+    VLLM_CPU_OMP_THREADS_BIND=nobind   on a CPU: vLLM must not pin our threads
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import random
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.rollout import vllm_cpu
+from spmdrl.rollout.engine import Completion, Request, SamplingParams
+from spmdrl.rollout.sampling import check_lengths, eos_token_ids
+from spmdrl.topology import Topology
+
+
+@dataclass
+class Sequence:
+    """A request on its way through the engine."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    detokenizer: Any = None  # vLLM's, where stop strings are looked for
+
+
+class VllmEngine:
+    """One engine per tensor-parallel group; what each method promises stands in RolloutEngine."""
+
+    live = 0  # engines in this process: they share vLLM's process groups
+
+    def __init__(
+        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology
+    ) -> None:
+        """Collective over `topology`, whose axes are dp and tp.
+
+        Raises ConfigError where tp is not config.tensor_parallel.
+        """
+        if topology.axis_size("tp") != config.tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
+                f"tp={topology.axis_size('tp')}"
+            )
+        self.model_path, self.max_model_len = model, max_model_len
+        self.on_cpu = topology.device.type == "cpu"
+        self.may_sleep = config.sleep
+        self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
+        self.eos_token_ids = eos_token_ids(model)
+        self.tokenizer: Any = None  # loaded when a stop string is first asked for
+        with preserved_process(), vllm_cpu.patched_construction() if self.on_cpu else nullcontext():
+            self.core = build_core(model, config, max_model_len, topology)
+        VllmEngine.live += 1
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.model_runner
+
+    @property
+    def model(self) -> Any:
+        return self.runner.model
+
+    # sampling
+
+    def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
+        """At temperature 0 the logprobs are of the model's own distribution (temperature 1).
+
+        Raises ValueError where a prompt and max_tokens exceed max_model_len.
+        """
+        check_lengths(requests, params, self.max_model_len)
+        self.forget_prefixes()
+        with preserved_rng():
+            sequences = self.add_requests(requests, params)
+            while self.core.scheduler.has_requests():
+                self.step(sequences)
+        return [
+            Completion(s.token_ids, s.logprobs, s.finish_reason or "length")
+            for s in sequences.values()
+        ]
+
+    def add_requests(self, requests: list[Request], params: SamplingParams) -> dict[str, Sequence]:
+        """Queues the requests; returns what will hold their answers, in the same order."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        shared = self.vllm_params(params)
+        sequences = {}
+        for i, request in enumerate(requests):
+            own = copy.copy(shared)
+            own.seed = request.seed
+            asked = EngineCoreRequest(
+                request_id=str(i),
+                prompt_token_ids=request.prompt_ids,
+                mm_features=None,
+                sampling_params=own,
+                pooling_params=None,
+                arrival_time=0.0,  # read by statistics, which are off
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            sequences[asked.request_id] = Sequence(detokenizer=self.detokenizer(asked))
+            self.core.add_request(*self.core.preprocess_add_request(asked))
+        return sequences
+
+    def step(self, sequences: dict[str, Sequence]) -> None:
+        """One forward pass; its tokens are appended to their sequences."""
+        outputs, model_executed = self.core.step_fn()
+        self.core.post_step(model_executed)
+        if not outputs:
+            return
+        for output in outputs[0].outputs:
+            sequence = sequences[output.request_id]
+            if sequence.finish_reason is not None:  # scheduled once more before it was aborted
+                continue
+            sequence.token_ids += output.new_token_ids
+            sequence.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                sequence.finish_reason = str(output.finish_reason)
+            if sequence.detokenizer is not None and sequence.detokenizer.update(
+                output.new_token_ids, stop_terminated=sequence.finish_reason == "stop"
+            ):
+                sequence.finish_reason = "stop"
+                self.core.abort_requests([output.request_id])
+
+    def vllm_params(self, params: SamplingParams) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+            stop=list(params.stop),
+            stop_token_ids=[*params.stop_token_ids, *eos],
+            ignore_eos=params.ignore_eos,
+            detokenize=bool(params.stop),
+            logprobs=0,  # of the sampled token alone
+        )
+
+    def detokenizer(self, request: Any) -> Any:
+        """vLLM's incremental detokenizer, or None where no stop string is looked for."""
+        if not request.sampling_params.stop:
+            return None
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        if self.tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+
+    def forget_prefixes(self) -> None:
+        """So that an answer depends on nothing but its request and the weights."""
+        assert self.core.reset_prefix_cache(), "requests are still in the engine"
+
+    # weights
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """In place: each tensor is copied before the next is asked for, so buffers may be reused.
+
+        Quantised engines keep references until a layer is complete: there a tensor must stay valid
+        until the call returns.
+        """
+        if self.core.vllm_config.model_config.quantization is not None:
+            self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        else:
+            self.model.load_weights(iter(weights))
+        if self.on_cpu:
+            vllm_cpu.repack_experts(self.model)
+        self.forget_prefixes()
+        self.core.reset_encoder_cache()
+
+    # memory
+
+    def sleep(self) -> None:
+        """On a GPU: weights and KV cache are dropped (level 2), since a sync of weights follows
+        `wake` anyway. On a CPU: the KV cache is freed, weights stay."""
+        if not self.may_sleep or self.freed_kv_cache:
+            return
+        self.forget_prefixes()
+        if self.on_cpu:
+            self.freed_kv_cache = vllm_cpu.free_kv_cache(self.runner.kv_caches)
+        else:
+            self.core.sleep(level=2)
+
+    def wake(self) -> None:
+        if not self.may_sleep:
+            return
+        if self.on_cpu:
+            vllm_cpu.restore_kv_cache(self.freed_kv_cache)
+            self.freed_kv_cache = []
+        else:
+            self.core.wake_up()
+
+    def shutdown(self) -> None:
+        """Ends the engine. EngineCore.shutdown would destroy the caller's process groups too."""
+        self.core.structured_output_manager.clear_backend()
+        self.core.model_executor.shutdown()
+        self.core.scheduler.shutdown()
+        del self.core
+        gc.collect()
+        VllmEngine.live -= 1
+        if VllmEngine.live == 0:
+            destroy_vllm_groups()
+
+
+def build_core(model: str, config: RolloutConfig, max_model_len: int, topology: Topology) -> Any:
+    """vLLM's engine for this rank. Collective."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    on_cpu = topology.device.type == "cpu"
+    args = EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype=config.dtype,
+        seed=0,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="external_launcher",
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=on_cpu or config.enforce_eager,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_mib << 20 if on_cpu else None,
+        enable_sleep_mode=config.sleep and not on_cpu,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    register_architecture(model)
+    vllm_config = args.create_engine_config()
+
+    from vllm.v1.engine.core import EngineCore
+
+    core = EngineCore(vllm_config, executor_of(topology), log_stats=False)
+    use_lean_logprobs(core.model_executor.driver_worker.model_runner)
+    return core
+
+
+def executor_of(topology: Topology) -> type:
+    """vLLM's executor for ranks that a launcher started, told its rank instead of reading RANK.
+
+    The name of the rendezvous, which vLLM never opens since torch.distributed is up, also names
+    shared memory on a CPU: random, so that two jobs on one host do not write into each other's.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0, group=topology.group)
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"spmdrl:{name[0]}", topology.rank, topology.device.index or 0
+
+    return RankExecutor
+
+
+def register_architecture(model: str) -> None:
+    """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s)."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(model).architectures or []:
+        entry = ModelRegistry.models.get(name)
+        if entry is not None:
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def use_lean_logprobs(runner: Any) -> None:
+    """Replaces, on this engine's sampler, a top-k of zero and the rank of the sampled token by
+    nothing. vLLM computes both per step, the rank through torch.compile (6 s at first use)."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    def gather_sampled(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        assert num_logprobs == 0
+        ids = token_ids.unsqueeze(-1)  # (num_seqs, 1)
+        ranks = torch.zeros_like(token_ids)
+        return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
+
+    if hasattr(runner.sampler, "gather_logprobs"):
+        runner.sampler.gather_logprobs = gather_sampled
+
+
+def destroy_vllm_groups() -> None:
+    """vLLM's own process groups, made beside the caller's."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Global generators come back as they were: vLLM seeds them, and draws from them."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """What constructing an engine changes for the whole process is taken back afterwards."""
+    environment = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    num_threads = torch.get_num_threads()
+    try:
+        with preserved_rng():
+            yield
+    finally:
+        gc.unfreeze()
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(num_threads)
+        os.environ.clear()
+        os.environ.update(environment)
