@@ -75,6 +75,7 @@ class OptimConfig:
     clip_norm: float = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
+    decay_steps: int = 0  # optimizer steps until min_lr_ratio is reached; linear and cosine need it
     min_lr_ratio: float = 0.0
 
 

@@ -1,0 +1,98 @@
+"""LM head -> log-probability and entropy, without ever holding all logits.
+
+logits = softcap(h W^T + b) / T are made for a few rows at a time, in the forward pass and once more
+in the backward pass, so memory is bounded by `chunk_bytes` whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 256 << 20  # float32 logits held at once
+
+
+def lm_head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy (nats) of each row's distribution.
+
+    hidden: (rows, hidden_size); weight: (vocab, hidden_size); targets: (rows,) int64.
+    Returns two (rows,) float32 tensors; gradients flow to hidden, weight and bias.
+    Softmax, its sums and the weight's gradient are float32 whatever the inputs are.
+    """
+    rows_per_chunk = max(1, chunk_bytes // (4 * len(weight)))
+    return _LmHead.apply(hidden, weight, bias, targets, temperature, softcap, rows_per_chunk)
+
+
+class _LmHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _chunks(len(hidden), rows):
+            logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
+            lse[part] = logits.logsumexp(-1)
+            picked = logits.gather(-1, targets[part, None]).squeeze(-1)
+            logprobs[part] = picked - lse[part]
+            probs = (logits - lse[part, None]).exp_()
+            entropy[part] = lse[part] - probs.mul_(logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.settings = (temperature, softcap, rows)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        temperature, softcap, rows = ctx.settings
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for part in _chunks(len(hidden), rows):
+            capped = _logits(hidden[part], weight, bias, softcap)
+            log_p = (capped / temperature).sub_(lse[part, None])
+            probs = log_p.exp()
+            grad = torch.zeros_like(probs)  # d loss / d (logits / temperature)
+            if grad_logprobs is not None:  # one_hot - p
+                grad -= probs * grad_logprobs[part, None]
+                grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            if grad_entropy is not None:  # -p (log p + H)
+                grad -= probs * (log_p + entropy[part, None]) * grad_entropy[part, None]
+            grad /= temperature
+            if softcap is not None:  # d cap tanh(x / cap) = 1 - tanh^2
+                grad *= 1 - (capped / softcap) ** 2
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -1,0 +1,1 @@
+"""Engines that train: FSDP2 around Hugging Face models."""

@@ -1,0 +1,67 @@
+"""What the step asks of an engine that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmdrl.types import Batch
+
+# The seam between algorithms and engines: (logprobs, entropy, micro_batch) -> (loss, metric sums).
+# logprobs and entropy are (num_tokens,) float32, 0 on tokens whose loss_mask is 0. The loss is a
+# sum already weighted by micro_batch.loss_weights; each metric is a sum over unmasked tokens, or a
+# maximum where its name ends in _max. For a critic: logprobs are the values, entropy is zeros.
+LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class TrainEngine(Protocol):
+    """One model under training, or a frozen one, on the ranks of its topology.
+
+    Every method is collective over these ranks.
+    """
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """(num_tokens,) float32 log-probability of every unmasked token, 0 elsewhere."""
+        ...
+
+    def values(self, batch: Batch) -> Tensor:
+        """(num_tokens,) float32 value of the state before every unmasked token, 0 elsewhere."""
+        ...
+
+    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        """One optimizer step on the mini-batch that all ranks hold together.
+
+        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics as means over
+        the mini-batch's unmasked tokens (maxima for names ending in _max). Raises
+        FloatingPointError on every rank where loss or gradient is not finite; weights and optimizer
+        are then unchanged.
+        """
+        ...
+
+    def named_weights(
+        self, dtype: torch.dtype, bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight on every rank, gathered in buckets.
+
+        A tensor is valid until the next one is asked for.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Moves to the CPU what the config says may leave the device while the role is idle."""
+        ...
+
+    def onload(self) -> None:
+        """Takes it back."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded model and optimizer state for torch.distributed.checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, after it was loaded in place."""
+        ...

@@ -1,0 +1,276 @@
+"""FSDP2: fully sharded weights, gradients and Adam moments around a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+
+from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.engines.attention import Packing
+from spmdrl.engines.engine import LossFn
+from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
+from spmdrl.engines.schedule import learning_rate
+from spmdrl.packing import empty_batch, micro_batches, split_to_count
+from spmdrl.topology import Topology
+from spmdrl.types import Batch
+from spmdrl.weights.buckets import gathered
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FsdpEngine:
+    """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
+
+    The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy).
+    Weights, gradients and Adam moments are float32 shards; compute is in config.dtype. A frozen
+    engine has no optimizer and its `update` must not be called.
+    """
+
+    def __init__(
+        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
+    ) -> None:
+        self.config, self.topology = config, topology
+        hf = build_model(model, full=topology.rank == 0)
+        self.hf_config = hf.config
+        self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
+        full_weights = self.module.state_dict() if topology.rank == 0 else {}
+        if config.activation_checkpointing and not frozen:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(self.module, decoder_layers(hf), DTYPES[config.dtype], topology)
+        set_model_state_dict(
+            self.module, full_weights,
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )  # fmt: skip
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.num_updates = 0
+        if frozen:
+            self.module.requires_grad_(False)
+        else:
+            self.optimizer = build_optimizer(self.params, config.optim)
+
+    # ---- passes without gradient
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        return self._per_token(batch, lambda mb: self._policy(mb, temperature)[0])
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        return self._per_token(batch, self._value)
+
+    def _per_token(self, batch: Batch, forward: Callable[[Batch], Tensor]) -> Tensor:
+        result = torch.zeros(batch.num_tokens)
+        for seqs, mb in self._micro_batches(batch):
+            rows = token_rows(batch, seqs)
+            result[rows] = forward(mb).cpu()[: len(rows)]
+        return result
+
+    # ---- training
+
+    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        assert self.optimizer is not None, "a frozen engine is not trained"
+        group = self.topology.group
+        num_tokens = batch.loss_mask.sum(dtype=torch.float64)
+        dist.all_reduce(num_tokens, group=group)
+        sums: dict[str, Tensor] = {}
+        parts = self._micro_batches(batch)
+        for i, (_, mb) in enumerate(parts):
+            set_replica_sync(self.module, last=i == len(parts) - 1)
+            if isinstance(self.module, TokenPolicy):
+                logprobs, entropy = self._policy(mb, temperature)
+            else:
+                logprobs = self._value(mb)
+                entropy = torch.zeros_like(logprobs)
+            loss, metrics = loss_fn(logprobs, entropy, mb)
+            loss.backward()
+            add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
+        grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
+        totals = reduce_metrics(sums, self.topology)
+        lr = learning_rate(self.config.optim, self.num_updates)
+        if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"update {self.num_updates + 1}: loss {totals['loss_sum']}, gradient norm "
+                f"{float(grad_norm)}; the weights are unchanged"
+            )
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_updates += 1
+        result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
+        for name, total in totals.items():
+            result[name] = total if name.endswith("_max") else total / max(float(num_tokens), 1.0)
+        return result
+
+    def _policy(self, mb: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(num_tokens,) logprobs and entropy, 0 where masked."""
+        rows, packing, positions = self._inputs(mb)
+        logprobs, entropy = self.module(mb.token_ids, positions, packing, rows, temperature)
+        return scatter_rows(logprobs, rows, mb), scatter_rows(entropy, rows, mb)
+
+    def _value(self, mb: Batch) -> Tensor:
+        rows, packing, positions = self._inputs(mb)
+        return scatter_rows(self.module(mb.token_ids, positions, packing, rows), rows, mb)
+
+    def _inputs(self, mb: Batch) -> tuple[Tensor, Packing, Tensor]:
+        device = self.topology.device
+        positions = torch.arange(mb.num_tokens) - torch.repeat_interleave(
+            mb.cu_seqlens[:-1], mb.seq_lens
+        )
+        rows = mb.loss_mask.nonzero().flatten()
+        return rows, Packing.build(mb.seq_lens, device), positions.to(device)
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
+        """(sequence numbers, Batch) of each; equally many on every rank, since each is collective.
+
+        A rank with too few sequences gets stand-ins of two masked tokens, which add nothing.
+        """
+        parts = micro_batches(batch.seq_lens.tolist(), self.config.micro_batch_tokens)
+        count = torch.tensor([len(parts)])
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.topology.group)
+        batches = []
+        for seqs in split_to_count(parts, int(count)):
+            mb = batch.select(seqs) if seqs else stand_in(batch)
+            batches.append((seqs, mb.to(self.topology.device)))
+        return batches
+
+    # ---- weights and memory
+
+    def named_weights(
+        self, dtype: torch.dtype, bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        named = [(n.removeprefix("hf."), p.detach()) for n, p in self.module.named_parameters()]
+        return gathered(named, dtype, bucket_bytes, self.topology.device)
+
+    def offload(self) -> None:
+        if self.config.offload_params:
+            self.module.to("cpu")
+        if self.config.offload_optimizer and self.optimizer is not None:
+            move_state(self.optimizer, torch.device("cpu"))
+
+    def onload(self) -> None:
+        if self.config.offload_params:
+            self.module.to(self.topology.device)
+        if self.config.offload_optimizer and self.optimizer is not None:
+            move_state(self.optimizer, self.topology.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+            state["num_updates"] = self.num_updates
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.module, state["model"])
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+            self.num_updates = state["num_updates"]
+
+
+def shard(
+    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology
+) -> None:
+    """Shards each layer, then the rest with the root; gradients are summed over ranks in float32."""
+    settings: dict[str, Any] = {
+        "mesh": topology.mesh["dp", "fsdp"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if compute == torch.float32 else compute,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+        ),
+    }
+    for layer in layers:
+        fully_shard(layer, **settings)
+    fully_shard(module, **settings)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def set_replica_sync(module: nn.Module, last: bool) -> None:
+    """Shards' gradients are reduced in every micro-batch, replicas' once, in the last."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_all_reduce(last)
+
+
+def build_optimizer(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only, not on norms and biases."""
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                state[name] = value.to(device)
+
+
+def full_norm(norm: Tensor) -> Tensor:
+    """A plain tensor of a norm that may be a DTensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
+    """Positions in `batch` of all tokens of the given sequences, in that order."""
+    spans = [torch.arange(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])) for s in seqs]
+    return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+
+def stand_in(batch: Batch) -> Batch:
+    """One sequence of two masked tokens, with the optional fields that `batch` has."""
+    dummy = empty_batch(torch.tensor([2]))
+    for name, value in batch.tensors():
+        if getattr(dummy, name) is None:
+            setattr(dummy, name, torch.zeros(2, dtype=value.dtype))
+    return dummy
+
+
+def scatter_rows(picked: Tensor, rows: Tensor, mb: Batch) -> Tensor:
+    """(n,) values of tokens `rows` -> (num_tokens,), zero elsewhere; keeps the graph if n is 0."""
+    out = picked.new_zeros(mb.num_tokens).index_copy(0, rows, picked)
+    return out + 0.0 * picked.sum()
+
+
+def add_metrics(sums: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    for name, value in new.items():
+        value = value.detach().double()
+        if name not in sums:
+            sums[name] = value
+        else:
+            sums[name] = (
+                torch.maximum(sums[name], value) if name.endswith("_max") else sums[name] + value
+            )
+
+
+def reduce_metrics(sums: dict[str, Tensor], topology: Topology) -> dict[str, float]:
+    """Sums (maxima for _max names) over all ranks; every rank has the same names."""
+    names = sorted(sums)
+    values = torch.stack([sums[n] for n in names]).cpu()
+    largest = values.clone()
+    dist.all_reduce(values, group=topology.group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=topology.group)
+    return {
+        n: float(largest[i] if n.endswith("_max") else values[i]) for i, n in enumerate(names)
+    }

@@ -1,0 +1,1 @@
+"""Weights on their way from the trainer's shards to the engine."""
