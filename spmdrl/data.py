@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
-from spmdrl.collectives import all_gather_rows, run_phase
+from spmdrl.collectives import all_gather_rows
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
@@ -512,27 +512,29 @@ def measure_row(file: DataFile, raw: dict[str, Any], length: Callable[[dict], in
 
 
 def load_together(topology: Topology, work: Callable[[], T]) -> T:
-    """Runs `work` on every rank; a ConfigError on any becomes a ConfigError on all.
+    """Runs `work`, which holds no collective, on every rank; a failure on any is one on all.
 
-    Any other failure becomes a PhaseError, as in run_phase.
+    A ConfigError becomes a ConfigError on all ranks, anything else a RuntimeError that names the
+    rank, so that no rank is left alone in the collective that follows.
     """
-    problem: str | None = None
-
-    def attempt() -> Any:
-        nonlocal problem
-        try:
-            return work()
-        except ConfigError as error:
-            problem = str(error)
-
-    result = run_phase("load data", topology, attempt)
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  raised again on every rank below
+        failure = error
+    wrong = isinstance(failure, ConfigError)
+    mine = None if failure is None else (wrong, str(failure) if wrong else repr(failure))
     problems: list[Any] = [None] * topology.world
-    dist.all_gather_object(problems, problem, group=topology.group)
-    failed = [rank for rank, text in enumerate(problems) if text is not None]
+    dist.all_gather_object(problems, mine, group=topology.group)
+    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
     if not failed:
         return result
     some = "" if len(failed) == topology.world else f" (on ranks {failed} of {topology.world})"
-    raise ConfigError(f"{problems[failed[0]]}{some}")
+    wrong, text = problems[failed[0]]
+    if wrong:
+        raise ConfigError(text + some) from failure
+    raise RuntimeError(f"rank {failed[0]} cannot read the data: {text}{some}") from failure
 
 
 def lookup(row: dict[str, Any], key: str) -> Any:

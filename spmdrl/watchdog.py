@@ -1,0 +1,138 @@
+"""One thread per rank that notices what a blocked rank cannot: a peer that failed, died or froze.
+
+Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
+the traffic per rank does not grow with the world. The first failure is written to the store once;
+every watchdog that sees it gives its own rank a few seconds to end in order, then ends it. One rank
+prints the story; it is also what torchrun shows last.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+PERIOD_S = 0.5
+GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
+FAILED = 1
+
+
+class Watchdog:
+    """Runs until `close`. Story: a dict with rank, host, phase, cause and details.
+
+    store: a connection of its own (Store.clone), since calls on a store block each other.
+    lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
+        lost_s: float = 20.0,
+    ) -> None:  # fmt: skip
+        self.store, self.rank, self.world, self.folder = store, rank, world, folder
+        self.stall_s, self.lost_s = stall_s, lost_s
+        self.host = socket.gethostname()
+        self.phase, self.phase_since = "start", time.monotonic()
+        self.reached = time.monotonic()  # the last time the store answered
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
+        self.thread.start()
+        self.guard.start()
+
+    def progress(self, phase: str) -> None:
+        self.phase, self.phase_since = phase, time.monotonic()
+
+    def report(self, story: dict[str, Any]) -> None:
+        """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Path(self.folder, f"rank_{self.rank}.json").write_text(json.dumps(story, indent=1))
+        self.store.compare_set("story", "", json.dumps(story))
+
+    def first_story(self) -> dict[str, Any] | None:
+        return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
+
+    def tell(self, story: dict[str, Any]) -> None:
+        """Prints the story on one rank only, and leaves it where torchrun looks for it."""
+        text = "rank {rank} on {host} failed in phase '{phase}': {cause}".format(**story)
+        leave_for_torchrun(text)
+        if self.store.add("claims", 1) == 1:
+            where = Path(self.folder, f"rank_{story['rank']}.json")
+            print(f"\nspmdrl: {text}\nspmdrl: traceback in {where}", file=sys.stderr, flush=True)
+            self.store.set("told", "1")
+        end = time.monotonic() + 2
+        while not self.store.check(["told"]) and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Says goodbye, so that the rank that watches this one does not miss it."""
+        self.done.set()
+        self.thread.join(timeout=5)
+        self.store.set(f"beat/{self.rank}", "bye")
+
+    def _watch(self) -> None:
+        count, story_since = 0, None
+        peer = (self.rank + 1) % self.world
+        peer_beat, peer_since = "", time.monotonic()
+        while not self.done.wait(PERIOD_S):
+            try:
+                count += 1
+                self.store.set(f"beat/{self.rank}", f"{count} {self.phase}")
+                story = self.first_story()
+                key = f"beat/{peer}"
+                beat = self.store.get(key).decode() if self.store.check([key]) else ""
+            except RuntimeError:  # the store's host is gone, or slow: the guard decides
+                continue
+            now = self.reached = time.monotonic()
+            if story is not None:
+                story_since = story_since or now
+                if now - story_since > GRACE_S:
+                    self._end(story)
+                continue
+            if beat != peer_beat or beat in ("", "bye"):
+                peer_beat, peer_since = beat, now
+            elif now - peer_since > self.lost_s:
+                silent = f"no sign of life for {now - peer_since:.0f} s"
+                self._report(peer, beat.split(" ", 1)[-1], silent)
+            elif now - self.phase_since > self.stall_s:
+                faulthandler.dump_traceback(sys.stderr)
+                stalled = f"no progress for {now - self.phase_since:.0f} s (stall_timeout_s)"
+                self._report(self.rank, self.phase, stalled)
+
+    def _report(self, rank: int, phase: str, cause: str) -> None:
+        self.report(
+            {"rank": rank, "host": self.host if rank == self.rank else "its host", "phase": phase,
+             "cause": cause, "details": f"noticed by rank {self.rank} on {self.host}"}
+        )  # fmt: skip
+
+    def _guard(self) -> None:
+        """Reads from a store whose host vanished may block for ever; this thread never reads it."""
+        while not self.done.wait(PERIOD_S):
+            silent_s = time.monotonic() - self.reached
+            if silent_s > self.lost_s:
+                text = (
+                    f"rank {self.rank} on {self.host} lost the rendezvous store for {silent_s:.0f} "
+                    f"s in phase '{self.phase}': its host is gone, or this one is cut off"
+                )
+                leave_for_torchrun(text)
+                print(f"\nspmdrl: {text}", file=sys.stderr, flush=True)
+                os._exit(FAILED)
+
+    def _end(self, story: dict[str, Any]) -> None:
+        self.tell(story)
+        os._exit(FAILED)  # the main thread may be blocked in a collective that never returns
+
+
+def leave_for_torchrun(text: str) -> None:
+    """torchrun prints this file's message in its closing summary, in place of a traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
