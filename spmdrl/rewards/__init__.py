@@ -1,0 +1,3 @@
+"""Rewards: `functions` has the built-in ones, `runner` runs yours. Imports nothing, since reward
+workers import this package and must stay small.
+"""

@@ -1,0 +1,99 @@
+r"""Built-in rewards: 1.0 for a right answer, 0.0 for a wrong or missing one.
+
+A reward is a plain function that names what it wants to know (`runner.ARGUMENTS`). A reference
+answer that cannot be understood raises, so the sample becomes invalid instead of scoring 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from types import FrameType
+from typing import Any, Literal
+
+# A sign, then digits with comma groups and decimals; a dollar sign on either side of the sign.
+NUMBER = r"-?\s?\$?\s?-?(?:\d[\d,]*\.?\d*|\.\d+)"
+MARKED = re.compile(rf"####\s*({NUMBER})")
+ANY_NUMBER = re.compile(r"(?:(?<![\w.])-)?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+MATH_LIMIT_S = 10  # sympy can think for ever about an answer like 9^{9^{9^9}}
+
+
+def gsm8k(
+    response: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict"
+) -> float:
+    """Compares numbers by value: "1,080", "$1080" and "1080.00" are the same answer.
+
+    strict: the number after the last "####", which also teaches the format (verl's default).
+    flexible: the last number of the response, wherever it stands.
+    Raises ValueError where `ground_truth` is not a number.
+    """
+    right = to_decimal(str(ground_truth).rpartition("####")[2])
+    if right is None:
+        raise ValueError(f"ground_truth {ground_truth!r} is not a number")
+    found = (MARKED if method == "strict" else ANY_NUMBER).findall(response)
+    return float(bool(found) and to_decimal(found[-1]) == right)
+
+
+def to_decimal(text: str) -> Decimal | None:
+    """ "-$1,080." -> Decimal(-1080); None for what is not a number."""
+    digits = re.sub(r"[\s,$]", "", text).removesuffix(".")
+    try:
+        value = Decimal(digits)
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def math(response: str, ground_truth: Any) -> float:
+    r"""Mathematical equality by math-verify: 1/2 is \frac{1}{2} is 0.5.
+
+    Looks into the last \boxed{} first, then at other LaTeX and at plain numbers. `ground_truth`
+    may be bare LaTeX ("\\frac{1}{2}") or have its own \boxed{} or dollar signs.
+    Raises ValueError where `ground_truth` has no answer in it, TimeoutError after MATH_LIMIT_S.
+    Call it in a main thread, as reward workers do: the limit is a signal.
+    """
+    # Slow (sympy) and needed here only; workers import it before any clock starts: IMPORTED_FIRST.
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # that its own limits are off
+    right_text = str(ground_truth)
+    if "\\boxed" not in right_text and "$" not in right_text:
+        right_text = f"\\boxed{{{right_text}}}"
+    where = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    # math-verify's own limits would turn a time-out into "wrong", that is, into a reward of 0.
+    with time_limit(MATH_LIMIT_S):
+        right = parse(right_text, where, parsing_timeout=None)
+        if not right:
+            raise ValueError(f"ground_truth {ground_truth!r} has no answer that can be parsed")
+        answer = parse(response, where, parsing_timeout=None)
+        return float(verify(right, answer, timeout_seconds=None))
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception: math-verify catches those."""
+
+
+@contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError when the block takes longer. Main thread only."""
+
+    def on_alarm(_signal: int, _frame: FrameType | None) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TimeIsUp:
+        raise TimeoutError(f"the answer could not be compared within {limit_s} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+BUILT_INS: dict[str, Callable[..., Any]] = {"gsm8k": gsm8k, "math": math}
+IMPORTED_FIRST: dict[Callable[..., Any], str] = {math: "math_verify"}

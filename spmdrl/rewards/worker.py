@@ -1,0 +1,150 @@
+"""The process that runs plain reward functions, one call at a time, until its pipe is closed.
+
+Started by path (`python worker.py FD PARENT_PID`) and not by multiprocessing, whose children import
+the trainer's main module, and torch with it. Uses the standard library and cloudpickle only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import inspect
+import math
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+PR_SET_PDEATHSIG = 1
+MAX_REASON_CHARS = 4000
+READY = "ready"
+
+
+class Outcome(NamedTuple):
+    """What became of one call: a reward, or the reason why there is none."""
+
+    reward: float | None
+    info: dict[str, float]
+    invalid: str | None
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    try:
+        result = function(**arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
+        return Outcome(None, {}, reason_of(error))
+    return to_outcome(result)
+
+
+def reason_of(error: BaseException) -> str:
+    """The traceback from the reward function on, without the frame that called it."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, frames)).strip()
+    return text if len(text) <= MAX_REASON_CHARS else f"... {text[-MAX_REASON_CHARS:]}"
+
+
+def to_outcome(result: Any) -> Outcome:
+    """A number, or a mapping with "score". Of its other entries the numbers are kept for the log.
+
+    Text beside the score (verl's "pred") is legal and not kept; a number there that is not finite
+    makes the sample invalid, since it would spoil every mean it enters.
+    """
+    info: dict[str, float] = {}
+    score = result
+    if isinstance(result, dict):
+        if "score" not in result:
+            keys = ", ".join(map(str, result)) or "nothing"
+            return not_valid(f"returned a dict without the key 'score' (it has {keys})")
+        score = result["score"]
+        for key, value in result.items():
+            number = to_number(value)
+            if key != "score" and number is not None:
+                info[str(key)] = number
+    reward = to_number(score)
+    if reward is None:
+        if inspect.iscoroutine(score):
+            score.close()
+            return not_valid("returned a coroutine; declare it with `async def`")
+        kind = "" if score is None else f"{type(score).__name__} "
+        return not_valid(f"returned {kind}{shorten(repr(score))}")
+    for key, number in [("score", reward), *info.items()]:
+        if not math.isfinite(number):
+            return not_valid(f"returned {number} as its {key}")
+    return Outcome(reward, info, None)
+
+
+def not_valid(what: str) -> Outcome:
+    expected = "expected a finite number, or a dict with a finite number under 'score'"
+    return Outcome(None, {}, f"the reward function {what}; {expected}")
+
+
+def to_number(value: Any) -> float | None:
+    """Python numbers, and scalars of numpy and torch; None for anything else."""
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return to_number(value.item())
+    return None
+
+
+def shorten(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+async def call_async(
+    function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
+) -> Outcome:
+    """As `call`, for a coroutine function, cancelled after `timeout_s`."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            result = await function(**arguments)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as in `call`
+        if isinstance(error, TimeoutError) and limit.expired():
+            return Outcome(None, {}, f"timed out after {timeout_s:g} s")
+        return Outcome(None, {}, reason_of(error))
+    return to_outcome(result)
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel end this process with the trainer, however the trainer ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the line above
+        sys.exit(1)
+
+
+def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
+    sys.path[:] = setup["sys_path"]
+    for module in setup["imports"]:
+        importlib.import_module(module)
+    return pickle.loads(setup["functions"])
+
+
+def main(fd: int, parent: int) -> None:
+    die_with(parent)
+    os.set_inheritable(fd, False)  # a child of the reward function must not keep the pipe open
+    pipe = Connection(fd)
+    try:
+        functions = load(pipe.recv())
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's module may raise anything
+        pipe.send(reason_of(error))
+        return
+    pipe.send(READY)
+    while True:
+        try:
+            index, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(tuple(call(functions[index], arguments)))  # this Outcome is not the trainer's
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
