@@ -15,10 +15,12 @@ from decimal import Decimal, InvalidOperation
 from types import FrameType
 from typing import Any, Literal
 
-# A sign, then digits with comma groups and decimals; a dollar sign on either side of the sign.
-NUMBER = r"-?\s?\$?\s?-?(?:\d[\d,]*\.?\d*|\.\d+)"
-MARKED = re.compile(rf"####\s*({NUMBER})")
-ANY_NUMBER = re.compile(r"(?:(?<![\w.])-)?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# Digits with comma groups and decimals; possessive, so that a match cannot end inside a number.
+DIGITS = r"(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)"
+# The sign may stand on either side of the dollar. "#### 7/8" is not the answer 7.
+MARKED = re.compile(rf"####\s*(-?\s?\$?\s?-?{DIGITS})(?!\s*[-+*/^]\s*\d|[eE]\d)")
+ANY_NUMBER = re.compile(rf"(?:(?<![\w.)])-\$?|\$-?)?{DIGITS}")  # the minus in "7-2" is no sign
+MATH_TAIL_CHARS = 1000  # of a response without a box; 100,000 digits in a row take minutes
 MATH_LIMIT_S = 10  # sympy can think for ever about an answer like 9^{9^{9^9}}
 
 
@@ -39,7 +41,7 @@ def gsm8k(
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """ "-$1,080." -> Decimal(-1080); None for what is not a number."""
+    """-$1,080. -> Decimal(-1080); None for what is not a number."""
     digits = re.sub(r"[\s,$]", "", text).removesuffix(".")
     try:
         value = Decimal(digits)
@@ -51,7 +53,7 @@ def to_decimal(text: str) -> Decimal | None:
 def math(response: str, ground_truth: Any) -> float:
     r"""Mathematical equality by math-verify: 1/2 is \frac{1}{2} is 0.5.
 
-    Looks into the last \boxed{} first, then at other LaTeX and at plain numbers. `ground_truth`
+    Looks into the last \boxed{}; without one, at the last LaTeX and plain numbers. `ground_truth`
     may be bare LaTeX ("\\frac{1}{2}") or have its own \boxed{} or dollar signs.
     Raises ValueError where `ground_truth` has no answer in it, TimeoutError after MATH_LIMIT_S.
     Call it in a main thread, as reward workers do: the limit is a signal.
@@ -69,7 +71,10 @@ def math(response: str, ground_truth: Any) -> float:
         right = parse(right_text, where, parsing_timeout=None)
         if not right:
             raise ValueError(f"ground_truth {ground_truth!r} has no answer that can be parsed")
-        answer = parse(response, where, parsing_timeout=None)
+        # math-verify would read several boxes as one answer of several parts.
+        box = response.rfind("\\boxed")
+        text = response[box:] if box >= 0 else response[-MATH_TAIL_CHARS:]
+        answer = parse(text, where, parsing_timeout=None)
         return float(verify(right, answer, timeout_seconds=None))
 
 
