@@ -69,6 +69,9 @@ class VllmEngine:
         self.tokenizer: Any = None  # loaded when a stop string is first asked for
         with preserved_process(), vllm_cpu.patched_construction() if self.on_cpu else nullcontext():
             self.core = build_core(model, config, max_model_len, topology)
+        if self.on_cpu:
+            vllm_cpu.gather_only_sampled(self.runner)
+            self.noise = vllm_cpu.AddressedNoise(self.runner)
         VllmEngine.live += 1
 
     @property
@@ -77,7 +80,7 @@ class VllmEngine:
 
     @property
     def model(self) -> Any:
-        return self.runner.model
+        return self.runner.get_model()
 
     # sampling
 
@@ -103,9 +106,11 @@ class VllmEngine:
 
         shared = self.vllm_params(params)
         sequences = {}
+        if self.on_cpu:
+            self.noise.use_seeds({str(i): request.seed for i, request in enumerate(requests)})
         for i, request in enumerate(requests):
             own = copy.copy(shared)
-            own.seed = request.seed
+            own.seed = None if self.on_cpu else request.seed
             asked = EngineCoreRequest(
                 request_id=str(i),
                 prompt_token_ids=request.prompt_ids,
@@ -241,6 +246,8 @@ def build_core(model: str, config: RolloutConfig, max_model_len: int, topology: 
         distributed_executor_backend="external_launcher",
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
+        block_size=32 if on_cpu else None,
         enforce_eager=on_cpu or config.enforce_eager,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_mib << 20 if on_cpu else None,
@@ -254,9 +261,7 @@ def build_core(model: str, config: RolloutConfig, max_model_len: int, topology: 
 
     from vllm.v1.engine.core import EngineCore
 
-    core = EngineCore(vllm_config, executor_of(topology), log_stats=False)
-    use_lean_logprobs(core.model_executor.driver_worker.model_runner)
-    return core
+    return EngineCore(vllm_config, executor_of(topology), log_stats=False)
 
 
 def executor_of(topology: Topology) -> type:
@@ -286,21 +291,6 @@ def register_architecture(model: str) -> None:
         entry = ModelRegistry.models.get(name)
         if entry is not None:
             ModelRegistry.register_model(name, entry.load_model_cls())
-
-
-def use_lean_logprobs(runner: Any) -> None:
-    """Replaces, on this engine's sampler, a top-k of zero and the rank of the sampled token by
-    nothing. vLLM computes both per step, the rank through torch.compile (6 s at first use)."""
-    from vllm.v1.outputs import LogprobsTensors
-
-    def gather_sampled(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        assert num_logprobs == 0
-        ids = token_ids.unsqueeze(-1)  # (num_seqs, 1)
-        ranks = torch.zeros_like(token_ids)
-        return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
-
-    if hasattr(runner.sampler, "gather_logprobs"):
-        runner.sampler.gather_logprobs = gather_sampled
 
 
 def destroy_vllm_groups() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,65 @@ def patched_construction() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = pack
         torch.ops._C.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
+
+
+class AddressedNoise:
+    """Sampling noise made from (seed of the request, length of its sequence), in one operation.
+
+    vLLM keeps a torch.Generator per request instead: a Python call per row and step, and an error
+    ("CPU Generator does not use offset") where a prompt is prefilled in more than one chunk.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.seeds: dict[str, int] = {}  # by request id
+        self.row_ids: list[str] = []
+        self.row_seeds = torch.empty(0, dtype=torch.int64)
+        runner.sampler.topk_topp_sampler.forward = self.draw
+
+    def use_seeds(self, seeds: dict[str, int]) -> None:
+        self.seeds, self.row_ids = seeds, []
+
+    def draw(
+        self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """logits: (num_seqs, vocab) float32 -> tokens (num_seqs,), logprobs (num_seqs, vocab).
+
+        Stands in for TopKTopPSampler.forward. Row i belongs to the i-th request of the batch.
+        """
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        batch = self.runner.input_batch
+        if batch.req_ids != self.row_ids:
+            self.row_ids = list(batch.req_ids)
+            self.row_seeds = mix(torch.tensor([self.seeds[id] for id in self.row_ids]))
+        lengths = torch.from_numpy(batch.num_tokens_no_spec[: len(self.row_ids)])
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        tokens = torch.ops._C.fused_gumbel_argmax(logits, mix(self.row_seeds + lengths))
+        return tokens, logprobs
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on int64, which wraps."""
+    x = x + -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def gather_only_sampled(runner: Any) -> None:
+    """Replaces, on this engine's sampler, a top-k of zero and the rank of the sampled token by
+    nothing: vLLM computes both per step, the rank through torch.compile (6 s at first use)."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        assert num_logprobs == 0
+        ids = token_ids.unsqueeze(-1)  # (num_seqs, 1)
+        ranks = torch.zeros_like(token_ids)
+        return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
+
+    runner.sampler.gather_logprobs = gather
 
 
 def repack_experts(model: nn.Module) -> None:
