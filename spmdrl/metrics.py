@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from spmdrl.topology import Topology
 from spmdrl.types import Sample
+
+MOST_INVALID = 64  # rows per rank and step in samples/
 
 
 class RunLog:
@@ -91,15 +97,73 @@ class RunLog:
                 self.writer.close()
 
 
-def write_samples(path: Path, samples: list[Sample]) -> None:
-    """Appends readable rows; every invalid sample's reason in full."""
-    with path.open("a") as f:
-        for s in samples:
-            row = {
-                "prompt_id": s.prompt.id, "sample": s.index, "data_source": s.prompt.data_source,
-                "prompt": s.prompt.text, "response": s.response,
-                "ground_truth": s.prompt.ground_truth, "reward": s.reward, "invalid": s.invalid,
-                "finish_reason": s.finish_reason, "response_tokens": len(s.response_ids),
-                **s.reward_info,
-            }  # fmt: skip
-            f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+def write_samples(path: Path, samples: list[Sample], most: int, topology: Topology) -> None:
+    """Rank 0 writes readable rows: its first `most` samples, and every rank's invalid ones.
+
+    An invalid sample stands there with its traceback. Collective.
+    """
+    shown = samples[:most] if topology.rank == 0 else []
+    shown = shown + [s for s in samples if s.invalid is not None and s not in shown][:MOST_INVALID]
+    rows = [sample_row(s) for s in shown]
+    everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
+    dist.gather_object(rows, everyone, dst=0, group=topology.group)
+    if everyone is not None:
+        with path.open("w") as f:
+            for row in itertools.chain.from_iterable(everyone):
+                f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def sample_row(s: Sample) -> dict[str, Any]:
+    return {
+        "prompt_id": s.prompt.id, "sample": s.index, "data_source": s.prompt.data_source,
+        "prompt": s.prompt.text, "response": s.response, "ground_truth": s.prompt.ground_truth,
+        "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
+        "response_tokens": len(s.response_ids), **s.reward_info,
+    }  # fmt: skip
+
+
+def sample_metrics(
+    samples: list[Sample], topology: Topology, by_source: bool = False
+) -> dict[str, float]:
+    """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
+
+    reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
+    response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
+    <data_source>/reward/mean where there are several sources.
+    """
+    sums: dict[str, tuple[float, float]] = {}  # name -> (sum, count)
+
+    def add(name: str, value: float) -> None:
+        total, count = sums.get(name, (0.0, 0.0))
+        sums[name] = (total + value, count + 1)
+
+    for s in samples:
+        add("response/mean_tokens", len(s.response_ids))
+        add("response/truncated", s.finish_reason == "length")
+        add("reward/invalid", s.invalid is not None)
+        if s.reward is None:
+            continue
+        add("reward/mean", s.reward)
+        add("reward/std", s.reward**2)
+        if by_source:
+            add(f"{s.prompt.data_source}/reward/mean", s.reward)
+        for name, value in s.reward_info.items():
+            add(f"reward/{name}", value)
+    everyone: list[Any] = [None] * topology.world
+    longest = max((len(s.response_ids) for s in samples), default=0)
+    dist.all_gather_object(everyone, (sums, longest), group=topology.group)  # a few numbers
+    totals: dict[str, tuple[float, float]] = {}
+    for part, _ in everyone:
+        for name, (total, count) in part.items():
+            old_total, old_count = totals.get(name, (0.0, 0.0))
+            totals[name] = (old_total + total, old_count + count)
+    metrics = {name: total / count for name, (total, count) in sorted(totals.items())}
+    if "reward/mean" in metrics:
+        variance = metrics["reward/std"] - metrics["reward/mean"] ** 2
+        metrics["reward/std"] = max(variance, 0.0) ** 0.5
+    metrics["reward/invalid"] = totals.get("reward/invalid", (0.0, 0.0))[0]
+    metrics["response/max_tokens"] = max(most for _, most in everyone)
+    sources = [name for name in metrics if name.endswith("/reward/mean")]
+    if len(sources) == 1:
+        del metrics[sources[0]]
+    return metrics

@@ -73,3 +73,8 @@ def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
             f"Degrees that do: {[d for d in range(1, world + 1) if world % d == 0]}"
         )
     return {name: world // known if d == -1 else d for name, d in degrees.items()}
+
+
+def train_degrees(fsdp: int) -> dict[str, int]:
+    """Axes of a training role: replicas of groups of `fsdp` ranks that share one copy; -1: all."""
+    return {"dp": 1 if fsdp == -1 else -1, "fsdp": fsdp}

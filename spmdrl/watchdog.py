@@ -20,9 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from spmdrl.exits import FAILED, leave_for_torchrun
+
 PERIOD_S = 0.5
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
-FAILED = 1
 
 
 class Watchdog:
@@ -129,10 +130,3 @@ class Watchdog:
         self.tell(story)
         os._exit(FAILED)  # the main thread may be blocked in a collective that never returns
 
-
-def leave_for_torchrun(text: str) -> None:
-    """torchrun prints this file's message in its closing summary, in place of a traceback."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

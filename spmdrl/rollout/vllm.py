@@ -29,8 +29,9 @@ from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout import vllm_cpu
-from spmdrl.rollout.engine import Completion, Request, SamplingParams
+from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.sampling import check_lengths, eos_token_ids
+from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 
 
@@ -61,6 +62,7 @@ class VllmEngine:
                 f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
                 f"tp={topology.axis_size('tp')}"
             )
+        self.topology = topology
         self.model_path, self.max_model_len = model, max_model_len
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
@@ -196,6 +198,17 @@ class VllmEngine:
             vllm_cpu.repack_experts(self.model)
         self.forget_prefixes()
         self.core.reset_encoder_cache()
+
+    def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        """Compares bit by bit, which proves more than checksums would: both sides are here."""
+        if self.core.vllm_config.model_config.quantization is not None:
+            raise WeightMismatch(
+                "a quantised engine's weights cannot be compared with the trainer's"
+            )
+        topology = self.topology
+        return compare_weights(
+            self.model, weights, topology.axis_rank("tp"), topology.axis_size("tp")
+        )
 
     # memory
 

@@ -1,0 +1,188 @@
+"""Checkpoints: sharded by torch.distributed.checkpoint, complete or not there at all.
+
+    step_00000020/            renamed into place as the last act
+      .metadata, __R_0.distcp   model and optimizer shards; load on any world size
+      run.json                  step, data position, counters, config text
+      rng_R.pt                  random states of rank R; used where the world size is the same
+      hf/                       config and tokenizer, for export
+      manifest.json             size and sha256 of every file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from spmdrl.config import ConfigError
+from spmdrl.phases import Phases
+from spmdrl.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    root: Path, step: int, engines: dict[str, dict[str, Any]], run: dict[str, Any],
+    phases: Phases, keep: int, pretrained: list[Any],
+) -> Path:  # fmt: skip
+    """Writes root/step_N on all ranks and removes all but the `keep` newest. Collective.
+
+    engines: state_dict() of each; run: JSON-able, equal on all ranks; pretrained: a
+    config, tokenizer and so on, whose save_pretrained writes to hf/.
+    A failure on any rank (disk full, say) is a PhaseError on all and leaves older ones untouched.
+    """
+    topology = phases.topology
+    final = Path(root, f"step_{step:08d}")
+    aside = final.with_suffix(".tmp")
+    with phases("checkpoint"):
+        if topology.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            Path(aside, "hf").mkdir(parents=True)
+    with phases("checkpoint"):
+        writer = dcp.FileSystemWriter(str(aside), sync_files=True, overwrite=False)
+        dcp.save(engines, storage_writer=writer, process_group=phases.control)
+    with phases("checkpoint"):
+        torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
+        if topology.rank == 0:
+            run = {**run, "step": step, "world": topology.world}
+            Path(aside, "run.json").write_text(json.dumps(run, indent=1))
+            for part in pretrained:
+                part.save_pretrained(Path(aside, "hf"))
+    with phases("checkpoint"):
+        if topology.rank == 0:
+            commit(aside, final)
+            prune(root, keep)
+    return final
+
+
+def commit(aside: Path, final: Path) -> None:
+    """Manifest, fsync, rename: after this the checkpoint exists, before it nothing does."""
+    files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
+    manifest = {str(f.relative_to(aside)): [f.stat().st_size, sha256(f)] for f in files}
+    Path(aside, "manifest.json").write_text(json.dumps(manifest))
+    for path in [*files, Path(aside, "manifest.json"), Path(aside, "hf"), aside]:
+        fsync(path)
+    shutil.rmtree(final, ignore_errors=True)  # of a run that was told not to resume
+    os.rename(aside, final)
+    fsync(final.parent)
+
+
+def fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def prune(root: Path, keep: int) -> None:
+    for _, old in steps_in(root)[: -keep or None]:
+        trash = old.with_suffix(".trash")
+        os.rename(old, trash)
+        shutil.rmtree(trash)
+
+
+def steps_in(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of complete checkpoints by name, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [(re.fullmatch(r"step_(\d+)", p.name), p) for p in root.iterdir()]
+    return sorted((int(m[1]), p) for m, p in found if m)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint: a file missing, of another size or with flipped bits."""
+    try:
+        manifest = json.loads(Path(folder, "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"manifest.json: {error}"
+    for name, (size, digest) in manifest.items():
+        file = Path(folder, name)
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, not {size}"
+        if sha256(file) != digest:
+            return f"{name} does not have the checksum it was written with"
+    return None
+
+
+def find(resume: str, root: Path, topology: Topology) -> Path | None:
+    """The checkpoint to load, the same on every rank. Collective.
+
+    resume: "never", "auto" (the newest whole one under root, or none), or a folder. Damaged ones
+    are skipped with a warning under "auto"; a named one that is damaged is a ConfigError.
+    """
+    answer: list[Any] = [None, None]
+    if topology.rank == 0 and resume != "never":
+        answer = list(_find(resume, root))
+    dist.broadcast_object_list(answer, src=0, group=topology.group)
+    found, problem = answer
+    if problem:
+        raise ConfigError(problem)
+    return Path(found) if found else None
+
+
+def _find(resume: str, root: Path) -> tuple[str | None, str | None]:
+    if resume != "auto":
+        wrong = damage(Path(resume))
+        return resume, f"--resume {resume}: {wrong}" if wrong else None
+    for _, folder in reversed(steps_in(root)):
+        wrong = damage(folder)
+        if wrong is None:
+            return str(folder), None
+        logger.warning("skipping the damaged checkpoint %s: %s", folder, wrong)
+    return None, None
+
+
+def load(folder: Path, engines: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Loads every engine's state in place; returns run.json. Collective.
+
+    engines: the training engines by the names they were saved under. Random states are restored
+    where the world size is what it was; with another they start anew from the run's seed.
+    Raises ConfigError where the checkpoint lacks an engine that this run trains.
+    """
+    run = json.loads(Path(folder, "run.json").read_text())
+    missing = sorted(set(engines) - set(run["engines"]))
+    if missing:
+        raise ConfigError(f"checkpoint {folder} has {run['engines']}, this run needs {missing} too")
+    states = {name: engine.state_dict() for name, engine in engines.items()}
+    dcp.load(states, checkpoint_id=str(folder), process_group=topology.group)
+    for name, engine in engines.items():
+        engine.load_state_dict(states[name])
+    if run["world"] == topology.world:
+        state = torch.load(Path(folder, f"rng_{topology.rank}.pt"), weights_only=False)
+        set_rng_state(state)
+    return run
+
+
+def rng_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(),
+             "python": random.getstate()}  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

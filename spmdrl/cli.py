@@ -1,0 +1,195 @@
+"""From the command line and a config file to a config value. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spmdrl.config import ConfigError
+
+C = TypeVar("C")
+
+
+def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
+    """Executes the file, takes its `config`, and replaces fields: {"actor.optim.lr": 1e-6}.
+
+    The file's folder is importable while it runs, so that configs can share a base.
+    Raises ConfigError with the file, the key and the nearest valid names.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--config: no such file: {path!r}")
+    spec = importlib.util.spec_from_file_location("spmdrl_config", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config: {path!r} is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  it is the user's code, anything can be raised
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}{_line_of(error, file)}") from error
+    finally:
+        sys.path.remove(str(file.parent.resolve()))
+    config = getattr(module, "config", None)
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"{path} must define `config = {kind.__name__}(...)`; found "
+            f"{'nothing of that name' if config is None else type(config).__name__}"
+        )
+    check_types(config, path)
+    for key, value in overrides.items():
+        config = override(config, key, value)
+    return config
+
+
+def _line_of(error: BaseException, file: Path) -> str:
+    """", line N" of the config file where the error came from there."""
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" (line {line})" if line else ""
+
+
+def override(config: C, key: str, value: Any) -> C:
+    """A copy with the field at a dotted key replaced, its type checked."""
+    return _replaced(config, key.split("."), value, f"--{key}")
+
+
+def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
+    known = [f.name for f in dataclasses.fields(node)]
+    if names[0] not in known:
+        close = difflib.get_close_matches(names[0], known, n=3) or known
+        where = type(node).__name__
+        raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {', '.join(close)}")
+    current = getattr(node, names[0])
+    wanted = typing.get_type_hints(type(node))[names[0]]
+    if len(names) == 1:
+        return dataclasses.replace(node, **{names[0]: converted(value, wanted, flag)})
+    if current is None:
+        current = _default_of(wanted, flag)
+    if not dataclasses.is_dataclass(current):
+        raise ConfigError(f"{flag}: {names[0]} is a value, it has no field {names[1]!r}")
+    return dataclasses.replace(node, **{names[0]: _replaced(current, names[1:], value, flag)})
+
+
+def _default_of(wanted: Any, flag: str) -> Any:
+    """An optional group that is off is switched on by setting a field of it."""
+    for option in typing.get_args(wanted):
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return option()
+    raise ConfigError(f"{flag}: the field above it is not set")
+
+
+def check_types(node: Any, where: str) -> None:
+    """Raises ConfigError for a field of the config file whose value has the wrong type."""
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        place = f"{where}: {type(node).__name__}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            check_types(value, where)
+        converted(value, hints[field.name], place)
+
+
+def converted(value: Any, wanted: Any, flag: str) -> Any:
+    """`value` as the field's type: 1 for a float, "a" for a tuple of one; else ConfigError."""
+    for option in _options(wanted):
+        fits, result = _fit(value, option)
+        if fits:
+            return result
+    raise ConfigError(
+        f"{flag}: expected {describe(wanted)}, got {type(value).__name__} {value!r}"
+    )
+
+
+def _options(wanted: Any) -> tuple[Any, ...]:
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        return typing.get_args(wanted)
+    return (wanted,)
+
+
+def _fit(value: Any, wanted: Any) -> tuple[bool, Any]:
+    origin = typing.get_origin(wanted)
+    if wanted is Any:
+        return True, value
+    if wanted is type(None):
+        return value is None, value
+    if origin is typing.Literal:
+        return value in typing.get_args(wanted), value
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool), value
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if wanted is str:  # fire reads --run_dir 7 as a number
+        return isinstance(value, str | int | float) and not isinstance(value, bool), str(value)
+    if origin is tuple:
+        item = typing.get_args(wanted)[0]
+        items = value if isinstance(value, tuple | list) else (value,)
+        fitted = [_fit(v, item) for v in items]
+        return all(ok for ok, _ in fitted), tuple(v for _, v in fitted)
+    if origin is typing.get_origin(Callable[..., Any]):
+        return callable(value), value
+    if origin is not None and isinstance(origin, type):
+        return isinstance(value, origin), value
+    return isinstance(value, wanted), value
+
+
+def describe(wanted: Any) -> str:
+    if typing.get_origin(wanted) is typing.Literal:
+        return "one of " + ", ".join(repr(v) for v in typing.get_args(wanted))
+    if _options(wanted) != (wanted,):
+        return " or ".join(describe(option) for option in _options(wanted))
+    if wanted is type(None):
+        return "None"
+    return getattr(wanted, "__name__", str(wanted)) if typing.get_origin(wanted) is None else (
+        str(wanted).replace("typing.", "").replace("collections.abc.", "")
+    )
+
+
+def as_source(config: Any, indent: int = 0) -> str:
+    """The config as Python text, every field written out: config.py of the run folder."""
+    pad = "    " * (indent + 1)
+    lines = [f"{type(config).__name__}("]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else _literal(value)
+        lines.append(f"{pad}{field.name}={text},")
+    return "\n".join(lines) + "\n" + "    " * indent + ")"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, types.FunctionType):
+        return value.__name__
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_literal(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def fingerprint(config: Any) -> str:
+    """Equal on ranks whose configs are equal, functions by their code."""
+    text = as_source(config)
+    code = "".join(sorted(_code_of(config)))
+    return hashlib.sha256((text + code).encode()).hexdigest()
+
+
+def _code_of(node: Any) -> list[str]:
+    if isinstance(node, types.FunctionType):
+        return [node.__code__.co_code.hex() + repr(node.__code__.co_consts[:1])]
+    if isinstance(node, Mapping):
+        return [c for v in node.values() for c in _code_of(v)]
+    if dataclasses.is_dataclass(node):
+        return [c for f in dataclasses.fields(node) for c in _code_of(getattr(node, f.name))]
+    return []

@@ -1,0 +1,192 @@
+"""What can be known before anything is built: is the config sound, what will it need.
+
+`check` raises ConfigError with the value, the place and the remedy; `describe` is --dry-run's text.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.models import load_hf_config
+from spmdrl.topology import resolve_degrees, train_degrees
+
+GIB = 2**30
+
+
+def check(config: PpoConfig, world: int) -> None:
+    """Raises ConfigError; needs no process group, no weights and no data."""
+    data, rollout, algo = config.data, config.rollout, config.algo
+    for name, value in {
+        "steps": config.steps, "data.prompts_per_step": data.prompts_per_step,
+        "data.max_prompt_tokens": data.max_prompt_tokens, "rollout.n": rollout.n,
+        "rollout.max_tokens": rollout.max_tokens, "algo.epochs": algo.epochs,
+        "algo.mini_batches": algo.mini_batches, "rollout.max_num_seqs": rollout.max_num_seqs,
+        "weights.bucket_mib": config.weights.bucket_mib, "rewards.workers": config.rewards.workers,
+    }.items():  # fmt: skip
+        require(value >= 1, f"{name}={value} must be at least 1")
+    require(rollout.temperature > 0, "rollout.temperature must be above 0: training explores")
+    require(0 < rollout.top_p <= 1, f"rollout.top_p={rollout.top_p} must be in (0, 1]")
+    require(rollout.top_k >= 0, f"rollout.top_k={rollout.top_k} must be 0 (off) or more")
+    require(
+        rollout.min_tokens <= rollout.max_tokens,
+        f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
+    )
+    require(
+        data.prompts_per_step % algo.mini_batches == 0,
+        f"data.prompts_per_step={data.prompts_per_step} does not divide into "
+        f"algo.mini_batches={algo.mini_batches}; counts that do: {divisors(data.prompts_per_step)}",
+    )
+    check_roles(config, world)
+    hf = load_hf_config(config.model)
+    check_model(hf, config)
+
+
+def check_roles(config: PpoConfig, world: int) -> None:
+    algo, tp = config.algo, config.rollout.tensor_parallel
+    try:
+        engines = resolve_degrees({"dp": -1, "tp": tp}, world)["dp"]
+    except ConfigError as error:
+        raise ConfigError(f"rollout.tensor_parallel: {error}") from error
+    require(
+        config.data.prompts_per_step >= engines,
+        f"data.prompts_per_step={config.data.prompts_per_step} is less than the {engines} rollout "
+        f"engines ({world} ranks / tensor_parallel={tp}): some would have nothing to do",
+    )
+    for name, role in roles_of(config).items():
+        try:
+            resolve_degrees(train_degrees(role.fsdp), world)
+        except ConfigError as error:
+            raise ConfigError(f"{name}.fsdp: {error}") from error
+        require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
+        decays = role.optim.schedule != "constant"
+        require(
+            not decays or role.optim.decay_steps > role.optim.warmup_steps,
+            f"{name}.optim.schedule={role.optim.schedule!r} needs optim.decay_steps above "
+            f"warmup_steps={role.optim.warmup_steps}, e.g. {updates_per_run(config)}, the number "
+            "of optimizer steps of this run",
+        )
+    if algo.advantage == "gae":
+        require(config.critic is not None, "algo.advantage='gae' needs critic=TrainConfig(...)")
+    else:
+        require(
+            config.critic is None,
+            f"critic is set, but algo.advantage={algo.advantage!r} has no use for one; "
+            "leave it out or choose 'gae'",
+        )
+        require(
+            config.rollout.n > 1,
+            f"algo.advantage={algo.advantage!r} compares samples of one prompt: rollout.n=1 gives "
+            "every sample advantage 0; use n of 2 or more",
+        )
+
+
+def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
+    text, tp = hf.get_text_config(), config.rollout.tensor_parallel
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    limit = getattr(text, "max_position_embeddings", None)
+    require(
+        limit is None or longest <= limit,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens="
+        f"{config.rollout.max_tokens} = {longest} tokens, but the model's "
+        f"max_position_embeddings is {limit}",
+    )
+    heads = text.num_attention_heads
+    require(
+        heads % tp == 0,
+        f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
+        f"use one of {divisors(heads)}",
+    )
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def roles_of(config: PpoConfig) -> dict[str, TrainConfig]:
+    """The training roles of this run by name."""
+    roles = {"actor": config.actor}
+    if config.algo.kl_coef > 0:
+        roles["ref"] = config.ref
+    if config.critic is not None:
+        roles["critic"] = config.critic
+    return roles
+
+
+def updates_per_run(config: PpoConfig) -> int:
+    return config.steps * config.algo.epochs * config.algo.mini_batches
+
+
+def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
+    """Batch arithmetic, placement, parameters and memory, as text."""
+    d, r, a = config.data, config.rollout, config.algo
+    samples = d.prompts_per_step * r.n
+    longest = d.max_prompt_tokens + r.max_tokens
+    engines = world // r.tensor_parallel
+    per_update = samples // a.mini_batches
+    lines = [
+        "batch",
+        f"  {d.prompts_per_step} prompts x {r.n} samples = {samples} samples a step, "
+        f"at most {samples * r.max_tokens:,} response tokens",
+        f"  {samples} / {a.mini_batches} mini-batches = {per_update} samples an update, "
+        f"about {per_update / world:g} on each of {world} ranks; {a.epochs} epochs: "
+        f"{a.epochs * a.mini_batches} updates a step, {updates_per_run(config)} in {config.steps}",
+        f"  {num_prompts} prompts / {d.prompts_per_step} = {num_prompts // d.prompts_per_step} "
+        f"steps an epoch: {config.steps * d.prompts_per_step / max(num_prompts, 1):.2f} epochs",
+        f"  longest sequence {d.max_prompt_tokens} + {r.max_tokens} = {longest} tokens; "
+        f"micro-batches of {config.actor.micro_batch_tokens} tokens",
+        "placement",
+    ]
+    for name, role in roles_of(config).items():
+        fsdp = world if role.fsdp == -1 else role.fsdp
+        lines.append(f"  {name:8} ranks 0-{world - 1}: dp {world // fsdp} x fsdp {fsdp}")
+    lines.append(f"  rollout  ranks 0-{world - 1}: {engines} {r.engine} engines x tp "
+                 f"{r.tensor_parallel}")  # fmt: skip
+    return "\n".join(lines + memory_lines(config, world))
+
+
+def memory_lines(config: PpoConfig, world: int) -> list[str]:
+    """Estimate for one rank, GiB. Activations: 34 bytes per token, layer and hidden unit in half
+    precision (Korthikanti 2022, arXiv 2205.05198, without its attention term), 2 if checkpointed.
+    """
+    lines = ["parameters and memory per rank (estimate)"]
+    total = 0.0
+    for name, role in roles_of(config).items():
+        hf = load_hf_config(role.model or config.model)
+        count, text = parameter_count(hf), hf.get_text_config()
+        fsdp = world if role.fsdp == -1 else role.fsdp
+        trained = name != "ref"
+        state = count * (16 if trained else 4) / fsdp / GIB  # float32 weight, gradient, two moments
+        width = 1 if role.dtype == "bfloat16" else 2
+        per_unit = (2 if role.activation_checkpointing or not trained else 34) * width
+        tokens = role.micro_batch_tokens
+        activations = tokens * text.num_hidden_layers * text.hidden_size * per_unit / GIB
+        total += state + activations
+        lines.append(f"  {name:8} {count / 1e6:,.1f}M parameters; weights, gradients, Adam "
+                     f"{state:.2f} GiB, activations {activations:.2f} GiB")  # fmt: skip
+    count = parameter_count(load_hf_config(config.model))
+    weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
+    cache = config.rollout.kv_cache_mib / 1024
+    lines.append(f"  rollout  weights {weights:.2f} GiB, KV cache {cache:.2f} GiB (CPU; on a GPU "
+                 f"up to {config.rollout.gpu_memory_utilization:.0%} of its memory)")  # fmt: skip
+    lines.append(f"  sync     at most {config.weights.bucket_mib / 1024:.2f} GiB while gathering")
+    lines.append(f"  sum      {total + weights + cache + config.weights.bucket_mib / 1024:.2f} GiB")
+    return lines
+
+
+def parameter_count(hf: PreTrainedConfig) -> int:
+    """Counts on the meta device: no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    model.tie_weights()
+    return sum(prod(p.shape) for p in model.parameters())
+

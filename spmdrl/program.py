@@ -1,0 +1,173 @@
+"""What only a program may touch: process groups, environment, seeds, logging, signals, exit codes.
+
+Exit codes: 0 done, 1 a failure that a restart may cure, 2 a mistake in the config or the data,
+130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from spmdrl.cli import as_source, fingerprint
+from spmdrl.config import ConfigError
+from spmdrl.exits import FAILED, INTERRUPTED, exit_config, leave
+from spmdrl.phases import PhaseError, Phases
+from spmdrl.topology import Topology
+from spmdrl.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+# What vLLM reads when it is imported; a value of the user's wins.
+ENGINE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass
+class Runtime:
+    """The process side of a run."""
+
+    topology: Topology  # every rank, axis dp
+    phases: Phases
+    run_dir: Path
+
+    @property
+    def is_main(self) -> bool:
+        return self.topology.rank == 0
+
+
+@contextmanager
+def started(config: Any) -> Iterator[Runtime]:
+    """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a story.
+
+    config: a PpoConfig or SftConfig. Exits the process where the body raises.
+    """
+    prepare_environment()
+    try:
+        device = start_process_group()
+    except ConfigError as error:
+        exit_config(error)
+    topology = Topology.build(device, dp=-1)
+    run_dir = Path(config.run_dir)
+    control = dist.new_group(backend="gloo")
+    store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+                             dist.distributed_c10d._get_default_store().clone())  # fmt: skip
+    watchdog = Watchdog(
+        store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s
+    )
+    phases = Phases(topology, control, watchdog)
+    try:
+        compare_configs(config, topology)
+        seed_everything(config.seed + topology.rank)
+        if topology.rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            Path(run_dir, "config.py").write_text(config_source(config))
+        yield Runtime(topology, phases, run_dir)
+    except ConfigError as error:
+        exit_config(error)
+    except PhaseError as error:
+        watchdog.tell(asdict(error.story))
+        leave(FAILED)
+    except Exception as error:  # noqa: BLE001  told with rank and phase, then the process ends
+        story = asdict(phases.story(error))
+        watchdog.report(story)
+        watchdog.tell(watchdog.first_story() or story)
+        leave(FAILED)
+    watchdog.close()
+    dist.barrier(group=control)
+    dist.destroy_process_group()
+
+
+def prepare_environment() -> None:
+    for name, value in ENGINE_ENV.items():
+        os.environ.setdefault(name, value)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    if "RANK" not in os.environ:  # python -m instead of torchrun
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            alone["MASTER_PORT"] = str(s.getsockname()[1])
+        os.environ.update(alone)
+    level = logging.INFO if os.environ["RANK"] == "0" else logging.ERROR
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stdout)
+    logging.getLogger("spmdrl").setLevel(level)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def on_interrupt(_signal: int, _frame: Any) -> None:
+    if os.environ["RANK"] == "0":
+        print("\nspmdrl: interrupted; resume with --resume auto", file=sys.stderr, flush=True)
+    leave(INTERRUPTED)
+
+
+def start_process_group() -> torch.device:
+    """gloo for CPU tensors everywhere, NCCL for those on GPUs."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on this host, but {torch.cuda.device_count()} "
+            "GPUs: use --nproc-per-node at most that, or CUDA_VISIBLE_DEVICES= for a CPU run"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return device
+
+
+def compare_configs(config: Any, topology: Topology) -> None:
+    """A config that differs between ranks would hang them; it is executed once per rank."""
+    prints: list[Any] = [None] * topology.world
+    dist.all_gather_object(prints, fingerprint(config), group=topology.group)
+    other = [rank for rank, print_ in enumerate(prints) if print_ != prints[0]]
+    if other:
+        raise ConfigError(
+            f"the config differs between ranks: {other} do not agree with rank 0. It must not "
+            "depend on the rank, the host, the time or random numbers"
+        )
+
+
+def config_source(config: Any) -> str:
+    return (
+        "# The config of this run as resolved, every field written out. Functions stand by name:\n"
+        f"# take their source from the file that was given.\nconfig = {as_source(config)}\n"
+    )
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def load_tokenizer(model: str) -> Any:
+    """Raises ConfigError where the model has none."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model: {model!r} has no tokenizer that loads: {reason}") from error

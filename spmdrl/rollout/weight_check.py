@@ -1,0 +1,170 @@
+"""Proof that a vLLM model on this rank holds given weights: every element, bit by bit.
+
+Where a tensor must lie is worked out from shapes, head counts and the rank alone. vLLM's weight
+loaders are not asked: their mistakes are what this is to find.
+
+    given                     held by tensor-parallel rank r
+    q_proj, k_proj, v_proj    rows of qkv_proj: its heads of each, one after the other; where there
+                              are fewer KV heads than ranks, neighbours hold the same one
+    gate_proj, up_proj        rows of gate_up_proj: the r-th part of each
+    embed_tokens, lm_head     rows r * n .. (r + 1) * n; what lies beyond the vocabulary is padding
+    o_proj, down_proj, ...    the r-th part of the axis that is shorter here than there
+    norms, router             all of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.rollout.engine import WeightMismatch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of an engine parameter and what must stand there; both of one shape."""
+
+    parameter: str
+    held: Tensor
+    expected: Tensor
+
+
+def compare_weights(
+    model: nn.Module, weights: Iterator[tuple[str, Tensor]], tp_rank: int, tp_size: int
+) -> int:
+    """Compares each (Hugging Face name, full tensor) with its place in `model`.
+
+    A tensor is cast to the engine's dtype first. Returns the number of tensors compared. Raises
+    WeightMismatch where one differs or has no place, and where an element of the model was not
+    compared, padding of the vocabulary excepted.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    unproven = {p.data_ptr(): p.numel() - padding_of(model, n) for n, p in parameters.items()}
+    check_tied_head(model, parameters)
+    compared: set[int] = set()
+    count = 0
+    for name, tensor in weights:
+        place = find_place(model, parameters, name, tensor, tp_rank, tp_size)
+        compare(name, place)
+        count += 1
+        if place.held.data_ptr() not in compared:  # a tied lm_head may be given twice
+            compared.add(place.held.data_ptr())
+            unproven[parameters[place.parameter].data_ptr()] -= place.held.numel()
+    for name, parameter in parameters.items():
+        missing = unproven[parameter.data_ptr()]
+        if missing:
+            raise WeightMismatch(
+                f"none of the {count} tensors accounts for {missing} of the {parameter.numel()} "
+                f"elements of the engine's {name}"
+            )
+    return count
+
+
+def compare(name: str, place: Place) -> None:
+    """Equal bits: NaN equals NaN, and -0 does not equal 0."""
+    held = place.held.contiguous()
+    expected = place.expected.to(device=held.device, dtype=held.dtype).contiguous()
+    differs = (held.view(torch.uint8) != expected.view(torch.uint8)).view(*held.shape, -1).any(-1)
+    if differs.any():
+        first = tuple(int(i) for i in differs.nonzero()[0])
+        raise WeightMismatch(
+            f"{name} differs from the engine's {place.parameter} in {int(differs.sum())} of "
+            f"{held.numel()} elements; at {first}: given {float(expected[first])!r}, "
+            f"held {float(held[first])!r}"
+        )
+
+
+def find_place(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    name: str,
+    tensor: Tensor,
+    tp_rank: int,
+    tp_size: int,
+) -> Place:
+    """Raises WeightMismatch where the engine has no parameter for `name` or not of its shape."""
+    owner, _, kind = name.rpartition(".")
+    prefix, _, leaf = owner.rpartition(".")
+    if name in parameters:
+        held, expected = split(parameters[name].data, tensor, tp_rank, tp_size)
+        place = Place(name, held, expected)
+    else:
+        fused, parts = fused_module(model, leaf)
+        parameter = f"{prefix}.{fused}.{kind}"
+        if parameter not in parameters:
+            raise WeightMismatch(
+                f"{name} has no place in the engine that can be proven (experts are kept in the "
+                "layout of their kernel)"
+            )
+        module = model.get_submodule(f"{prefix}.{fused}")
+        start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size)
+        held = parameters[parameter].data[start : start + rows]
+        place = Place(parameter, held, tensor[part : part + rows])
+    if place.held.shape != place.expected.shape:
+        raise WeightMismatch(
+            f"{name} of shape {tuple(tensor.shape)} leaves {tuple(place.expected.shape)} for "
+            f"{tuple(place.held.shape)} of the engine's {place.parameter}"
+        )
+    return place
+
+
+def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """(what is held, what must be held) of a tensor that is not fused with others.
+
+    The axis on which the shapes differ is the sharded one. Ranks hold equal parts of a vocabulary
+    that was padded at its end, so the last ones may hold fewer rows of it than they have.
+    """
+    if parameter.ndim != tensor.ndim:
+        return parameter, tensor
+    for axis, (local, full) in enumerate(zip(parameter.shape, tensor.shape, strict=True)):
+        if local != full:
+            start = min(rank * local, full)
+            num = min(local, full - start)
+            return parameter.narrow(axis, 0, num), tensor.narrow(axis, start, num)
+    return parameter, tensor
+
+
+def rows_in_fused(
+    module: Any, part: int, tensor: Tensor, rank: int, size: int
+) -> tuple[int, int, int]:
+    """(first row in the fused parameter, number of rows, first row in the full tensor)."""
+    if hasattr(module, "num_kv_heads"):
+        kv_rows = module.num_kv_heads * module.head_size
+        rows = [module.num_heads * module.head_size, kv_rows, kv_rows]
+        ranks_per_part = [1, *[max(1, size * kv_rows // len(tensor))] * 2]
+    else:
+        rows = [full // size for full in module.output_sizes]
+        ranks_per_part = [1] * len(rows)
+    return sum(rows[:part]), rows[part], rank // ranks_per_part[part] * rows[part]
+
+
+def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:
+    """("qkv_proj", ["q_proj", "k_proj", "v_proj"]) for "k_proj"; ("", []) where it is not fused."""
+    for fused, parts in model.packed_modules_mapping.items():
+        if leaf in parts:
+            return fused, parts
+    return "", []
+
+
+def padding_of(model: nn.Module, name: str) -> int:
+    """Elements of a parameter that stand for no token: rows beyond the vocabulary."""
+    module: Any = model.get_submodule(name.rpartition(".")[0])
+    if not hasattr(module, "org_vocab_size") or not name.endswith(".weight"):
+        return 0
+    local = module.num_embeddings_per_partition
+    first = module.tp_rank * local
+    held = min(max(module.org_vocab_size - first, 0), local)
+    return (local - held) * module.embedding_dim
+
+
+def check_tied_head(model: Any, parameters: dict[str, nn.Parameter]) -> None:
+    """A tied head that became a copy would go stale at the next update."""
+    head, embedding = parameters.get("lm_head.weight"), parameters.get("model.embed_tokens.weight")
+    if head is None or embedding is None or not model.config.tie_word_embeddings:
+        return
+    if head.data_ptr() != embedding.data_ptr():
+        raise WeightMismatch("lm_head.weight is tied, but the engine holds a copy of its own")
