@@ -123,9 +123,7 @@ class RewardRunner:
             assert self.pool is not None
             return self.pool.submit(reward.function, arguments)
         assert self.loop is not None
-        return self.loop.submit(
-            worker.call_async(reward.function, arguments, self.config.timeout_s)
-        )
+        return self.loop.submit(call_async(reward.function, arguments, self.config.timeout_s))
 
     def async_outcome(self, future: Future[Outcome]) -> Outcome:
         assert self.loop is not None
@@ -147,6 +145,21 @@ class RewardRunner:
             self.pool.close()
         if self.loop is not None:
             self.loop.close()
+
+
+async def call_async(
+    function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
+) -> Outcome:
+    """As worker.call, for a coroutine function, cancelled after `timeout_s`."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            result = await function(**arguments)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
+        if isinstance(error, TimeoutError) and limit.expired():
+            return Outcome(None, {}, f"timed out after {timeout_s:g} s")
+        return Outcome(None, {}, worker.reason_of(error))
+    return worker.to_outcome(result)
 
 
 class LoopThread:

@@ -6,7 +6,6 @@ the trainer's main module, and torch with it. Uses the standard library and clou
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib
 import inspect
@@ -97,21 +96,6 @@ def to_number(value: Any) -> float | None:
 
 def shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-async def call_async(
-    function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
-) -> Outcome:
-    """As `call`, for a coroutine function, cancelled after `timeout_s`."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            result = await function(**arguments)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as in `call`
-        if isinstance(error, TimeoutError) and limit.expired():
-            return Outcome(None, {}, f"timed out after {timeout_s:g} s")
-        return Outcome(None, {}, reason_of(error))
-    return to_outcome(result)
 
 
 def die_with(parent: int) -> None:

@@ -1,0 +1,634 @@
+"""Rewards in real processes: what they return, how they fail, how they end; and the graders."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spmdrl.config import ConfigError, RewardConfig
+from spmdrl.rewards import functions
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.types import Prompt, Sample
+
+GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k"
+
+
+def sample(response: str, truth: Any = "5", source: str = "a", extra: dict | None = None) -> Sample:
+    prompt = Prompt(3, [1, 2], source, truth, "2+3?", extra or {})
+    lists: tuple[list, list, list, list] = ([4, 5], [0.0, 0.0], [1, 1], [0, 0])
+    return Sample(prompt, 0, 1, *lists, "stop", response)
+
+
+def run(reward: Any, samples: list[Sample], **settings: Any) -> list[Sample]:
+    runner = RewardRunner(reward, RewardConfig(**settings))
+    try:
+        runner.score(samples)
+    finally:
+        runner.close()
+    for s in samples:
+        assert (s.reward is None) == (s.invalid is not None)
+    return samples
+
+
+def children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if any("rewards/worker.py" in word for word in p.cmdline())]
+
+
+def wait_until(condition, limit_s: float = 10.0) -> bool:
+    end = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+# --- what a reward is given and what it returns ---
+
+
+def test_it_gets_what_it_names():
+    def reward(response, ground_truth, prompt, data_source, extra_info, *, finish_reason, eps=0.25):
+        assert (prompt, data_source, finish_reason) == ("2+3?", "a", "stop")
+        return (response == ground_truth) + extra_info["bonus"] + eps
+
+    got = run(reward, [sample("5", extra={"bonus": 2}), sample("4", extra={"bonus": 2})])
+    assert [s.reward for s in got] == [3.25, 2.25]
+
+
+def test_verl_functions_run_unchanged():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": solution_str == ground_truth, "acc": True, "pred": solution_str}
+
+    def with_kwargs(solution_str, ground_truth, **kwargs):
+        return float(kwargs["data_source"] == "a" and kwargs["response_ids"] == [4, 5])
+
+    got = run(compute_score, [sample("5"), sample("6")])
+    assert [(s.reward, s.reward_info) for s in got] == [(1.0, {"acc": 1.0}), (0.0, {"acc": 1.0})]
+    assert run(with_kwargs, [sample("5")])[0].reward == 1.0
+
+
+RETURNS = [
+    (1, 1.0, None),
+    (-0.5, -0.5, None),
+    (True, 1.0, None),
+    ({"score": 0.5, "format": 1, "exact": False, "note": "text"}, 0.5, None),
+    (None, None, "returned None; expected a finite number"),
+    ("1.0", None, "returned str '1.0'"),
+    ([1.0], None, "returned list [1.0]"),
+    (float("nan"), None, "returned nan as its score"),
+    (float("-inf"), None, "returned -inf as its score"),
+    ({"reward": 1}, None, "without the key 'score' (it has reward)"),
+    ({}, None, "without the key 'score' (it has nothing)"),
+    ({"score": None}, None, "returned None"),
+    ({"score": 1, "format": float("nan")}, None, "returned nan as its format"),
+    (10**400, None, "returned inf as its score"),
+]
+
+
+@pytest.fixture(scope="module")
+def returned() -> list[Sample]:
+    values = [value for value, _, _ in RETURNS]
+
+    def reward(sample_index, extra_info):
+        return values[extra_info["i"]]
+
+    return run(reward, [sample("", extra={"i": i}) for i in range(len(RETURNS))])
+
+
+@pytest.mark.parametrize("i", range(len(RETURNS)))
+def test_returned_value(returned, i):
+    _, reward, words = RETURNS[i]
+    assert returned[i].reward == reward
+    assert words is None or words in returned[i].invalid
+    if isinstance(RETURNS[i][0], dict) and reward is not None:
+        assert returned[i].reward_info == {"format": 1.0, "exact": 0.0}
+
+
+def test_numpy_and_torch_scalars():
+    def reward(response):
+        import numpy as np
+
+        return {"f": np.float32(0.5), "i": np.int64(2), "b": np.bool_(True), "a": np.ones(1)}[
+            response
+        ]
+
+    got = run(reward, [sample(c) for c in "fiba"])
+    assert [s.reward for s in got] == [0.5, 2.0, 1.0, None]
+
+
+def test_a_coroutine_out_of_a_plain_function():
+    async def later():
+        return 1.0
+
+    got = run(lambda response: later(), [sample("")])
+    assert "returned a coroutine; declare it with `async def`" in got[0].invalid
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (lambda response, answer: 1, "requires 'answer', .* response, solution_str, ground_truth"),
+        (lambda response, /: 1, "requires 'response', which is not known by keyword"),
+        ("gsm8", "no built-in reward 'gsm8'.*did you mean 'gsm8k'"),
+        (3, "a reward is a function"),
+        ({}, "empty mapping"),
+        ({"a": "gsm8k", "b": "nope"}, "no built-in reward 'nope'"),
+    ],
+)
+def test_config_errors(reward, words):
+    with pytest.raises(ConfigError, match=words):
+        RewardRunner(reward, RewardConfig())
+    assert not children()
+
+
+def test_a_function_that_cannot_travel():
+    lock = threading.Lock()
+
+    def reward(response):
+        with lock:
+            return 1.0
+
+    with pytest.raises(
+        ConfigError, match=r"cannot be sent to a worker process .*inside the function"
+    ):
+        RewardRunner(reward, RewardConfig())
+
+
+def test_several_data_sources():
+    async def judge(response):
+        return 0.25
+
+    rewards = {"a": lambda response: 1.0, "b": "gsm8k", "c": judge}
+    sources = ["c", "a", "b", "a", "c", "b"] * 5
+    got = run(rewards, [sample("#### 5", source=source) for source in sources])
+    assert [s.reward for s in got] == [{"a": 1.0, "b": 1.0, "c": 0.25}[s] for s in sources]
+    runner = RewardRunner(rewards, RewardConfig())
+    runner.check_sources(["a", "b"])
+    with pytest.raises(
+        ConfigError, match=r"no reward function for data_source 'd'; .*'a', 'b', 'c'"
+    ):
+        runner.check_sources(["a", "d"])
+    with pytest.raises(ConfigError, match="data_source 'd'"):
+        runner.score([sample("", source="d")])
+    runner.close()
+
+
+# --- how it fails ---
+
+
+def make_misbehave():
+    """Nested, so that it travels by value and workers do not import this file and torch."""
+
+    def misbehave(response):
+        if response == "raise":
+            raise ValueError("no such unit")
+        if response == "sys.exit":
+            sys.exit(2)
+        if response == "sleep":
+            time.sleep(1e6)
+        if response == "loop":
+            while True:
+                pass
+        if response == "C":  # holds the interpreter lock and sees no signal: only SIGKILL ends it
+            import re
+
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        if response == "stubborn":
+            for name in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+                signal.signal(name, signal.SIG_IGN)
+            time.sleep(1e6)
+        if response == "os._exit":
+            os._exit(3)
+        if response == "segfault":
+            import ctypes
+
+            ctypes.string_at(0)
+        if response == "close":
+            os.closerange(3, 100)
+        return 1.0
+
+    return misbehave
+
+
+misbehave = make_misbehave()
+
+
+REASONS = {
+    "raise": "ValueError: no such unit",
+    "sys.exit": "SystemExit: 2",
+    "sleep": "timed out after 1 s",
+    "loop": "timed out after 1 s",
+    "C": "timed out after 1 s",
+    "stubborn": "timed out after 1 s",
+    "os._exit": "the reward process exited with code 3",
+    "segfault": "the reward process died of SIGSEGV",
+    "close": "the reward process",
+}
+
+
+def test_failures_cost_one_sample_each():
+    """Good samples between the bad ones, through the same two workers, all keep their reward."""
+    mixed = [s for bad in REASONS for s in (sample(bad), sample("ok"), sample("ok"))]
+    start = time.monotonic()
+    run(misbehave, mixed, timeout_s=1.0)
+    assert time.monotonic() - start < 12
+    assert [s.reward for s in mixed if s.response == "ok"] == [1.0] * 2 * len(REASONS)
+    for s in mixed:
+        if s.response != "ok":
+            assert s.reward is None
+            assert REASONS[s.response] in s.invalid, s.invalid
+    trace = mixed[0].invalid
+    assert trace.startswith("Traceback")
+    assert 'raise ValueError("no such unit")' in trace
+    assert "worker.py" not in trace  # the reader's code only
+    assert not children()
+
+
+def test_a_long_message_is_cut():
+    def reward(response):
+        raise ValueError("x" * 100_000 + "the end")
+
+    invalid = run(reward, [sample("")])[0].invalid
+    assert len(invalid) < 5000
+    assert invalid.endswith("the end")
+
+
+def test_children_of_a_killed_reward_die_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    def reward(response):
+        child = subprocess.Popen(["sleep", "1000"])
+        pid_file.write_text(str(child.pid))
+        child.wait()
+
+    assert "timed out" in run(reward, [sample("")], timeout_s=1.0)[0].invalid
+    assert wait_until(lambda: not psutil.pid_exists(int(pid_file.read_text())))
+
+
+def test_a_worker_killed_when_idle_costs_nothing():
+    runner = RewardRunner(lambda response: 1.0, RewardConfig(workers=1))
+    first, second = sample(""), sample("")
+    runner.score([first])
+    for process in children():
+        process.kill()
+        process.wait(5)
+    runner.score([second])
+    runner.close()
+    assert first.reward == second.reward == 1.0
+
+
+def test_what_the_worker_cannot_import():
+    """Found in the trainer, gone for a worker: a ConfigError with the worker's traceback."""
+    code = "import importlib; importlib.import_module('no_such_module_here')"
+
+    class Reward:
+        def __call__(self, response):
+            return 1.0
+
+        def __reduce__(self):
+            return exec, (code,)
+
+    runner = RewardRunner(Reward(), RewardConfig())
+    with pytest.raises(
+        ConfigError, match=r"PYTHONPATH:(.|\n)*No module named 'no_such_module_here'"
+    ):
+        runner.score([sample("")])
+    runner.close()
+
+
+# --- coroutine functions ---
+
+
+async def misbehave_async(response):
+    await asyncio.sleep(0.3)
+    if response == "raise":
+        raise KeyError("unit")
+    if response == "sleep":
+        await asyncio.sleep(1e6)
+    if response == "own limit":
+        await asyncio.wait_for(asyncio.sleep(10), 0.1)
+    if response == "cancel":
+        raise asyncio.CancelledError
+    return {"sys.exit": sys.exit, "none": lambda: None}.get(response, lambda: 1)()
+
+
+def test_coroutines_run_at_once_and_fail_alone():
+    bad = {
+        "raise": "KeyError: 'unit'",
+        "sleep": "timed out after 1 s",
+        "own limit": "TimeoutError",
+        "cancel": "CancelledError",
+        "sys.exit": "SystemExit",
+        "none": "returned None",
+    }
+    samples = [sample(name) for name in bad] + [sample("ok") for _ in range(100)]
+    start = time.monotonic()
+    run(misbehave_async, samples, timeout_s=1.0)
+    assert time.monotonic() - start < 3  # not 100 times 0.3 s
+    for s in samples:
+        assert s.reward == (None if s.response in bad else 1.0), s.invalid
+        assert s.reward is not None or bad[s.response] in s.invalid
+    assert "timed out after" not in samples[2].invalid  # its own limit, not ours
+
+
+def test_a_blocked_event_loop_does_not_hang_the_run(monkeypatch):
+    monkeypatch.setattr("spmdrl.rewards.runner.ASYNC_GRACE_S", 0.3)
+
+    async def reward(response):
+        if response == "block":
+            time.sleep(4)
+        if response == "swallow":
+            while True:
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    await asyncio.sleep(1e6)
+        return 1.0
+
+    runner = RewardRunner(reward, RewardConfig(timeout_s=0.5))
+    for bad in ("swallow", "block"):
+        samples = [sample("ok"), sample(bad), sample("ok")]
+        start = time.monotonic()
+        runner.score(samples)
+        assert time.monotonic() - start < 2
+        assert "must await and not block" in samples[1].invalid
+        assert bad == "block" or samples[0].reward == samples[2].reward == 1.0
+    after = [sample("ok")]
+    runner.score(after)  # on a fresh loop, though the old one still blocks
+    runner.close()
+    assert after[0].reward == 1.0
+
+
+def test_objects_with_async_call_and_partials():
+    class Judge:
+        async def __call__(self, response):
+            return 2.0
+
+    async def scaled(response, scale):
+        return scale
+
+    assert run(Judge(), [sample("")])[0].reward == 2.0
+    assert run(functools.partial(scaled, scale=3), [sample("")])[0].reward == 3.0
+
+
+# --- processes ---
+
+
+def test_functions_of_a_config_file(tmp_path):
+    """A config is executed by path: its module exists nowhere a worker could import it from."""
+    (tmp_path / "my_config.py").write_text(
+        "import torch  # a trainer's config may; a worker must not pay for it\n"
+        "TABLE = {'right': 1.0}\n"
+        "def helper(response): return TABLE.get(response, 0.0)\n"
+        "def reward(response):\n"
+        "    import sys\n"
+        "    return {'score': helper(response), 'torch': 'torch' in sys.modules}\n"
+    )
+    spec = importlib.util.spec_from_file_location("my_config", tmp_path / "my_config.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["my_config"] = module
+    spec.loader.exec_module(module)
+    got = run(module.reward, [sample("right"), sample("wrong")])
+    del sys.modules["my_config"]
+    assert [(s.reward, s.reward_info) for s in got] == [(1.0, {"torch": 0}), (0.0, {"torch": 0})]
+
+
+def test_an_importable_module_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def reward(response): return len(response)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_rewards
+
+    assert run(my_rewards.reward, [sample("four")])[0].reward == 4.0
+
+
+def test_prints_do_not_disturb(capfd):
+    def reward(response):
+        print("to stdout", flush=True)
+        print(input() if sys.stdin.isatty() else "no terminal", file=sys.stderr)
+        return 1.0
+
+    assert run(reward, [sample("")])[0].reward == 1.0
+    assert "to stdout" in capfd.readouterr().out
+
+
+def test_workers_are_small_and_start_in_the_background():
+    start = time.monotonic()
+    runner = RewardRunner("gsm8k", RewardConfig(workers=2))
+    assert time.monotonic() - start < 0.5
+    runner.score([sample("#### 5") for _ in range(20)])
+    sizes_mib = [p.memory_info().rss / 2**20 for p in children()]
+    runner.close()
+    assert len(sizes_mib) == 2
+    assert max(sizes_mib) < 60
+    assert not children()
+
+
+def test_results_in_order_and_a_thousand_at_a_time():
+    samples = [sample(str(i)) for i in range(1000)]
+    runner = RewardRunner(lambda response: int(response), RewardConfig())
+    runner.score([sample("0") for _ in range(4)])
+    start = time.monotonic()
+    runner.score(samples)
+    took_s = time.monotonic() - start
+    runner.close()
+    assert [s.reward for s in samples] == list(map(float, range(1000)))
+    assert took_s < 1.0  # 0.05 s on an idle machine
+
+
+def test_slow_rewards_run_in_parallel():
+    def reward(response):
+        time.sleep(0.3)
+        return 1.0
+
+    runner = RewardRunner(reward, RewardConfig(workers=4))
+    runner.score([sample("")])
+    start = time.monotonic()
+    runner.score([sample("") for _ in range(8)])
+    assert time.monotonic() - start < 1.5  # 8 * 0.3 s one after the other
+    runner.close()
+
+
+def test_close_kills_what_runs():
+    runner = RewardRunner(misbehave, RewardConfig(timeout_s=1000))
+    runner.score([sample("ok") for _ in range(20)])
+    thread = threading.Thread(target=lambda: runner.score([sample("sleep")]), daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    runner.close()
+    assert wait_until(lambda: not children())
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+TRAINER = """
+import sys, time
+from spmdrl.config import RewardConfig
+from spmdrl.rewards.runner import RewardRunner
+sys.path.insert(0, {tests!r})
+from test_rewards import children, sample
+
+def reward(response):
+    if response == "hang":
+        while True:
+            pass
+    return 1.0
+
+if __name__ == "__main__":
+    runner = RewardRunner(reward, RewardConfig(timeout_s=1000))
+    runner.score([sample("ok") for _ in range(50)])
+    print(*(p.pid for p in children()), flush=True)
+    runner.score([sample("hang"), sample("hang")])
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_workers_end_with_the_trainer(tmp_path, name):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.format(tests=str(Path(__file__).parent)))
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    workers = [int(word) for word in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    time.sleep(0.2)  # so that they hang in the reward
+    os.killpg(trainer.pid, getattr(signal, name))  # as a terminal does on Ctrl-C
+    _, errors = trainer.communicate(timeout=20)
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
+    expected = 1 if name == "SIGINT" else 0  # the trainer's own, none of a worker
+    assert errors.count("Traceback") == expected, errors
+
+
+# --- graders ---
+
+GSM8K_CASES = [
+    ("so #### 5", "5", 1),
+    ("####5.", "5", 1),
+    ("#### $1,080.00", "1080", 1),
+    ("#### 1,000,000", "1000000", 1),
+    ("#### 1000", "1,000", 1),
+    ("####   -3", "-3", 1),
+    ("#### 3", "-3", 0),
+    ("#### -$20", "-20", 1),
+    ("#### $-20", "-20", 1),
+    ("#### .5", "0.5", 1),
+    ("#### 12.50", "12.5", 1),
+    ("#### 5 apples", "5", 1),
+    ("#### 50%", "50", 1),
+    ("#### 4, no: #### 5", "5", 1),
+    ("#### 5\n#### 4", "5", 0),
+    ("the answer is 5", "5", 0),
+    ("#### abc", "5", 0),
+    ("#### **18**", "18", 0),
+    ("#### 7/8", "7", 0),
+    ("#### 12/8", "1", 0),
+    ("#### 5-3", "5", 0),
+    ("#### 1e3", "1", 0),
+    ("#### 15", "5", 0),
+    ("", "5", 0),
+    ("#### 18", "9 * 2 = 18\n#### 18", 1),
+]
+FLEXIBLE_CASES = [
+    ("so 5-3=2", "2", 1),
+    ("x=-7", "-7", 1),
+    ("7-2", "2", 1),
+    ("it is $3.50.", "3.5", 1),
+    ("a total of 1,234 eggs.", "1234", 1),
+    ("-$4", "-4", 1),
+    ("3 dozen, so 36.", "36", 1),
+    ("36, which is not 35", "36", 0),
+    ("none", "1", 0),
+]
+
+
+def test_gsm8k_table():
+    for response, truth, expected in GSM8K_CASES:
+        assert functions.gsm8k(response, truth) == expected, (response, truth)
+    for response, truth, expected in FLEXIBLE_CASES:
+        assert functions.gsm8k(response, truth, method="flexible") == expected, (response, truth)
+    for truth in ("many", "", "nan", None):
+        with pytest.raises(ValueError, match="is not a number"):
+            functions.gsm8k("#### 5", truth)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+def test_gsm8k_grades_its_own_references():
+    for name in ("train.jsonl", "test.jsonl"):
+        answers = [json.loads(line)["answer"] for line in (GSM8K / name).open()]
+        truths = [answer.rpartition("####")[2].strip() for answer in answers]
+        wrong = truths[1:] + truths[:1]
+        for method in ("strict", "flexible"):
+            scores = [
+                functions.gsm8k(a, t, method=method) for a, t in zip(answers, truths, strict=True)
+            ]
+            assert scores == [1.0] * len(answers)
+        for answer, truth, other in zip(answers, truths, wrong, strict=True):
+            expected = float(truth.replace(",", "")) == float(other.replace(",", ""))
+            assert functions.gsm8k(answer, other) == expected
+
+
+MATH_CASES = [
+    (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
+    (r"\boxed{0.5}", "1/2", 1),
+    (r"The answer is $\frac{1}{2}$.", "0.5", 1),
+    ("answer: 42", "42", 1),
+    ("It is 1,234 in all.", "1234", 1),
+    (r"\boxed{3}, no, \boxed{4}", "4", 1),
+    (r"\boxed{3}, no, \boxed{4}", "3", 0),
+    (r"\boxed{5}$. Check: $2+3=6$", "5", 1),
+    (r"it was \boxed{3} and then \boxed{", "3", 0),
+    ("we get 7, so \\boxed{8}.", "7", 0),
+    (r"\boxed{(1,2)}", "(1,2)", 1),
+    (r"\boxed{(2,1)}", "(1,2)", 0),
+    (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+    (r"\boxed{[0,1)}", "[0,1)", 1),
+    (r"\boxed{[0,1]}", "[0,1)", 0),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+    (r"\boxed{x=5}", "5", 1),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
+    (r"\boxed{\pi/4}", r"\frac{\pi}{4}", 1),
+    (r"\boxed{1{,}000}", "1000", 1),
+    (r"\boxed{10\%}", "10", 1),
+    (r"\boxed{90^\circ}", "90", 1),
+    (r"\boxed{5 \text{ cm}}", "5", 1),
+    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
+    (r"\boxed{\text{Bob}}", r"\text{Evelyn}", 0),
+    (r"$\boxed{5}$", "$5$", 1),
+    (r"\boxed{-3}", "3", 0),
+    ("no idea", "42", 0),
+    ("", "42", 0),
+    ("1 2 3 " * 20_000, "42", 0),
+]
+
+
+def test_math_in_a_worker():
+    samples = [sample(response, truth) for response, truth, _ in MATH_CASES]
+
+    def limited_math(response, ground_truth):
+        functions.MATH_LIMIT_S = 1
+        return functions.math(response, ground_truth)
+
+    endless = sample(r"\boxed{9^{9^{9^{9}}}}")
+    unknown = sample(r"\boxed{5}", truth="$ $")
+    run("math", [*samples, unknown])
+    for s, (response, truth, expected) in zip(samples, MATH_CASES, strict=True):
+        assert s.reward == expected, (response[:80], truth, s.invalid)
+    assert "has no answer that can be parsed" in unknown.invalid
+    run(limited_math, [endless])
+    assert "TimeoutError: the answer could not be compared within 1 s" in endless.invalid
