@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -111,6 +112,9 @@ def prepare_environment() -> None:
     level = logging.INFO if os.environ["RANK"] == "0" else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stdout)
     logging.getLogger("spmdrl").setLevel(level)
+    for module in ("torch", "vllm"):  # deprecations between our libraries, nobody's to act on
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     signal.signal(signal.SIGINT, on_interrupt)

@@ -6,11 +6,14 @@ the shards, so that no more than one rank ever holds a full copy.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 import torch.nn as nn
+from huggingface_hub import constants, try_to_load_from_cache
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -85,6 +88,10 @@ def load_hf_config(model: str) -> PreTrainedConfig:
         raise ConfigError(f"model: {model!r} has no config.json; is it a Hugging Face model folder?")
     if not Path(model).exists() and (model.startswith(("/", ".", "~")) or model.count("/") != 1):
         raise ConfigError(f"model: no such folder: {model!r} (and not a hub id like owner/name)")
+    if not Path(model).is_dir() and not on_hub(model):
+        raise ConfigError(
+            f"model: {model!r} is no folder here, is not in the cache, and the hub cannot be reached"
+        )
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -92,6 +99,19 @@ def load_hf_config(model: str) -> PreTrainedConfig:
         raise ConfigError(
             f"model: {model!r} is no folder here and cannot be had from the hub: {reason}"
         ) from error
+
+
+def on_hub(model: str) -> bool:
+    """Whether there is any use in asking the hub; transformers would try for half a minute."""
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return True
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def build_model(model: str, full: bool) -> PreTrainedModel:

@@ -15,14 +15,12 @@ import copy
 import gc
 import logging
 import os
-import random
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +28,7 @@ from torch import Tensor
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout import vllm_cpu
 from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.noise import preserved_rng
 from spmdrl.rollout.sampling import check_lengths, eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
@@ -146,7 +145,8 @@ class VllmEngine:
                 output.new_token_ids, stop_terminated=sequence.finish_reason == "stop"
             ):
                 sequence.finish_reason = "stop"
-                self.core.abort_requests([output.request_id])
+                if not output.finished:
+                    self.core.abort_requests([output.request_id])
 
     def vllm_params(self, params: SamplingParams) -> Any:
         from vllm import SamplingParams as VllmSamplingParams
@@ -227,7 +227,7 @@ class VllmEngine:
         if not self.may_sleep:
             return
         if self.on_cpu:
-            vllm_cpu.restore_kv_cache(self.freed_kv_cache)
+            vllm_cpu.restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
             self.freed_kv_cache = []
         else:
             self.core.wake_up()
@@ -315,21 +315,6 @@ def destroy_vllm_groups() -> None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
     parallel_state._NODE_COUNT = None
-
-
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Global generators come back as they were: vLLM seeds them, and draws from them."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 @contextmanager

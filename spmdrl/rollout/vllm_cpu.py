@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.rollout.noise import mix
+
 
 @contextmanager
 def patched_construction() -> Iterator[None]:
@@ -27,7 +29,8 @@ def patched_construction() -> Iterator[None]:
     from vllm.model_executor.layers import utils
 
     pack, set_num_threads = utils.dispatch_cpu_unquantized_gemm, torch.set_num_threads
-    bind_memory = torch.ops._C.init_cpu_memory_env
+    library: Any = torch.ops._C
+    bind_memory = library.init_cpu_memory_env
 
     def keep(layer: nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
@@ -37,12 +40,12 @@ def patched_construction() -> Iterator[None]:
             layer.cpu_linear = F.linear
 
     utils.dispatch_cpu_unquantized_gemm = keep
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    library.init_cpu_memory_env = lambda nodes: None
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = pack
-        torch.ops._C.init_cpu_memory_env = bind_memory
+        library.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
 
 
@@ -83,14 +86,6 @@ class AddressedNoise:
         return tokens, logprobs
 
 
-def mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on int64, which wraps."""
-    x = x + -0x61C8864680B583EB
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & (2**33 - 1))
-
-
 def gather_only_sampled(runner: Any) -> None:
     """Replaces, on this engine's sampler, a top-k of zero and the rank of the sampled token by
     nothing: vLLM computes both per step, the rank through torch.compile (6 s at first use)."""
@@ -122,8 +117,11 @@ def free_kv_cache(kv_caches: list[Tensor]) -> list[tuple[torch.UntypedStorage, i
     return sizes
 
 
-def restore_kv_cache(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
+def restore_kv_cache(
+    kv_caches: list[Tensor], sizes: list[tuple[torch.UntypedStorage, int]]
+) -> None:
     """Memory of the old sizes, zeroed: what malloc hands out may read as NaN."""
     for storage, num_bytes in sizes:
         storage.resize_(num_bytes)
-        storage.fill_(0)
+    for cache in kv_caches:
+        cache.zero_()

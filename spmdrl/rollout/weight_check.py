@@ -1,4 +1,4 @@
-"""Proof that a vLLM model on this rank holds given weights: every element, bit by bit.
+"""Proof that an engine's model on this rank holds given weights: every element, bit by bit.
 
 Where a tensor must lie is worked out from shapes, head counts and the rank alone. vLLM's weight
 loaders are not asked: their mistakes are what this is to find.
@@ -118,10 +118,8 @@ def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tens
     The axis on which the shapes differ is the sharded one. Ranks hold equal parts of a vocabulary
     that was padded at its end, so the last ones may hold fewer rows of it than they have.
     """
-    if parameter.ndim != tensor.ndim:
-        return parameter, tensor
-    for axis, (local, full) in enumerate(zip(parameter.shape, tensor.shape, strict=True)):
-        if local != full:
+    for axis, (local, full) in enumerate(zip(parameter.shape, tensor.shape, strict=False)):
+        if local != full and full <= local * size:
             start = min(rank * local, full)
             num = min(local, full - start)
             return parameter.narrow(axis, 0, num), tensor.narrow(axis, start, num)
@@ -144,7 +142,7 @@ def rows_in_fused(
 
 def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:
     """("qkv_proj", ["q_proj", "k_proj", "v_proj"]) for "k_proj"; ("", []) where it is not fused."""
-    for fused, parts in model.packed_modules_mapping.items():
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if leaf in parts:
             return fused, parts
     return "", []

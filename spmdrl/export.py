@@ -1,0 +1,94 @@
+"""Checkpoint -> Hugging Face folder: python -m spmdrl.export --checkpoint DIR --out DIR
+
+One process on a CPU, whatever wrote the checkpoint; no GPU and no process group.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fire
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from spmdrl.checkpoint import damage
+from spmdrl.config import ConfigError
+from spmdrl.engines.fsdp import DTYPES
+from spmdrl.exits import exit_config
+
+
+def main(checkpoint: str, out: str, dtype: str = "float32", role: str = "actor") -> None:
+    """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
+
+    Args:
+        checkpoint: a folder checkpoints/step_N of a run
+        out: the folder to write; it must not hold a model yet
+        dtype: float32 (bit for bit what was trained), bfloat16 or float16
+        role: actor or critic
+    """
+    try:
+        export(Path(checkpoint), Path(out), dtype, role)
+    except ConfigError as error:
+        exit_config(error)
+    print(f"wrote {out}")
+
+
+def export(checkpoint: Path, out: Path, dtype: str, role: str) -> None:
+    """Raises ConfigError for a damaged checkpoint, an unknown dtype or role, or a taken folder."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    wrong = damage(checkpoint)
+    if wrong:
+        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
+    roles = json.loads(Path(checkpoint, "run.json").read_text())["engines"]
+    if role not in roles:
+        raise ConfigError(f"--role {role}: the checkpoint has {', '.join(roles)}")
+    if Path(out, "config.json").exists():
+        raise ConfigError(f"--out {out} already holds a model; name another folder")
+    weights = load_full(checkpoint, role)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in Path(checkpoint, "hf").iterdir():
+        shutil.copy(file, out)
+    write_weights(weights.items(), DTYPES[dtype], out)
+
+
+def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
+    """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
+    prefix = f"{role}.model."
+    stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    weights = {
+        key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
+        for key, meta in stored.items()
+        if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
+    }
+    state = {role: {"model": weights}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
+        dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    return {name.removeprefix("hf."): tensor for name, tensor in weights.items()}
+
+
+def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:
+    """model.safetensors, or shards of 5 GB with their index; a tied head is left out."""
+    tied = json.loads(Path(out, "config.json").read_text()).get("tie_word_embeddings", False)
+    state = {
+        name: tensor.to(dtype).contiguous()
+        for name, tensor in named
+        if not (tied and name == "lm_head.weight")
+    }
+    save_torch_state_dict(state, out, max_shard_size="5GB", metadata={"format": "pt"})
+    config: dict[str, Any] = json.loads(Path(out, "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    Path(out, "config.json").write_text(json.dumps(config, indent=2))
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

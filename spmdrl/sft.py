@@ -1,0 +1,137 @@
+"""Supervised fine-tuning: torchrun --nproc-per-node 2 -m spmdrl.sft --config cfg.py
+
+Also runs as python -m spmdrl.sft. Any field of the config is set by its dotted name. Writes the
+model to config.out in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fire
+
+from spmdrl.cli import load_config
+from spmdrl.config import ConfigError, SftConfig
+from spmdrl.exits import exit_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from spmdrl.data import SftDataset
+    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.program import Runtime
+    from spmdrl.topology import Topology
+    from spmdrl.types import Batch
+
+
+def main(config: str = "", **overrides: Any) -> None:
+    """Trains on the responses of a data set.
+
+    Args:
+        config: a Python file that defines `config = SftConfig(...)`
+        overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
+    """
+    try:
+        if not config:
+            raise ConfigError("--config FILE is required: a Python file with config = SftConfig()")
+        value = load_config(config, SftConfig, overrides)
+    except ConfigError as error:
+        exit_config(error)
+    from spmdrl.program import started  # torch comes in here, see spmdrl/ppo.py
+
+    with started(value) as runtime:
+        train(value, runtime)
+
+
+def train(config: SftConfig, runtime: Runtime) -> None:
+    """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
+    from spmdrl.data import PromptOrder, SftDataset
+    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.metrics import RunLog
+    from spmdrl.plan import load_hf_config
+    from spmdrl.program import load_tokenizer
+    from spmdrl.topology import Topology, train_degrees
+
+    phases, topology = runtime.phases, runtime.topology
+    load_hf_config(config.model)
+    degrees = train_degrees(config.actor.fsdp)
+    ranks = Topology.build(topology.device, **degrees)
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        rows = SftDataset.load(config.data.train, tokenizer, config.data, topology)
+        order = PromptOrder(len(rows), config.data.batch_size, config.seed, config.data.shuffle)
+    with phases("build actor"):
+        actor = FsdpEngine("policy", config.model, config.actor, ranks)
+    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard)
+    phases.on_change = log.phase
+    phases.take_seconds()
+    for step in range(1, config.steps + 1):
+        log.begin_step(step)
+        started_at = time.perf_counter()
+        with phases("data"):
+            mine = order.next_step()[topology.rank :: topology.world]
+            batch, num_tokens = sft_batch(rows, mine, topology)
+        with phases("update"):
+            updated = actor.update(batch, cross_entropy, temperature=1.0)
+        metrics = {f"sft/{name}": value for name, value in updated.items()}
+        seconds = phases.take_seconds()
+        metrics |= {f"time/{name}_s": s for name, s in seconds.items()}
+        metrics["time/step_s"] = time.perf_counter() - started_at
+        metrics["throughput/tokens_per_s"] = num_tokens / metrics["time/step_s"]
+        log.write(step, metrics)
+        if step % max(config.steps // 20, 1) == 0 or step == config.steps:
+            log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
+    with phases("save"):
+        save(actor, tokenizer, Path(config.out), topology)
+    log.line(f"wrote {config.out}")
+    log.close()
+
+
+def cross_entropy(
+    logprobs: Tensor, entropy: Tensor, mb: Batch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log p of every response token (the seam of engines/engine.py)."""
+    loss = -(logprobs * mb.loss_weights).sum()
+    return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}
+
+
+def sft_batch(rows: SftDataset, indices: list[int], topology: Topology) -> tuple[Batch, float]:
+    """This rank's examples, weighted by one over the response tokens of all ranks; that count."""
+    import torch
+
+    from spmdrl.collectives import sum_over_ranks
+    from spmdrl.packing import empty_batch
+
+    examples = [rows.example(i) for i in indices]
+    lens = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
+    batch = empty_batch(torch.tensor(lens, dtype=torch.int64))
+    batch.token_ids = torch.tensor(
+        [t for e in examples for t in (*e.prompt_ids, *e.response_ids)], dtype=torch.int64
+    )
+    batch.loss_mask = torch.tensor(
+        [m for e in examples for m in [0.0] * len(e.prompt_ids) + [1.0] * len(e.response_ids)]
+    )
+    num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), topology)
+    batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)
+    return batch, num_tokens
+
+
+def save(actor: FsdpEngine, tokenizer: Any, out: Path, topology: Topology) -> None:
+    """Gathers bucket by bucket; rank 0 keeps the tensors and writes them. Collective."""
+    import torch
+
+    from spmdrl.export import write_weights
+
+    gathered = actor.named_weights(torch.float32, 512 << 20)
+    kept = [(name, t.cpu().clone()) for name, t in gathered if topology.rank == 0]
+    if topology.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        actor.hf_config.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        write_weights(kept, torch.float32, out)
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
