@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import torch.distributed as dist
 from tiny import save_tokenizer
 from transformers import AutoTokenizer
 
-from spmdrl.config import ConfigError, DataConfig, SftDataConfig
+from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
 from spmdrl.data import PromptDataset, PromptOrder, SftDataset
+from spmdrl.rewards.functions import gsm8k
 from spmdrl.topology import Topology
 
 
@@ -405,3 +409,53 @@ def test_step_larger_than_the_data():
         PromptOrder(10, 64, seed=0)
     with pytest.raises(ConfigError, match="prompts_per_step=0"):
         PromptOrder(10, 0, seed=0)
+
+
+# --- examples/gsm8k ---
+
+ROOT = Path(__file__).parents[1]
+
+
+def prepare(source: Path, out: Path) -> subprocess.CompletedProcess:
+    script = str(ROOT / "examples/gsm8k/prepare.py")
+    command = [sys.executable, script, "--source", str(source), "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_prepare_gsm8k(topology, tokenizer, tmp_path):
+    answer = "He has 2*600 = <<2*600=1200>>1,200.\n#### 1,200"
+    for split in ("train", "test"):
+        rows = [{"question": f"How many in {split}?", "answer": answer}]
+        write(tmp_path / f"{split}.jsonl", rows)
+    done = prepare(tmp_path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "train.parquet: 1 rows" in done.stdout
+    path = str(tmp_path / "out/test.parquet")
+    prompt = load(topology, tokenizer, path).prompt(0)
+    assert prompt.text.startswith("<user>How many in test? Think")
+    assert prompt.ground_truth == "1200"
+    assert gsm8k(prompt.extra_info["answer"], prompt.ground_truth) == 1.0
+    keys = {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"}
+    example = load_sft(topology, tokenizer, path, **keys).example(0)
+    assert texts(tokenizer, example) == ("<user>How many in test?<a>", answer + "<eos>")
+
+
+def test_prepare_gsm8k_says_what_is_wrong(tmp_path):
+    done = prepare(tmp_path, tmp_path / "out")
+    assert done.returncode == 1
+    assert "train.jsonl" in done.stderr and "test.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+    write(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 1"}])
+    write(tmp_path / "train.jsonl", [{"question": "q", "answer": "#### 1"}, {"question": "q"}])
+    assert "train.jsonl, line 2: expected" in prepare(tmp_path, tmp_path / "out").stderr
+    write(tmp_path / "train.jsonl", [{"question": "q", "answer": "1"}])
+    assert "line 1: the answer has no '####'" in prepare(tmp_path, tmp_path / "out").stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_config_for_8_gpus_adds_up():
+    config = runpy.run_path(str(ROOT / "configs/qwen3_0.6b_gsm8k_grpo_8gpu.py"))["config"]
+    assert isinstance(config, PpoConfig)
+    order = PromptOrder(7473, config.data.prompts_per_step, config.seed)
+    assert config.steps == 2 * order.steps_per_epoch
+    assert config.data.prompts_per_step * config.rollout.n == 8 * config.rollout.max_num_seqs
