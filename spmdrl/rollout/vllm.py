@@ -188,12 +188,15 @@ class VllmEngine:
         """In place: each tensor is copied before the next is asked for, so buffers may be reused.
 
         Quantised engines keep references until a layer is complete: there a tensor must stay valid
-        until the call returns.
+        until the call returns. Raises ValueError where a parameter was not given.
         """
         if self.core.vllm_config.model_config.quantization is not None:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
-            self.model.load_weights(iter(weights))
+            loaded = self.model.load_weights(iter(weights))
+            missing = {name for name, _ in self.model.named_parameters()} - loaded
+            if missing:
+                raise ValueError(f"weights were not given: {sorted(missing)}")
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
         self.forget_prefixes()

@@ -32,7 +32,7 @@ def patched_construction() -> Iterator[None]:
     library: Any = torch.ops._C
     bind_memory = library.init_cpu_memory_env
 
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
+    def keep(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or weight.ndim != 2:
             pack(layer, remove_weight)
