@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import json
 import os
 import signal
@@ -18,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from spmdrl.config import ConfigError, RewardConfig
+from spmdrl.cli import load_config
+from spmdrl.config import ConfigError, PpoConfig, RewardConfig
 from spmdrl.rewards import functions
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.types import Prompt, Sample
@@ -151,6 +151,12 @@ def test_config_errors(reward, words):
     with pytest.raises(ConfigError, match=words):
         RewardRunner(reward, RewardConfig())
     assert not children()
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0.0}])
+def test_settings_without_which_nothing_would_end(settings):
+    with pytest.raises(ConfigError, match="at least one worker and a time limit above 0"):
+        RewardRunner("gsm8k", RewardConfig(**settings))
 
 
 def test_a_function_that_cannot_travel():
@@ -387,21 +393,25 @@ def test_objects_with_async_call_and_partials():
 
 
 def test_functions_of_a_config_file(tmp_path):
-    """A config is executed by path: its module exists nowhere a worker could import it from."""
+    """No worker could import these: a config is run by path, and its folder only then on sys.path.
+
+    Loaded as the programs load it. torch in the config must not be paid for in the worker.
+    """
+    (tmp_path / "my_table.py").write_text(
+        "import torch\nTABLE = {'right': 1.0}\ndef look_up(word): return TABLE.get(word, 0.0)\n"
+    )
     (tmp_path / "my_config.py").write_text(
-        "import torch  # a trainer's config may; a worker must not pay for it\n"
-        "TABLE = {'right': 1.0}\n"
-        "def helper(response): return TABLE.get(response, 0.0)\n"
+        "import torch\n"
+        "from my_table import look_up\n"
+        "from spmdrl.config import DataConfig, PpoConfig\n"
+        "def helper(response): return look_up(response)\n"
         "def reward(response):\n"
         "    import sys\n"
         "    return {'score': helper(response), 'torch': 'torch' in sys.modules}\n"
+        "config = PpoConfig(model='', data=DataConfig(train=''), reward=reward)\n"
     )
-    spec = importlib.util.spec_from_file_location("my_config", tmp_path / "my_config.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["my_config"] = module
-    spec.loader.exec_module(module)
-    got = run(module.reward, [sample("right"), sample("wrong")])
-    del sys.modules["my_config"]
+    config = load_config(str(tmp_path / "my_config.py"), PpoConfig, {})
+    got = run(config.reward, [sample("right"), sample("wrong")])
     assert [(s.reward, s.reward_info) for s in got] == [(1.0, {"torch": 0}), (0.0, {"torch": 0})]
 
 
@@ -493,26 +503,22 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
-def test_workers_end_with_the_trainer(tmp_path, name):
+def test_workers_end_with_the_trainer(tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER.format(tests=str(Path(__file__).parent)))
-    trainer = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert trainer.stdout is not None
-    workers = [int(word) for word in trainer.stdout.readline().split()]
-    assert len(workers) == 2
-    time.sleep(0.2)  # so that they hang in the reward
-    os.killpg(trainer.pid, getattr(signal, name))  # as a terminal does on Ctrl-C
-    _, errors = trainer.communicate(timeout=20)
-    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
-    expected = 1 if name == "SIGINT" else 0  # the trainer's own, none of a worker
-    assert errors.count("Traceback") == expected, errors
+    signals = {signal.SIGKILL: 0, signal.SIGINT: 1}  # tracebacks: the trainer's, never a worker's
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(script)]
+    trainers = [subprocess.Popen(command, **pipes, start_new_session=True) for _ in signals]
+    for trainer, (number, tracebacks) in zip(trainers, signals.items(), strict=True):
+        workers = [int(word) for word in trainer.stdout.readline().split()]
+        assert len(workers) == 2
+        time.sleep(0.2)  # so that they hang in the reward
+        os.killpg(trainer.pid, number)  # the whole group, as a terminal does on Ctrl-C
+        _, errors = trainer.communicate(timeout=20)
+        gone = wait_until(lambda pids=workers: not any(psutil.pid_exists(pid) for pid in pids))
+        assert gone, (number, workers)
+        assert errors.count("Traceback") == tracebacks, errors
 
 
 # --- graders ---

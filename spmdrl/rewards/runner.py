@@ -80,6 +80,11 @@ class RewardRunner:
     def __init__(
         self, reward: RewardFn | str | Mapping[str, RewardFn | str], config: RewardConfig
     ) -> None:
+        if config.workers < 1 or config.timeout_s <= 0:
+            raise ConfigError(
+                f"rewards.workers={config.workers} and rewards.timeout_s={config.timeout_s:g}: "
+                "expected at least one worker and a time limit above 0"
+            )
         self.config = config
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
         plain = [r.function for r in self.rewards.values() if not r.is_async]
@@ -190,6 +195,7 @@ class WorkerPool:
         self.timeout_s = config.timeout_s
         self.index = {id(function): i for i, function in enumerate(functions)}
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.closed = False
         setup = worker_setup(functions)
         self.workers = [WorkerProcess(setup) for _ in range(config.workers)]
         self.threads = [
@@ -200,6 +206,7 @@ class WorkerPool:
             thread.start()
 
     def submit(self, function: RewardFn, arguments: dict[str, Any]) -> Future[Outcome]:
+        assert not self.closed, "nobody would take the job"
         future: Future[Outcome] = Future()
         self.jobs.put(Job(self.index[id(function)], arguments, future))
         return future
@@ -217,6 +224,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Drops what has not started and kills what runs."""
+        self.closed = True
         with contextlib.suppress(Empty):
             while job := self.jobs.get_nowait():
                 job.future.cancel()
@@ -314,10 +322,10 @@ class WorkerProcess:
 def worker_setup(functions: list[RewardFn]) -> bytes:
     """What a worker receives first. Raises ConfigError where a function cannot be pickled.
 
-    Functions of a config file, lambdas and closures travel by value, with the globals they use.
+    Functions of a config file and of its neighbours, lambdas and closures travel by value, with
+    the globals they use; those of modules on sys.path are imported by the worker.
     """
-    modules = {sys.modules.get(module_name(function)) for function in functions}
-    by_value = [m for m in modules if m is not None and not is_importable(m)]
+    by_value = modules_by_value(functions)
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -334,6 +342,19 @@ def worker_setup(functions: list[RewardFn]) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
     imports = [IMPORTED_FIRST[function] for function in functions if function in IMPORTED_FIRST]
     return pickle.dumps({"functions": pickled, "sys_path": sys.path, "imports": imports})
+
+
+def modules_by_value(functions: list[RewardFn]) -> list[ModuleType]:
+    """The functions' modules that a worker could not import, and the like from their folders."""
+    modules = [sys.modules.get(module_name(function)) for function in functions]
+    own = {m for m in modules if m is not None and not is_importable(m)}
+    folders = {folder_of(m) for m in own} - {""}
+    loaded = [m for m in sys.modules.values() if folder_of(m) in folders]
+    return [*own, *(m for m in loaded if m not in own and not is_importable(m))]
+
+
+def folder_of(module: ModuleType) -> str:
+    return os.path.dirname(getattr(module, "__file__", None) or "")
 
 
 def is_importable(module: ModuleType) -> bool:
