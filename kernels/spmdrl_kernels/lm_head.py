@@ -50,10 +50,10 @@ class _LmHead(torch.autograd.Function):
         for part in _chunks(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
             lse[part] = logits.logsumexp(-1)
-            picked = logits.gather(-1, targets[part, None]).squeeze(-1)
-            logprobs[part] = picked - lse[part]
-            probs = (logits - lse[part, None]).exp_()
-            entropy[part] = lse[part] - probs.mul_(logits).sum(-1)
+            log_p = logits.sub_(lse[part, None])
+            logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
+            # not lse - sum(p logits): for a sure model that is a small difference of large numbers
+            entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.settings = (temperature, softcap, rows)
         ctx.set_materialize_grads(False)

@@ -1,0 +1,64 @@
+"""LM head and scans against the obvious float64 form."""
+
+import pytest
+import torch
+from spmdrl_kernels.lm_head import lm_head_logprobs
+from spmdrl_kernels.scan import discounted_suffix_sums
+
+
+def reference(hidden, weight, targets, temperature, bias=None, softcap=None):
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 37 * 5, 1 << 20])
+@pytest.mark.parametrize(("with_bias", "softcap"), [(False, None), (True, None), (False, 3.0)])
+def test_lm_head_matches_float64_in_value_and_gradient(chunk_bytes, with_bias, softcap):
+    g = torch.Generator().manual_seed(1)
+    hidden = torch.randn(23, 16, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(37, 16, generator=g, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(37, generator=g, dtype=torch.float64).requires_grad_() if with_bias else None
+    targets = torch.randint(0, 37, (23,), generator=g)
+    up = torch.randn(2, 23, generator=g, dtype=torch.float64)
+    inputs = [t for t in (hidden, weight, bias) if t is not None]
+
+    want = reference(hidden, weight, targets, 0.7, bias, softcap)
+    want_grads = torch.autograd.grad((up[0] * want[0] + up[1] * want[1]).sum(), inputs)
+    got = lm_head_logprobs(hidden, weight, targets, 0.7, bias, softcap, chunk_bytes)
+    got_grads = torch.autograd.grad((up[0] * got[0] + up[1] * got[1]).sum(), inputs)
+
+    for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
+        # logits are float32 inside, whatever the inputs
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+def test_lm_head_entropy_without_gradient_and_without_rows():
+    weight = torch.randn(11, 8, requires_grad=True)
+    hidden = torch.randn(5, 8, requires_grad=True)
+    logprobs, entropy = lm_head_logprobs(hidden, weight, torch.arange(5))
+    (grad,) = torch.autograd.grad(logprobs.sum(), hidden)  # entropy unused
+    assert torch.isfinite(grad).all()
+    assert (entropy > 0).all()
+    empty = lm_head_logprobs(hidden[:0], weight, torch.arange(0))
+    assert [len(t) for t in empty] == [0, 0]
+    (grad,) = torch.autograd.grad(empty[0].sum(), weight)
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
+@pytest.mark.parametrize("decay", [0.0, 0.95, 1.0])
+def test_scan_matches_the_loop(length, decay):
+    x = torch.randn(3, length, dtype=torch.float64)
+    want = torch.zeros_like(x)
+    carry = torch.zeros(3, dtype=torch.float64)
+    for t in range(length - 1, -1, -1):
+        carry = x[:, t] + decay * carry
+        want[:, t] = carry
+    torch.testing.assert_close(discounted_suffix_sums(x, decay), want, rtol=1e-10, atol=1e-10)
+    got32 = discounted_suffix_sums(x.float(), decay)
+    torch.testing.assert_close(got32.double(), want, rtol=1e-4, atol=1e-4)
