@@ -1,0 +1,42 @@
+"""GRPO on two-digit addition, on two CPU cores: held-out accuracy from a third to over 0.9.
+
+Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves.
+
+torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_grpo_cpu.py
+"""
+
+from spmdrl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    DataConfig,
+    OptimConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+
+def exact_match(response: str, ground_truth: str) -> float:
+    """1 for the right number and nothing else."""
+    return float(response.strip() == ground_truth)
+
+
+config = PpoConfig(
+    model="runs/arithmetic/sft_model",
+    run_dir="runs/arithmetic/grpo",
+    data=DataConfig(
+        train="runs/arithmetic/train.parquet",
+        eval="runs/arithmetic/eval.parquet",
+        prompts_per_step=128,
+        max_prompt_tokens=16,
+    ),
+    reward=exact_match,
+    rewards=RewardConfig(workers=1),
+    steps=60,
+    eval_every=10,
+    algo=AlgoConfig(advantage="grpo", mini_batches=4),
+    rollout=RolloutConfig(n=8, max_tokens=8, dtype="float32", kv_cache_mib=64),
+    actor=TrainConfig(dtype="float32", optim=OptimConfig(lr=5e-4, weight_decay=0.0)),
+    checkpoint=CheckpointConfig(every_steps=60, keep=1),
+)

@@ -1,0 +1,16 @@
+"""Warm-up of the arithmetic example: a model from random weights, right on a third of the answers.
+
+python examples/arithmetic/make_assets.py
+torchrun --nproc-per-node 2 -m spmdrl.sft --config configs/qwen3_tiny_arithmetic_sft_cpu.py
+"""
+
+from spmdrl.config import OptimConfig, SftConfig, SftDataConfig, TrainConfig
+
+config = SftConfig(
+    model="runs/arithmetic/model",
+    out="runs/arithmetic/sft_model",
+    run_dir="runs/arithmetic/sft",
+    steps=125,
+    data=SftDataConfig(train="runs/arithmetic/sft.parquet", batch_size=128, max_tokens=16),
+    actor=TrainConfig(dtype="float32", optim=OptimConfig(lr=3e-3, warmup_steps=10)),
+)

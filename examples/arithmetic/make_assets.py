@@ -1,0 +1,105 @@
+"""Makes everything the arithmetic example needs: a small Qwen3 with random weights, and the data.
+
+    python examples/arithmetic/make_assets.py [--out runs/arithmetic] [--seed 0]
+
+The task is addition of two numbers below 50, one character a token, with the units first, which is
+how one adds on paper: "17+25=" is answered "24". Of the 2500 questions 256 are held out;
+`sft.parquet` has some of the others with their answers, `train.parquet` all of the others,
+`eval.parquet` those held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+NUMBERS = 50  # operands are 0 .. 49
+NUM_HELD_OUT = 256
+NUM_SFT = 1200
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+CHARACTERS = "0123456789+="
+
+
+def make_assets(out: Path, seed: int) -> None:
+    """Writes model/, train.parquet, eval.parquet and sft.parquet into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_model(out / "model", seed)
+    held_out, others = split_questions(seed)
+    write_rows(out / "eval.parquet", held_out)
+    write_rows(out / "train.parquet", others)
+    write_rows(out / "sft.parquet", others[:NUM_SFT])
+
+
+def split_questions(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(held out, others): every pair of operands once, in random order."""
+    pairs = [(a, b) for a in range(NUMBERS) for b in range(NUMBERS)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
+
+
+def question_and_answer(a: int, b: int) -> tuple[str, str]:
+    """(17, 25) -> ("17+25=", "24"): two digits each, the answer's units first."""
+    return f"{a:02d}+{b:02d}=", f"{a + b:02d}"[::-1]
+
+
+def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
+    """verl's schema, and a column `response` that only fine-tuning reads."""
+    rows = []
+    for index, (a, b) in enumerate(pairs):
+        question, answer = question_and_answer(a, b)
+        rows.append(
+            {
+                "data_source": "arithmetic",
+                "prompt": [{"role": "user", "content": question}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": answer},
+                "extra_info": {"index": index},
+                "response": answer,
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def save_model(folder: Path, seed: int) -> None:
+    """Random float32 weights, 0.4 million, and a tokenizer: one character, one token."""
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """The chat template concatenates the contents of the turns and adds nothing."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    pad, bos, eos, unk = SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unk
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="assets of the arithmetic example")
+    parser.add_argument("--out", type=Path, default=Path("runs/arithmetic"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make_assets(args.out, args.seed)
+    print(f"model, train.parquet, eval.parquet and sft.parquet are in {args.out}")
