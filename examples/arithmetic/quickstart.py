@@ -18,13 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-
-matplotlib.use("Agg")  # no display is needed
-from matplotlib import pyplot as plt
 
 ASSETS = Path("runs/arithmetic")
 LIMITS_S = {"assets": 120, "sft": 300, "rl": 900}
@@ -46,7 +43,8 @@ def main() -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")
     summary = summarise(rows, seconds)
     Path(run_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_rewards(rows, run_dir / "reward.png", f"arithmetic, {args.algo.upper()}")
+    figure = reward_figure(rows, f"arithmetic, {args.algo.upper()}")
+    figure.savefig(run_dir / "reward.png", dpi=120)
     Console().print(summary_table(summary, phase_seconds(rows)))
     print(f"reward curve: {run_dir}/reward.png; tensorboard --logdir {run_dir}")
 
@@ -139,9 +137,10 @@ def phase_seconds(rows: list[Row]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def plot_rewards(rows: list[Row], path: Path, title: str) -> None:
-    """Train reward of every step and held-out accuracy where it was measured, as a PNG."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+def reward_figure(rows: list[Row], title: str) -> Figure:
+    """Train reward of every step, and held-out accuracy where it was measured."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     for key, label, style in (
         ("reward/mean", "train reward (sampled)", "-"),
         ("eval/accuracy", "held-out accuracy (greedy)", "o-"),
@@ -152,8 +151,7 @@ def plot_rewards(rows: list[Row], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
 
 
 def summary_table(summary: dict[str, Any], phases: dict[str, float]) -> Table:

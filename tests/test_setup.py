@@ -1,0 +1,230 @@
+"""What surrounds the library: pins, configs, the README's example, figures of the examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from spmdrl.cli import load_config
+from spmdrl.config import PpoConfig, SftConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*/config.py")])
+
+
+def load_module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pins() -> dict[str, str]:
+    """Canonical name -> version, of constraints.txt."""
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    for line in lines:
+        # a local version, a file or an address would work on one machine only
+        assert re.fullmatch(r"[\w.-]+==[\w.]+(; \w+ == \"\w+\")?", line), line
+    requirements = [Requirement(line) for line in lines]
+    return {canonicalize_name(r.name): next(iter(r.specifier)).version for r in requirements}
+
+
+def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
+    pinned = pins()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["cpu"], *extras["dev"]]:
+        requirement = Requirement(text)
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{text} has no pin"
+        assert requirement.specifier.contains(version), f"{text}: pinned {version}"
+
+
+def test_what_breaks_transformers_is_not_pinned() -> None:
+    assert not {"torchvision", "torchaudio", "torchcodec"} & set(pins())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_loads(path: Path) -> None:
+    kind = SftConfig if "_sft_" in path.stem else PpoConfig
+    assert isinstance(load_config(str(path), kind, {"seed": 7}), kind)
+
+
+def test_ppo_config_differs_from_its_base_only_where_it_says() -> None:
+    grpo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_grpo_cpu.py"), PpoConfig, {})
+    ppo = load_config(str(ROOT / "configs/qwen3_tiny_arithmetic_ppo_cpu.py"), PpoConfig, {})
+    assert ppo.algo.advantage == "gae" and ppo.critic is not None
+    assert (ppo.data, ppo.rollout, ppo.actor) == (grpo.data, grpo.rollout, grpo.actor)
+    assert callable(ppo.reward)
+    assert [ppo.reward("24 ", "24"), ppo.reward("240", "24"), ppo.reward("", "24")] == [1, 0, 0]
+
+
+def test_readme_config_is_short_and_loads(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", readme, re.S) if "PpoConfig(" in b]
+    assert len(blocks) == 1
+    assert len(blocks[0].splitlines()) <= 12
+    path = tmp_path / "my_config.py"
+    path.write_text(blocks[0])
+    config = load_config(str(path), PpoConfig, {})
+    assert callable(config.reward)
+    assert config.reward("so it is 42", "42") == 1
+    assert config.reward("so it is 41", "42") == 0
+
+
+def test_readme_names_what_exists() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/install.md").read_text()
+    targets = set(re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([a-z.-]+)", text)) <= targets
+    paths = re.findall(r"\b(?:spmdrl|configs|examples|launch|docs|tests)/[\w./-]+\.\w+", text)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    modules = re.findall(r"-m (spmdrl\.\w+)", text)
+    assert modules and all(importlib.util.find_spec(name) for name in modules)
+
+
+# A recorded run: three steps, evaluated before the first and after the last.
+METRICS = [
+    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 1, "reward/mean": 0.2, "time/rollout_s": 1.0, "time/update_actor_s": 3.0,
+     "time/step_s": 4.0, "throughput/tokens_per_s": 100.0},
+    {"step": 2, "reward/mean": 0.5, "time/rollout_s": 1.0, "time/update_actor_s": 1.0,
+     "time/step_s": 2.0, "throughput/tokens_per_s": 250.0},
+    {"step": 3, "reward/mean": 0.75, "time/rollout_s": 0.5, "time/update_actor_s": 1.0,
+     "time/step_s": 2.0, "throughput/tokens_per_s": 150.0, "eval/accuracy": 0.9375},
+]  # fmt: skip
+
+
+def test_quickstart_summary(tmp_path: Path) -> None:
+    quickstart = load_module("examples/arithmetic/quickstart.py")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    rows = quickstart.read_metrics(path)
+    summary = quickstart.summarise(rows, {"assets": 1.0, "sft": 10.0, "rl": 20.04})
+    assert summary["accuracy_before"] == 0.25
+    assert summary["accuracy_after"] == 0.9375
+    assert summary["wall_s"] == 30.0
+    assert summary["steps"] == 3
+    assert summary["tokens_per_s"] == 150.0  # (400 + 500 + 300) tokens in 8 s
+    phases = quickstart.phase_seconds(rows)
+    assert list(phases.items()) == [("update_actor", 5.0), ("rollout", 2.5)]
+
+
+def test_quickstart_curve_shows_both_series(tmp_path: Path) -> None:
+    quickstart = load_module("examples/arithmetic/quickstart.py")
+    figure = quickstart.reward_figure(METRICS, "title")
+    axes = figure.axes[0]
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert curves == {
+        "train reward (sampled)": [[1, 0.2], [2, 0.5], [3, 0.75]],
+        "held-out accuracy (greedy)": [[0, 0.25], [3, 0.9375]],
+    }
+    assert axes.get_xlabel() == "step" and axes.get_ylabel()
+    figure.savefig(tmp_path / "reward.png")
+
+
+def test_quickstart_ends_with_the_exit_code_of_a_stage(capsys: pytest.CaptureFixture) -> None:
+    quickstart = load_module("examples/arithmetic/quickstart.py")
+    with pytest.raises(SystemExit) as stopped:
+        quickstart.run_stage("sft", [sys.executable, "-c", "raise SystemExit(3)"])
+    assert stopped.value.code == 3
+    assert "stage sft failed with exit code 3" in capsys.readouterr().err
+    quickstart.LIMITS_S["sft"] = 0.2
+    with pytest.raises(SystemExit) as stopped:
+        quickstart.run_stage("sft", [sys.executable, "-c", "import time; time.sleep(60)"])
+    assert stopped.value.code == quickstart.OUT_OF_TIME
+    assert not psutil.Process().children()  # the stage's process did not outlive it
+
+
+def test_bench_figures_from_a_recorded_run() -> None:
+    bench = load_module("examples/add2/bench.py")
+    watch = bench.Watch(os.getpid(), Path("metrics.jsonl"))
+    watch.line_times = [110.0, 114.0, 116.0, 119.0]  # ends of four steps
+    watch.trace = [(100.0, 0.0), (113.9, 20.0), (118.9, 30.0), (125.0, 99.0)]
+    watch.peak_rss = 3 * 2**30
+    row = {"time/rollout_s": 1.0, "time/update_actor_s": 0.5, "time/sync_s": 0.25, "reward/mean": 0}
+    rows = [row, row, row | {"time/rollout_s": 2.0}, row | {"time/rollout_s": 4.0}]
+    figures = bench.summarise(rows, watch, launched=100.0)
+    assert figures["step_s_median"] == 2.5  # of 2 and 3: the first two steps are dropped
+    assert figures["tokens_per_s"] == round(16384 / 2.5)
+    assert figures["gen_s"] == 3.0
+    assert figures["logp_s"] == 0.0
+    assert figures["cpu_s_per_step"] == 5.0  # from the end of the second step to that of the last
+    assert figures["startup_s"] == 7.5  # 110 - 100 - 2.5
+    assert figures["peak_rss_gb"] == 3.0
+
+
+def test_bench_watches_a_process_tree() -> None:
+    bench = load_module("examples/add2/bench.py")
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', CODE])"
+    code = "x = bytearray(200 << 20)\nimport time\nwhile time.process_time() < 0.5: pass"
+    process = subprocess.Popen([sys.executable, "-c", f"CODE = {code!r}\n{child}"])
+    watch = bench.Watch(process.pid, Path("no such file"))
+    watch.start()
+    process.wait(60)
+    watch.stop()
+    assert watch.peak_procs == 2
+    assert watch.peak_rss > 200 << 20  # the grandchild's
+    assert watch.trace[-1][1] > 0.2
+
+
+def setup_copy(folder: Path) -> Path:
+    """A folder in which setup.sh can be run without touching this checkout's environment."""
+    for name in ("launch/setup.sh", "constraints.txt", "pyproject.toml"):
+        target = folder / name
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def fake_python(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
+    return path
+
+
+def run_setup(folder: Path, python: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": str(python)}
+    command = ["bash", str(folder / "launch/setup.sh")]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
+    old = fake_python(
+        tmp_path / "python3.9", '[ "$1" = --version ] && echo "Python 3.9.2"\nexit 1\n'
+    )
+    done = run_setup(setup_copy(tmp_path), old)
+    assert done.returncode == 1
+    assert "Python 3.9.2 is too old: 3.11 or newer is needed" in done.stderr
+    assert not Path(tmp_path, ".venv").exists()
+
+
+def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
+    broken = "mkdir -p .venv/bin; printf '#!/bin/sh\\nexit 9\\n' > .venv/bin/python\n"
+    broken += "chmod +x .venv/bin/python; exit 0\n"
+    python = fake_python(
+        tmp_path / "python", f'[ "$2" = venv ] && {{ {broken} }}\nexec {sys.executable} "$@"\n'
+    )
+    folder = setup_copy(tmp_path)
+    for _ in range(2):  # the second time must try again, not find itself done
+        done = run_setup(folder, python)
+        assert "installing the" in done.stdout
+        assert done.returncode == 9
+    assert not Path(folder, ".venv/installed").exists()
