@@ -1,0 +1,108 @@
+"""The same samples on any number of ranks, and weights that reach every shard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny import CHARS, save_qwen3
+
+NUM_PROMPTS, SAMPLES = 5, 2
+
+
+def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[Any]:
+    """Per (engine, tp): {(group, index): (token ids, logprobs)} of this rank's samples."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from spmdrl.config import RolloutConfig
+    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.hf import HfEngine
+    from spmdrl.rollout.sampling import sample_prompts
+    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.topology import Topology
+    from spmdrl.types import Prompt
+
+    engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    params = SamplingParams(temperature=1.0, max_tokens=24)
+    prompts = [
+        (g, Prompt(id=10 + g, token_ids=[5 + g] * (1 + g), data_source="", ground_truth=None,
+                   text=""))
+        for g in range(NUM_PROMPTS)
+    ]  # fmt: skip
+    result = []
+    for name, tp in cases:
+        ranks = Topology.build(torch.device("cpu"), dp=-1, tp=tp)
+        config = RolloutConfig(dtype="float32", max_num_seqs=8, kv_cache_mib=16, tensor_parallel=tp)
+        engine = engines[name](folder, config, 64, ranks)
+        samples = sample_prompts(
+            engine, prompts, params, SAMPLES, run_seed=0, step=3, policy_version=0,
+            topology=ranks, tokenizer=tokenizer,
+        )  # fmt: skip
+        engine.shutdown()
+        result.append({(s.group, s.index): (s.response_ids, s.rollout_logprobs) for s in samples})
+    return result
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks(qwen3: Path) -> None:
+    (alone,) = run_ranks(1, _sample, [("vllm", 1), ("hf", 1)], str(qwen3))
+    first, second = run_ranks(2, _sample, [("vllm", 1), ("hf", 1), ("vllm", 2)], str(qwen3))
+    assert [len(samples) for samples in first] == [6, 6, 10]  # prompts 0, 2, 4
+    assert [len(samples) for samples in second] == [4, 4, 0]
+    for a, b, expected in zip(first, second, [*alone, alone[0]], strict=True):
+        together = a | b
+        assert together.keys() == expected.keys()
+        for address, (token_ids, logprobs) in expected.items():
+            assert together[address][0] == token_ids
+            assert together[address][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+def _update(topology: Any, folders: list[str]) -> list[float]:
+    """Worst logprob error after an update; raises where a flipped element is not found."""
+    import torch
+    from test_rollout import flip_every_parameter, load_hf, rng_states, worst_error
+
+    from spmdrl.config import RolloutConfig
+    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.topology import Topology
+
+    ranks = Topology.build(torch.device("cpu"), dp=1, tp=2)
+    config = RolloutConfig(dtype="float32", max_num_seqs=16, kv_cache_mib=16, tensor_parallel=2)
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    errors = []
+    for folder in folders:
+        states = rng_states()
+        engine = VllmEngine(folder, config, 64, ranks)
+        assert rng_states() == states
+        model = load_hf(Path(folder))
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+        engine.load_weights(model.named_parameters())
+        errors.append(worst_error(engine, model, params, n=6))
+        engine.sleep()
+        engine.wake()
+        errors.append(worst_error(engine, model, params, n=6))
+        flip_every_parameter(engine, dict(model.named_parameters()))
+        engine.shutdown()
+        torch.distributed.barrier()
+    return errors
+
+
+def test_new_weights_reach_every_shard(tmp_path: Path) -> None:
+    """Tied; untied with a KV head that both ranks hold; biases and a tied odd vocabulary."""
+    from test_rollout import save_family
+
+    save_qwen3(tmp_path / "tied")
+    save_qwen3(tmp_path / "untied", tie_word_embeddings=False, num_key_value_heads=1)
+    save_family("qwen2", tmp_path / "biases")
+    assert len(CHARS) % 64  # so that the vocabulary is padded, on the last rank only
+    folders = [str(tmp_path / name) for name in ("tied", "untied", "biases")]
+    for errors in run_ranks(2, _update, folders):
+        assert len(errors) == 6
+        assert max(errors) < 1e-5

@@ -1,0 +1,407 @@
+"""Both rollout engines against a plain forward pass, in one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import CHARS, save_qwen3, save_tokenizer
+
+from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.hf import HfEngine
+from spmdrl.rollout.sampling import greedy_params, sample_prompts, seed_of, training_params
+from spmdrl.rollout.vllm import VllmEngine
+from spmdrl.topology import Topology
+from spmdrl.types import Prompt
+
+ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
+CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
+MAX_MODEL_LEN = 400
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def topology() -> Iterator[Topology]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
+        yield Topology.build(torch.device("cpu"), dp=1, tp=1)
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def engine(request: pytest.FixtureRequest, qwen3: Path, topology: Topology) -> Iterator[Any]:
+    built = ENGINES[request.param](str(qwen3), CONFIG, MAX_MODEL_LEN, topology)
+    yield built
+    built.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(qwen3: Path) -> Any:
+    return load_hf(qwen3)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same shapes as `model` with other weights."""
+    return load_hf(save_qwen3(tmp_path_factory.mktemp("other"), seed=1))
+
+
+def load_hf(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def some_requests(n: int, longest: int = 9) -> list[Request]:
+    chosen = random.Random(n)
+    return [
+        Request(
+            [chosen.randrange(4, len(CHARS)) for _ in range(2 + i % (longest - 1))], 7**i % 2**63
+        )
+        for i in range(n)
+    ]
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: Any, request: Request, completion: Completion, params: SamplingParams
+) -> torch.Tensor:
+    """One token after the other, with the definitions of top-k and top-p spelt out."""
+    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    logits = model(input_ids=ids).logits[0].float() / (params.temperature or 1.0)
+    result = []
+    for t, token in enumerate(completion.token_ids, start=len(request.prompt_ids) - 1):
+        order = logits[t].argsort(descending=True)
+        kept = order[: params.top_k] if params.top_k else order
+        probs = logits[t][kept].softmax(-1)
+        enough = int((probs.cumsum(-1) < params.top_p).sum()) + 1  # the first set that reaches it
+        kept = kept[:enough]
+        position = (kept == token).nonzero().item()
+        result.append(logits[t][kept].log_softmax(-1)[int(position)])
+    return torch.stack(result)
+
+
+def worst_error(engine: Any, model: Any, params: SamplingParams, n: int = 12) -> float:
+    """Largest difference between the engine's logprobs and those of a forward pass."""
+    requests = some_requests(n)
+    return max(
+        (forward_logprobs(model, r, c, params) - torch.tensor(c.logprobs)).abs().max().item()
+        for r, c in zip(requests, engine.generate(requests, params), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, max_tokens=20),
+        SamplingParams(temperature=1.0, top_k=5, max_tokens=20),
+        SamplingParams(temperature=1.3, top_p=0.6, max_tokens=20),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.8, max_tokens=20),
+        SamplingParams(temperature=0.0, max_tokens=20),
+    ],
+    ids=["temperature", "top_k", "top_p", "top_k and top_p", "greedy"],
+)
+def test_logprobs_are_of_the_distribution_sampled_from(
+    engine: Any, model: Any, params: SamplingParams
+) -> None:
+    assert worst_error(engine, model, params) < 1e-5
+
+
+def test_greedy_takes_the_most_likely_token(engine: Any, model: Any) -> None:
+    requests = some_requests(6)
+    for request, completion in zip(
+        requests,
+        engine.generate(requests, SamplingParams(temperature=0, max_tokens=8)),
+        strict=True,
+    ):
+        ids = torch.tensor([request.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            best = model(input_ids=ids).logits[0].argmax(-1)[len(request.prompt_ids) - 1 : -1]
+        assert best.tolist() == completion.token_ids
+
+
+def test_a_request_gets_the_same_tokens_alone_and_among_others(engine: Any) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    requests = some_requests(70)  # more than are decoded at once
+    together = engine.generate(requests, params)
+    assert [c.token_ids for c in engine.generate(requests[::-1], params)][::-1] == [
+        c.token_ids for c in together
+    ]
+    for i in (0, 33, 69):
+        assert engine.generate([requests[i]], params)[0].token_ids == together[i].token_ids
+    assert len({tuple(c.token_ids) for c in together}) == 70
+
+
+def test_long_prompts_prefilled_in_chunks_change_nothing(engine: Any) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=4)
+    requests = [Request([4 + (i * k) % 80 for k in range(300)], i) for i in range(1, 13)]
+    together = engine.generate(requests, params)
+    assert engine.generate([requests[7]], params)[0].token_ids == together[7].token_ids
+
+
+def test_tokens_are_drawn_with_their_probabilities(engine: Any, model: Any) -> None:
+    prompt, n = [5, 6, 7], 3000
+    requests = [Request(prompt, seed_of(0, 0, 0, i)) for i in range(n)]
+    # small steps between seeds and lengths must not correlate: take the second token's noise
+    params = SamplingParams(temperature=0.5, max_tokens=1)
+    drawn = torch.tensor([c.token_ids[0] for c in engine.generate(requests, params)])
+    with torch.no_grad():
+        expected = n * (model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.5).softmax(-1)
+    counts = drawn.bincount(minlength=len(CHARS)).float()
+    chi2 = ((counts - expected) ** 2 / expected).sum().item()
+    degrees = len(CHARS) - 1
+    assert abs(chi2 - degrees) < 5 * (2 * degrees) ** 0.5, chi2
+
+
+def test_eos_ends_a_sequence_and_is_included(engine: Any) -> None:
+    completions = engine.generate(some_requests(64), SamplingParams(temperature=1.0, max_tokens=60))
+    assert any(c.finish_reason == "stop" for c in completions)
+    for c in completions:
+        assert EOS not in c.token_ids[:-1]
+        assert (c.token_ids[-1] == EOS) == (c.finish_reason == "stop")
+        assert len(c.token_ids) == len(c.logprobs)
+        assert c.finish_reason == "stop" or len(c.token_ids) == 60
+
+
+def test_ignore_eos_and_min_tokens(engine: Any) -> None:
+    requests = some_requests(64)
+    ignoring = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+    completions = engine.generate(requests, ignoring)
+    assert {len(c.token_ids) for c in completions} == {60}
+    assert any(EOS in c.token_ids for c in completions)
+    late = SamplingParams(temperature=1.0, max_tokens=60, min_tokens=20)
+    completions = engine.generate(requests, late)
+    assert all(EOS not in c.token_ids[:20] for c in completions)
+    assert any(EOS in c.token_ids for c in completions)
+
+
+def test_stop_token_ids_and_stop_strings(engine: Any) -> None:
+    requests = some_requests(8)
+    free = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True)
+    unstopped = [c.token_ids for c in engine.generate(requests, free)]
+    stop_id = unstopped[0][10]
+    stopped = engine.generate(
+        requests, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(stop_id,))
+    )
+    for ids, c in zip(unstopped, stopped, strict=True):
+        end = ids.index(stop_id) + 1 if stop_id in ids else 30
+        assert c.token_ids == ids[:end]
+        assert c.finish_reason == ("stop" if stop_id in ids else "length")
+
+    texts = ["".join(CHARS[i] if i > 3 else "" for i in ids) for ids in unstopped]
+    stop = texts[0][12:14]
+    for min_tokens in (0, 20):
+        stopped = engine.generate(
+            requests,
+            SamplingParams(max_tokens=30, min_tokens=min_tokens, ignore_eos=True, stop=(stop,)),
+        )
+        for ids, c in zip(unstopped, stopped, strict=True):
+            assert c.token_ids == ids[: first_stop(ids, stop, min_tokens)]
+    assert len(stopped[0].token_ids) > 20
+    assert first_stop(unstopped[0], stop, 0) < 20
+
+
+def first_stop(ids: list[int], stop: str, min_tokens: int) -> int:
+    """Number of tokens after which the text newly ends in `stop`."""
+    for n in range(min_tokens + 1, len(ids) + 1):
+        if "".join(CHARS[i] if i > 3 else "" for i in ids[:n]).endswith(stop) and ids[n - 1] > 3:
+            return n
+    return len(ids)
+
+
+def test_impossible_lengths_are_refused_with_their_numbers(engine: Any) -> None:
+    with pytest.raises(ValueError, match=r"4 tokens and max_tokens=397 make 401.*=400"):
+        engine.generate([Request([5, 6, 7, 8], 0)], SamplingParams(max_tokens=397))
+    with pytest.raises(ValueError, match="no tokens"):
+        engine.generate([Request([], 0)], SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match="min_tokens=9"):
+        engine.generate([Request([5], 0)], SamplingParams(max_tokens=3, min_tokens=9))
+    assert engine.generate([], SamplingParams(max_tokens=3)) == []
+
+
+def test_new_weights_are_used_and_proven(engine: Any, model: Any, other: Any) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=16)
+    assert engine.check_weights(model.named_parameters()) == 24
+    with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight differs"):
+        engine.check_weights(other.named_parameters())
+    engine.generate(some_requests(12), params)  # leaves prefixes in the cache
+    engine.load_weights(other.state_dict().items())  # with the tied lm_head named too
+    assert worst_error(engine, other, params) < 1e-5
+    assert engine.check_weights(other.named_parameters()) == 24
+    engine.load_weights(model.named_parameters())
+    assert worst_error(engine, model, params) < 1e-5
+    with pytest.raises(ValueError, match=r"not given.*model\.norm\.weight"):
+        engine.load_weights((n, p) for n, p in model.named_parameters() if n != "model.norm.weight")
+
+
+def test_a_flipped_element_is_named(engine: Any, model: Any) -> None:
+    flip_every_parameter(engine, dict(model.state_dict()))
+
+
+def flip_every_parameter(engine: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Changes one bit at the start and one further on of each engine parameter in turn."""
+    for name, parameter in engine.model.named_parameters():
+        bits = parameter.data.view(torch.uint8).view(-1)
+        for place in (0, len(bits) // 4):  # the last rank's vocabulary is padded further on
+            bits[place] ^= 1
+            with pytest.raises(WeightMismatch, match=rf"differs from the engine's {name} in 1 of"):
+                engine.check_weights(iter(weights.items()))
+            bits[place] ^= 1
+    assert engine.check_weights(iter(weights.items())) == len(weights)
+
+
+def test_a_parameter_that_was_not_given_is_named(engine: Any, model: Any) -> None:
+    given = ((n, p) for n, p in model.named_parameters() if "layers.1.self_attn.v_proj" not in n)
+    with pytest.raises(WeightMismatch, match=r"accounts for .*layers\.1\.self_attn\.(qkv|v)_proj"):
+        engine.check_weights(given)
+    with pytest.raises(WeightMismatch, match="no place"):
+        engine.check_weights(iter([("model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))]))
+    short = ((n, p[:-1] if "embed" in n else p) for n, p in model.named_parameters())
+    with pytest.raises(WeightMismatch):
+        engine.check_weights(short)
+
+
+def test_sleep_gives_the_kv_cache_back_and_changes_no_answer(engine: Any) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=16)
+    before = engine.generate(some_requests(12), params)
+    engine.sleep()
+    engine.wake()
+    awake_mib = psutil.Process().memory_info().rss >> 20
+    engine.sleep()
+    asleep_mib = psutil.Process().memory_info().rss >> 20
+    if isinstance(engine, VllmEngine):
+        assert awake_mib - asleep_mib > 0.8 * CONFIG.kv_cache_mib
+        assert sum(t.untyped_storage().nbytes() for t in engine.runner.kv_caches) == 0
+    engine.wake()
+    assert engine.generate(some_requests(12), params) == before
+
+
+def rng_states() -> list[bytes]:
+    numpy_state: Any = np.random.get_state()
+    return [
+        torch.get_rng_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+        numpy_state[1].tobytes(),
+    ]
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology: Topology) -> None:
+    torch.manual_seed(3)
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    states, environment = rng_states(), dict(os.environ)
+    group = dist.group.WORLD
+    engine = ENGINES[name](str(qwen3), CONFIG, MAX_MODEL_LEN, topology)
+    engine.generate(some_requests(3), SamplingParams(temperature=1.0, max_tokens=4))
+    assert rng_states() == states
+    engine.shutdown()
+    assert dict(os.environ) == environment
+    assert dist.group.WORLD is group
+    dist.barrier()
+    assert torch.get_num_threads() == threads
+    assert torch.set_num_threads is set_num_threads
+
+
+@pytest.mark.parametrize("family", ["qwen3 untied", "qwen2", "llama"])
+def test_other_architectures(family: str, tmp_path: Path, topology: Topology) -> None:
+    """Untied heads, biases on q, k and v, an odd vocabulary, one KV head."""
+    model = save_family(family, tmp_path)
+    engine = VllmEngine(str(tmp_path), CONFIG, MAX_MODEL_LEN, topology)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    engine.load_weights(model.named_parameters())
+    assert worst_error(engine, model, SamplingParams(temperature=1.0, max_tokens=16)) < 1e-5
+    flip_every_parameter(engine, dict(model.named_parameters()))
+    engine.shutdown()
+
+
+def save_family(family: str, folder: Path) -> Any:
+    """A tiny random model of the family with its tokenizer; returns it in float32."""
+    import transformers as hf
+
+    if family == "qwen3 untied":
+        return load_hf(save_qwen3(folder, tie_word_embeddings=False))
+    config, model = {
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+    }[family]
+    torch.manual_seed(0)
+    built = model(
+        config(
+            vocab_size=len(CHARS), hidden_size=128, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=512,
+            tie_word_embeddings=family == "qwen2", eos_token_id=EOS, pad_token_id=0,
+            bos_token_id=1,
+        )
+    )  # fmt: skip
+    built.save_pretrained(folder)
+    save_tokenizer(folder)
+    return built.eval()
+
+
+def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: Topology) -> None:
+    config = RolloutConfig(tensor_parallel=2)
+    for engine_class in ENGINES.values():
+        with pytest.raises(ConfigError, match="tensor_parallel=2"):
+            engine_class(str(qwen3), config, 64, topology)
+
+
+def test_samples_carry_their_address(engine: Any, topology: Topology, qwen3: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    prompts = [
+        (group, Prompt(id=100 + group, token_ids=[5, 6 + group], data_source="t",
+                       ground_truth=None, text=""))
+        for group in range(3)
+    ]  # fmt: skip
+    params = training_params(RolloutConfig(max_tokens=30))
+
+    def sample(purpose: str, step: int = 4) -> list[Any]:
+        return sample_prompts(
+            engine, prompts, params, 2, run_seed=1, step=step, policy_version=9,
+            topology=topology, tokenizer=tokenizer, purpose=purpose,
+        )  # fmt: skip
+
+    samples = sample("train")
+    assert [(s.group, s.index, s.prompt.id) for s in samples] == [
+        (g, i, 100 + g) for g in range(3) for i in range(2)
+    ]
+    for s in samples:
+        assert s.policy_version == [9] * len(s.response_ids)
+        assert s.loss_mask == [1] * len(s.response_ids) and s.reward is None
+        assert s.response == "".join(CHARS[i] for i in s.response_ids if i > 3)
+    alone = engine.generate([Request([5, 8], seed_of(1, 4, 102, 1))], params)[0]
+    assert alone.token_ids == samples[-1].response_ids
+    assert alone.logprobs == pytest.approx(samples[-1].rollout_logprobs)
+    assert [s.response for s in sample("eval")] != [s.response for s in samples]
+    assert [s.response for s in sample("train", step=5)] != [s.response for s in samples]
+
+
+def test_seeds_are_addresses() -> None:
+    seeds = {seed_of(a, b, c, d) for a in range(3) for b in range(4) for c in range(5)
+             for d in range(6)}  # fmt: skip
+    assert len(seeds) == 3 * 4 * 5 * 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62
+    assert seed_of(1, 23, 4, 5) != seed_of(12, 3, 4, 5)
+    assert seed_of(0, 0, 0, 0) == 9175755425211827508
+
+
+def test_params_come_from_the_config() -> None:
+    config = RolloutConfig(temperature=0.6, top_p=0.9, top_k=3, min_tokens=2, max_tokens=9,
+                           stop=("x",), stop_token_ids=(7,), ignore_eos=True)  # fmt: skip
+    assert training_params(config) == SamplingParams(0.6, 0.9, 3, 2, 9, ("x",), (7,), True)
+    assert greedy_params(config) == SamplingParams(0.0, 1.0, 0, 2, 9, ("x",), (7,), True)
