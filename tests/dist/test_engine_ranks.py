@@ -1,0 +1,193 @@
+"""The training engine on real gloo ranks: results do not depend on how the work is split."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
+from spmdrl.packing import empty_batch
+
+CONFIG = TrainConfig(
+    dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3, weight_decay=0.0)
+)
+LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9]
+
+
+def whole_batch(seed=0):
+    """Nine ragged sequences with holes in their masks and two invalid ones."""
+    g = torch.Generator().manual_seed(seed)
+    batch = empty_batch(torch.tensor(LENS))
+    n = batch.num_tokens
+    batch.token_ids = torch.randint(3, 60, (n,), generator=g)
+    for i in range(len(LENS)):
+        start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
+        batch.loss_mask[start + 2 : end] = float(i not in (3, 6))
+    batch.loss_mask *= (torch.rand(n, generator=g) > 0.2).float()
+    batch.advantages = torch.randn(n, generator=g) * batch.loss_mask
+    batch.values = torch.randn(n, generator=g) * batch.loss_mask
+    batch.returns = torch.randn(n, generator=g) * batch.loss_mask
+    batch.rollout_logprobs = -torch.rand(n, generator=g) * batch.loss_mask
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    return batch
+
+
+def engine_on(topology, kind, model, config):
+    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.topology import Topology, train_degrees
+
+    ranks = Topology.build(topology.device, **train_degrees(config.fsdp))
+    return FsdpEngine(kind, model, config, ranks)
+
+
+def update_on(topology, kind, model, config, order):
+    """Two updates on this rank's stride of the batch; metrics and all weights afterwards."""
+    from spmdrl.algo.losses import policy_objective, value_objective
+
+    engine = engine_on(topology, kind, model, config)
+    batch = whole_batch().select(order[topology.rank :: topology.world])
+    algo = AlgoConfig(entropy_coef=0.01)
+    loss_fn = policy_objective(algo) if kind == "policy" else value_objective(algo)
+    metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
+    weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+    return metrics, weights
+
+
+ORDERS = {"given": list(range(9)), "shuffled": [4, 0, 8, 2, 6, 1, 7, 3, 5]}
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_updates_do_not_depend_on_ranks_micro_batches_or_order(qwen3, kind):
+    base, weights = run_ranks(1, update_on, kind, str(qwen3), CONFIG, ORDERS["given"])[0]
+    cases = [
+        (1, replace(CONFIG, micro_batch_tokens=1000), "shuffled"),
+        (2, replace(CONFIG, micro_batch_tokens=41), "given"),
+        (2, replace(CONFIG, fsdp=1), "shuffled"),  # two replicas
+        (3, replace(CONFIG, micro_batch_tokens=200, activation_checkpointing=True), "shuffled"),
+    ]
+    for world, config, order in cases:
+        results = run_ranks(world, update_on, kind, str(qwen3), config, ORDERS[order])
+        for metrics, other_weights in results:
+            for step, want in zip(metrics, base, strict=True):
+                assert step.keys() == want.keys()
+                for name in want:
+                    assert step[name] == pytest.approx(want[name], rel=1e-6, abs=1e-7), (
+                        world, config, name,
+                    )  # fmt: skip
+            for name, want in weights.items():
+                # Adam divides by the root of tiny second moments, which amplifies the last bits
+                torch.testing.assert_close(other_weights[name], want, rtol=0, atol=2e-5, msg=name)
+
+
+def gradient_on(topology, model, config, order):
+    engine = engine_on(topology, "policy", model, config)
+    batch = whole_batch().select(order[topology.rank :: topology.world])
+    from spmdrl.algo.losses import policy_objective
+
+    grads = {}
+
+    def step():  # in place of Adam's: full gradients before they are zeroed
+        for name, p in engine.module.named_parameters():
+            grads[name] = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+
+    engine.config = replace(config, optim=OptimConfig(clip_norm=1e9))
+    engine.optimizer.step = step
+    metrics = engine.update(batch, policy_objective(AlgoConfig()), temperature=1.0)
+    return metrics, grads
+
+
+def test_gradients_agree_to_1e_6(qwen3):
+    want_metrics, want = run_ranks(1, gradient_on, str(qwen3), CONFIG, ORDERS["given"])[0]
+    for world, budget in [(1, 30), (1, 10_000), (2, 64), (2, 128)]:
+        config = replace(CONFIG, micro_batch_tokens=budget)
+        metrics, got = run_ranks(world, gradient_on, str(qwen3), config, ORDERS["shuffled"])[0]
+        assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-6, abs=1e-7)
+        assert metrics["grad_norm"] == pytest.approx(want_metrics["grad_norm"], rel=1e-6)
+        for name, g in want.items():
+            difference = (got[name] - g).norm() / g.norm()
+            assert difference < 1e-6, (world, budget, name, difference)
+
+
+def on_policy_on(topology, model):
+    """Ratio in the first update when old logprobs come from a pass of their own."""
+    from spmdrl.algo.losses import policy_objective
+
+    engine = engine_on(topology, "policy", model, CONFIG)
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    batch.old_logprobs = engine.logprobs(batch, temperature=0.8)
+    return engine.update(batch, policy_objective(AlgoConfig()), temperature=0.8)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ratio_is_exactly_one_on_policy(qwen3, world):
+    metrics = run_ranks(world, on_policy_on, str(qwen3))[0]
+    assert metrics["ratio_max"] == 1.0
+    assert metrics["ppo_kl"] == 0.0
+
+
+def uneven_on(topology, model):
+    """Rank 1 has a single sequence, rank 0 many micro-batches, rank 2 nothing at all."""
+    from spmdrl.algo.losses import policy_objective
+
+    engine = engine_on(topology, "policy", model, CONFIG)
+    mine = {0: list(range(8)), 1: [8], 2: []}[topology.rank]
+    batch = whole_batch().select(mine)
+    logprobs = engine.logprobs(batch, 1.0)
+    return logprobs, engine.update(batch, policy_objective(AlgoConfig()), temperature=0.8)
+
+
+def test_ranks_with_nothing_to_do_take_part(qwen3):
+    base, _ = run_ranks(1, update_on, "policy", str(qwen3), CONFIG, ORDERS["given"])[0]
+    results = run_ranks(3, uneven_on, str(qwen3))
+    assert [len(logprobs) for logprobs, _ in results] == [159, 9, 0]
+    assert results[0][1] == results[2][1]
+    assert results[0][1]["logprob_diff_mean"] == pytest.approx(base[0]["logprob_diff_mean"], rel=1e-6)
+
+
+def weights_on(topology, model, bucket_bytes):
+    engine = engine_on(topology, "policy", model, CONFIG)
+    peak = 0
+    largest = max(t.numel() for t in engine.params) * 4
+    full = {}
+    for name, tensor in engine.named_weights(torch.float32, bucket_bytes):
+        peak = max(peak, tensor.untyped_storage().nbytes())
+        full[name] = tensor.clone()
+    return full, peak, largest
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_named_weights_are_the_models_in_bounded_buckets(qwen3, world):
+    from transformers import AutoModelForCausalLM
+
+    want = AutoModelForCausalLM.from_pretrained(qwen3).state_dict()
+    for bucket_bytes in (1, 40_000, 1 << 30):
+        results = run_ranks(world, weights_on, str(qwen3), bucket_bytes)
+        for full, peak, largest in results:
+            assert set(full) == set(want) - {"lm_head.weight"}  # tied
+            assert all(torch.equal(full[name], want[name]) for name in full)
+            assert peak <= max(bucket_bytes, largest + 4 * 64 * world)  # padding rows
+
+
+def nan_on(topology, model):
+    engine = engine_on(topology, "policy", model, CONFIG)
+    before = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    poison = float("nan") if topology.rank == 1 else 1.0
+
+    def loss_fn(logprobs, entropy, mb):
+        return (logprobs * mb.loss_weights).sum() * poison, {}
+
+    try:
+        engine.update(batch, loss_fn, 1.0)
+    except FloatingPointError as error:
+        after = dict(engine.named_weights(torch.float32, 1 << 20))
+        return str(error), all(torch.equal(before[n], t) for n, t in after.items())
+    return None
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_weights(qwen3):
+    for result in run_ranks(2, nan_on, str(qwen3)):
+        assert result is not None
+        assert "update 1: loss nan" in result[0]
+        assert result[1]

@@ -1,0 +1,154 @@
+"""What only a GPU shows: NCCL, bf16, the varlen flash kernel, offload. Skipped without one."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import save_qwen3
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="module")
+def topology():
+    from spmdrl.topology import Topology
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    yield Topology.build(device, dp=1, fsdp=-1)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_qwen3(tmp_path_factory.mktemp("m"), head_dim=64, num_attention_heads=4))
+
+
+def batch_of(lens, seed=0):
+    from spmdrl.packing import empty_batch
+
+    g = torch.Generator().manual_seed(seed)
+    batch = empty_batch(torch.tensor(lens))
+    batch.token_ids = torch.randint(3, 60, (batch.num_tokens,), generator=g)
+    batch.loss_mask = torch.ones(batch.num_tokens)
+    batch.loss_mask[batch.cu_seqlens[:-1]] = 0
+    batch.advantages = torch.randn(batch.num_tokens, generator=g)
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    return batch
+
+
+def engine_of(model, topology, **settings):
+    from spmdrl.config import OptimConfig, TrainConfig
+    from spmdrl.engines.fsdp import FsdpEngine
+
+    settings = {"micro_batch_tokens": 128, "optim": OptimConfig(lr=1e-3)} | settings
+    return FsdpEngine("policy", model, TrainConfig(**settings), topology)
+
+
+def hf_logprobs(model, batch, dtype):
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).cuda()
+    out = torch.zeros(batch.num_tokens)
+    with torch.no_grad():
+        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            ids = batch.token_ids[start:end].cuda()
+            log_p = hf(ids[None]).logits[0].float().log_softmax(-1)[:-1]
+            out[start + 1 : end] = log_p.gather(-1, ids[1:, None])[:, 0].cpu()
+    return out * batch.loss_mask
+
+
+def test_packed_logprobs_match_transformers(topology, model):
+    batch = batch_of([20, 33, 7, 120, 64])
+    exact = hf_logprobs(model, batch, torch.float32)
+    got32 = engine_of(model, topology, dtype="float32").logprobs(batch, 1.0)
+    torch.testing.assert_close(got32, exact, rtol=1e-4, atol=1e-4)
+    # the varlen kernel in bf16 is as near to the truth as transformers in bf16 is
+    got16 = engine_of(model, topology, dtype="bfloat16").logprobs(batch, 1.0)
+    theirs = hf_logprobs(model, batch, torch.bfloat16)
+    assert (got16 - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean() + 1e-3
+
+
+def test_flash_and_padded_attention_agree_in_value_and_gradient():
+    from spmdrl.engines import attention
+
+    lens = torch.tensor([5, 130, 1, 64, 33])
+    packing = attention.Packing.build(lens, torch.device("cuda"))
+    shapes = [(1, 8, int(lens.sum()), 64), (1, 2, int(lens.sum()), 64), (1, 2, int(lens.sum()), 64)]
+    for window in (None, 16):
+        half = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+        full = [t.detach().float().requires_grad_() for t in half]
+        up = torch.randn(1, int(lens.sum()), 8, 64, device="cuda")
+        module = torch.nn.Module()
+        got, _ = attention.packed_attention(module, *half, None, packing, sliding_window=window)
+        want, _ = attention.packed_attention(module, *full, None, packing, sliding_window=window)
+        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+        grads = torch.autograd.grad((got.float() * up).sum(), half)
+        wants = torch.autograd.grad((want * up).sum(), full)
+        for a, b in zip(grads, wants, strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
+
+
+def test_updates_with_offload_and_checkpointing_are_the_same(topology, model):
+    from spmdrl.algo.losses import policy_objective
+    from spmdrl.config import AlgoConfig
+
+    results = []
+    for settings in ({}, {"offload_params": True, "offload_optimizer": True,
+                          "activation_checkpointing": True}):  # fmt: skip
+        engine = engine_of(model, topology, dtype="float32", **settings)
+        for _ in range(3):
+            engine.offload()
+            if settings:
+                assert all(p.device.type == "cpu" for p in engine.params)
+            engine.onload()
+            metrics = engine.update(batch_of([20, 33, 7]), policy_objective(AlgoConfig()), 1.0)
+        results.append(metrics)
+    assert results[0] == pytest.approx(results[1], rel=1e-5, abs=1e-7)
+
+
+def test_offload_gives_the_memory_back(topology, tmp_path):
+    big = save_qwen3(tmp_path / "big", hidden_size=1024, intermediate_size=4096, head_dim=64)
+    engine = engine_of(str(big), topology, offload_params=True, offload_optimizer=True)
+    from spmdrl.algo.losses import policy_objective
+    from spmdrl.config import AlgoConfig
+
+    engine.update(batch_of([20, 33]), policy_objective(AlgoConfig()), 1.0)
+    held = torch.cuda.memory_allocated()
+    engine.offload()
+    weights = sum(p.numel() for p in engine.params) * 4
+    assert held - torch.cuda.memory_allocated() > 2.9 * weights  # weights and two moments
+
+
+def test_hf_rollout_and_trainer_agree(topology, model):
+    from spmdrl.config import RolloutConfig
+    from spmdrl.rollout import build_engine
+    from spmdrl.rollout.engine import Request, SamplingParams
+    from spmdrl.topology import Topology
+
+    ranks = Topology.build(topology.device, dp=-1, tp=1)
+    rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 200, ranks)
+    actor = engine_of(model, topology, dtype="float32")
+    rollout.sleep()
+    rollout.wake()
+    rollout.load_weights(actor.named_weights(torch.float32, 1 << 20))
+    assert rollout.check_weights(actor.named_weights(torch.float32, 1 << 20)) == 24
+    requests = [Request([5, 6, 7 + i], seed=i) for i in range(4)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    done = rollout.generate(requests, params)
+    assert done == rollout.generate(requests, params)
+    batch = batch_of([3 + len(c.token_ids) for c in done])
+    batch.token_ids = torch.tensor(
+        [t for r, c in zip(requests, done, strict=True) for t in r.prompt_ids + c.token_ids]
+    )
+    got = actor.logprobs(batch, 1.0)
+    for i, c in enumerate(done):
+        end = int(batch.cu_seqlens[i + 1])
+        torch.testing.assert_close(got[end - 20 : end], torch.tensor(c.logprobs), rtol=0, atol=1e-3)
