@@ -47,7 +47,7 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
             f"{path} must define `config = {kind.__name__}(...)`; found "
             f"{'nothing of that name' if config is None else type(config).__name__}"
         )
-    check_types(config, path)
+    config = checked(config, path)
     for key, value in overrides.items():
         config = override(config, key, value)
     return config
@@ -93,15 +93,17 @@ def _default_of(wanted: Any, flag: str) -> Any:
     raise ConfigError(f"{flag}: the field above it is not set")
 
 
-def check_types(node: Any, where: str) -> None:
-    """Raises ConfigError for a field of the config file whose value has the wrong type."""
+def checked(node: Any, where: str) -> Any:
+    """The config with every value converted to its field's type; ConfigError where one cannot."""
     hints = typing.get_type_hints(type(node))
+    values = {}
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         place = f"{where}: {type(node).__name__}.{field.name}"
         if dataclasses.is_dataclass(value):
-            check_types(value, where)
-        converted(value, hints[field.name], place)
+            value = checked(value, where)
+        values[field.name] = converted(value, hints[field.name], place)
+    return dataclasses.replace(node, **values)
 
 
 def converted(value: Any, wanted: Any, flag: str) -> Any:

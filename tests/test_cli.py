@@ -1,0 +1,132 @@
+"""Config files and overrides: what is typed wrong is named, with the place and the remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.cli import as_source, fingerprint, load_config
+from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
+
+GOOD = """
+from spmdrl.config import *
+def reward(response, ground_truth):
+    return float(response == ground_truth)
+config = PpoConfig(model="m", data=DataConfig(train="t.parquet"), reward=reward)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="cfg.py"):
+        path = Path(tmp_path, name)
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_overrides_reach_nested_fields_and_keep_types(write):
+    config = load_config(
+        write(GOOD), PpoConfig,
+        {"steps": 2, "actor.optim.lr": 1, "run_dir": 7, "rollout.stop": "x", "data.eval": None,
+         "actor.optim.betas": [0.9, 0.95], "critic.optim.lr": 1e-3},
+    )  # fmt: skip
+    assert (config.steps, config.actor.optim.lr, config.run_dir) == (2, 1, "7")
+    assert config.rollout.stop == ("x",)
+    assert config.actor.optim.betas == (0.9, 0.95)
+    assert config.critic == TrainConfig(optim=config.critic.optim)
+    assert config.critic.optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"stepz": 2}, ["--stepz", "PpoConfig has no field 'stepz'", "nearest: steps"]),
+        ({"actor.optim.lrr": 2}, ["OptimConfig has no field 'lrr'", "lr"]),
+        ({"steps": "many"}, ["--steps", "expected int", "str 'many'"]),
+        ({"steps": True}, ["expected int", "bool True"]),
+        ({"actor.optim.lr": "fast"}, ["--actor.optim.lr", "expected float"]),
+        ({"rollout.engine": "vlm"}, ["one of 'vllm', 'hf'", "'vlm'"]),
+        ({"steps.x": 1}, ["steps is a value"]),
+        ({"reward": [3]}, ["--reward", "expected", "list [3]"]),
+        ({"actor": 3}, ["--actor", "expected TrainConfig"]),
+    ],
+)
+def test_wrong_overrides_are_named(write, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(GOOD), PpoConfig, overrides)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1", ["must define `config = PpoConfig(...)`", "nothing"]),
+        ("config = 3", ["found int"]),
+        ("import nothing_like_it", ["ModuleNotFoundError", "line 1"]),
+        ("a = 1\nconfig = PpoConfig(", ["SyntaxError"]),
+        ("from spmdrl.config import *\n\nconfig = PpoConfig(modle='m')", ["modle", "line 3"]),
+        (GOOD.replace('"m"', "5.5, steps='x'"), ["PpoConfig.steps", "expected int"]),
+    ],
+)
+def test_wrong_files_are_named(write, text, words):
+    path = write(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, PpoConfig, {})
+    assert all(word in str(error.value) for word in [path, *words]), str(error.value)
+
+
+def test_values_of_the_file_are_converted_too(write):
+    config = load_config(
+        write(GOOD.replace('"m"', '"m", run_dir=7, rollout=RolloutConfig(stop="x")')), PpoConfig, {}
+    )
+    assert (config.run_dir, config.rollout.stop) == ("7", ("x",))
+
+
+def test_missing_file_and_wrong_kind(write):
+    with pytest.raises(ConfigError, match=r"no such file: 'nowhere\.py'"):
+        load_config("nowhere.py", PpoConfig, {})
+    with pytest.raises(ConfigError, match=r"SftConfig\(\.\.\.\)`; found PpoConfig"):
+        load_config(write(GOOD), SftConfig, {})
+    with pytest.raises(ConfigError, match="not a Python file"):
+        load_config(write("x", "cfg.yaml"), PpoConfig, {})
+
+
+def test_configs_share_a_base_by_import(write):
+    write(GOOD, "shared_base.py")
+    path = write("from dataclasses import replace\nfrom shared_base import config as base\n"
+                 "config = replace(base, steps=3)\n")  # fmt: skip
+    assert load_config(path, PpoConfig, {}).steps == 3
+
+
+def test_fingerprint_sees_values_and_code(write):
+    first = fingerprint(load_config(write(GOOD), PpoConfig, {}))
+    assert first == fingerprint(load_config(write(GOOD), PpoConfig, {}))
+    assert first != fingerprint(load_config(write(GOOD), PpoConfig, {"seed": 1}))
+    changed = GOOD.replace("==", "!=")
+    assert first != fingerprint(load_config(write(changed), PpoConfig, {}))
+
+
+def test_source_of_a_config_is_python(write):
+    config = load_config(write(GOOD), PpoConfig, {"critic.optim.lr": 0.5})
+    import spmdrl.config
+
+    names = vars(spmdrl.config) | {"reward": config.reward}
+    assert eval(as_source(config), names) == config
+
+
+@pytest.mark.parametrize("program", ["ppo", "sft"])
+def test_a_wrong_key_costs_no_import_of_torch(write, program):
+    code = (
+        f"import sys\nimport spmdrl.{program} as p\nsys.argv = ['x']\n"
+        "try:\n    p.main(config='nowhere.py')\n"
+        "finally:\n    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("spmdrl: config error: --config: no such file") == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,87 @@
+"""What is refused before anything is built, with the arithmetic."""
+
+import pytest
+
+from spmdrl.config import (
+    AlgoConfig,
+    ConfigError,
+    DataConfig,
+    OptimConfig,
+    PpoConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from spmdrl.plan import check, describe
+from spmdrl.topology import resolve_degrees
+
+
+def config_of(folder, **changes):
+    settings = {
+        "model": str(folder),
+        "data": DataConfig(train="t.jsonl", prompts_per_step=12, max_prompt_tokens=100),
+        "reward": "gsm8k",
+        "rollout": RolloutConfig(n=4, max_tokens=50),
+    }
+    return PpoConfig(**settings | changes)
+
+
+def data(**changes):
+    return DataConfig(**{"train": "t", "prompts_per_step": 12, "max_prompt_tokens": 100} | changes)
+
+
+def rollout(**changes):
+    return RolloutConfig(**{"n": 4, "max_tokens": 50} | changes)
+
+
+CASES = [
+    ({"algo": AlgoConfig(mini_batches=5)}, 2, ["12", "algo.mini_batches=5", "[1, 2, 3, 4, 6, 12]"]),
+    ({"rollout": rollout(tensor_parallel=3)}, 4, ["rollout.tensor_parallel", "does not divide 4"]),
+    ({"rollout": rollout(tensor_parallel=8)}, 8, ["4 attention heads", "[1, 2, 4]"]),
+    ({"data": data(prompts_per_step=3)}, 4, ["prompts_per_step=3", "4 rollout engines"]),
+    ({"data": data(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
+    ({"actor": TrainConfig(fsdp=3)}, 4, ["actor.fsdp", "does not divide 4"]),
+    ({"actor": TrainConfig(optim=OptimConfig(schedule="cosine"))}, 1, ["decay_steps", "100"]),
+    ({"algo": AlgoConfig(advantage="gae")}, 1, ["needs critic="]),
+    ({"critic": TrainConfig()}, 1, ["no use for one"]),
+    ({"rollout": rollout(n=1)}, 1, ["rollout.n=1", "advantage 0"]),
+    ({"rollout": rollout(temperature=0.0)}, 1, ["temperature"]),
+    ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
+    ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
+    ({"steps": 0}, 1, ["steps=0"]),
+    ({"model": "/no/such/model"}, 1, ["no such folder", "/no/such/model"]),
+    ({"model": "some/where"}, 1, ["no folder here"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "world", "words"), CASES, ids=lambda x: str(x)[:40])
+def test_nonsense_is_refused_with_the_remedy(qwen3, changes, world, words):
+    with pytest.raises(ConfigError) as error:
+        check(config_of(qwen3, **changes), world)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check(config_of(tmp_path), 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_what_fits_passes_and_is_described(qwen3, world):
+    config = config_of(qwen3, algo=AlgoConfig(mini_batches=3), data=data(prompts_per_step=15))
+    check(config, world)
+    text = describe(config, world, num_prompts=60)
+    assert "15 prompts x 4 samples = 60 samples a step, at most 3,000 response tokens" in text
+    assert f"about {20 / world:g} on each of {world} ranks" in text
+    assert "4 steps an epoch" in text
+    assert f"ranks 0-{world - 1}: dp 1 x fsdp {world}" in text
+    assert "0.1M parameters" in text
+
+
+def test_degrees():
+    assert resolve_degrees({"dp": -1, "tp": 2}, 8) == {"dp": 4, "tp": 2}
+    with pytest.raises(ConfigError, match="only one"):
+        resolve_degrees({"dp": -1, "tp": -1}, 8)
+    with pytest.raises(ConfigError, match=r"dp=2 x tp=2 does not fit 8"):
+        resolve_degrees({"dp": 2, "tp": 2}, 8)
+    with pytest.raises(ConfigError, match="positive"):
+        resolve_degrees({"dp": 0}, 8)
