@@ -68,6 +68,7 @@ class VllmEngine:
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
         self.eos_token_ids = eos_token_ids(model)
+        self.num_requests = 0  # so far
         self.tokenizer: Any = None  # loaded when a stop string is first asked for
         with preserved_process(), vllm_cpu.patched_construction() if self.on_cpu else nullcontext():
             self.core = build_core(model, config, max_model_len, topology)
@@ -95,7 +96,8 @@ class VllmEngine:
         self.forget_prefixes()
         with preserved_rng():
             sequences = self.add_requests(requests, params)
-            while self.core.scheduler.has_requests():
+            # with asynchronous scheduling (GPU) a batch may be under way after the last answer
+            while self.core.scheduler.has_requests() or self.core.batch_queue:
                 self.step(sequences)
         return [
             Completion(s.token_ids, s.logprobs, s.finish_reason or "length")
@@ -107,14 +109,18 @@ class VllmEngine:
         from vllm.v1.engine import EngineCoreRequest
 
         shared = self.vllm_params(params)
-        sequences = {}
+        ids = [str(self.num_requests + i) for i in range(len(requests))]  # never used twice
+        self.num_requests += len(requests)
         if self.on_cpu:
-            self.noise.use_seeds({str(i): request.seed for i, request in enumerate(requests)})
-        for i, request in enumerate(requests):
+            self.noise.use_seeds(
+                {id: request.seed for id, request in zip(ids, requests, strict=True)}
+            )
+        sequences = {}
+        for id, request in zip(ids, requests, strict=True):
             own = copy.copy(shared)
             own.seed = None if self.on_cpu else request.seed
             asked = EngineCoreRequest(
-                request_id=str(i),
+                request_id=id,
                 prompt_token_ids=request.prompt_ids,
                 mm_features=None,
                 sampling_params=own,
@@ -124,7 +130,7 @@ class VllmEngine:
                 cache_salt=None,
                 data_parallel_rank=None,
             )
-            sequences[asked.request_id] = Sequence(detokenizer=self.detokenizer(asked))
+            sequences[id] = Sequence(detokenizer=self.detokenizer(asked))
             self.core.add_request(*self.core.preprocess_add_request(asked))
         return sequences
 
@@ -150,8 +156,14 @@ class VllmEngine:
                     self.core.abort_requests([output.request_id])
 
     def vllm_params(self, params: SamplingParams) -> Any:
+        """Raises ValueError for a temperature that vLLM would replace by another."""
         from vllm import SamplingParams as VllmSamplingParams
 
+        if 0 < params.temperature < 0.01:
+            raise ValueError(
+                f"temperature={params.temperature} is below 0.01, where vLLM clamps it: use 0 "
+                "(greedy) or at least 0.01"
+            )
         eos = () if params.ignore_eos else self.eos_token_ids
         return VllmSamplingParams(
             temperature=params.temperature,
