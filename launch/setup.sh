@@ -33,10 +33,11 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
 else
     backend=cpu
 fi
-inputs="constraints.txt pyproject.toml launch/setup.sh"
-# shellcheck disable=SC2086  # three file names
-key="$backend $(cat $inputs | sha256sum | cut -c1-64)"
-if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key $PWD" ]; then
+# The packages are part of the key, since an editable install fixes their list.
+packages=$(echo spmdrl/__init__.py kernels/*/__init__.py)
+inputs=$(echo "$packages" | cat - constraints.txt pyproject.toml launch/setup.sh | sha256sum)
+key="$backend $PWD ${inputs%% *}"
+if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key" ]; then
     exit 0
 fi
 
@@ -66,5 +67,5 @@ else
 fi
 $venv/bin/python -c 'import torch, transformers, vllm' 2>$venv/import.log ||
     fail "the packages do not import: $(cat $venv/import.log)"
-echo "$key $PWD" >$stamp
+echo "$key" >$stamp
 echo "setup: done after $SECONDS s"
