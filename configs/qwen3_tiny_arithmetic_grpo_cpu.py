@@ -33,10 +33,24 @@ config = PpoConfig(
     ),
     reward=exact_match,
     rewards=RewardConfig(workers=1),
-    steps=60,
+    steps=100,
     eval_every=10,
     algo=AlgoConfig(advantage="grpo", mini_batches=4),
-    rollout=RolloutConfig(n=8, max_tokens=8, dtype="float32", kv_cache_mib=64),
-    actor=TrainConfig(dtype="float32", optim=OptimConfig(lr=5e-4, weight_decay=0.0)),
-    checkpoint=CheckpointConfig(every_steps=60, keep=1),
+    rollout=RolloutConfig(
+        n=8,
+        temperature=2.0,  # at 1.0 the model is sure of what it gets wrong, and stays so
+        max_tokens=8,
+        dtype="float32",
+        kv_cache_mib=64,
+    ),
+    actor=TrainConfig(
+        dtype="float32",
+        optim=OptimConfig(
+            lr=1e-3,
+            weight_decay=0.0,
+            schedule="linear",
+            decay_steps=400,  # 100 steps of 4 mini-batches
+        ),
+    ),
+    checkpoint=CheckpointConfig(every_steps=100, keep=1),
 )
