@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError
 from spmdrl.phases import Phases
@@ -50,8 +51,7 @@ def save(
             shutil.rmtree(aside, ignore_errors=True)
             Path(aside, "hf").mkdir(parents=True)
     with phases("checkpoint"):
-        writer = dcp.FileSystemWriter(str(aside), sync_files=True, overwrite=False)
-        dcp.save(engines, storage_writer=writer, process_group=phases.control)
+        save_shards(engines, aside, phases)
     with phases("checkpoint"):
         torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
         if topology.rank == 0:
@@ -64,6 +64,19 @@ def save(
             commit(aside, final)
             prune(root, keep)
     return final
+
+
+def save_shards(engines: dict[str, dict[str, Any]], folder: Path, phases: Phases) -> None:
+    """Raises on the rank that failed what failed there; the phase's agreement tells the others."""
+    writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
+    try:
+        dcp.save(engines, storage_writer=writer, process_group=phases.control)
+    except CheckpointException as error:  # raised on every rank; no subclass of Exception
+        mine = error.failures.get(phases.topology.rank)
+        if mine is not None:
+            cause, stack = mine
+            where = "".join(stack.format())
+            raise RuntimeError(f"{type(cause).__name__}: {cause}\n{where}") from cause
 
 
 def commit(aside: Path, final: Path) -> None:

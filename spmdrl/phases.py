@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.config import ConfigError
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
 
@@ -31,6 +32,7 @@ class Story:
     phase: str
     cause: str  # one line
     details: str  # traceback
+    config_error: bool = False  # the user's mistake: cause is the whole message
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} failed in phase '{self.phase}': {self.cause}"
@@ -79,8 +81,11 @@ class Phases:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def agree(self, failure: Exception | None) -> None:
-        """Raises PhaseError on every rank where `failure` is set on any. One all-reduce."""
-        if failure is not None and self.watchdog:
+        """Raises PhaseError on every rank where `failure` is set on any; a ConfigError stays one.
+
+        Costs one all-reduce of one integer.
+        """
+        if failure is not None and self.watchdog and not isinstance(failure, ConfigError):
             self.watchdog.report(asdict(self.story(failure)))
         world, rank = self.topology.world, self.topology.rank
         failed = torch.tensor([world if failure is None else rank])
@@ -91,11 +96,18 @@ class Phases:
         if failure is not None and failed.item() == rank:
             first = [asdict(self.story(failure))]
         dist.broadcast_object_list(first, src=int(failed.item()), group=self.control)
-        raise PhaseError(Story(**first[0])) from failure
+        story = Story(**first[0])
+        if story.config_error:
+            raise ConfigError(story.cause) from failure
+        raise PhaseError(story) from failure
 
     def story(self, failure: Exception) -> Story:
         if isinstance(failure, PhaseError):
             return failure.story
+        if isinstance(failure, ConfigError):
+            return Story(
+                self.topology.rank, self.topology.host, self.name, str(failure), "", True
+            )
         reason = str(failure).strip().splitlines()
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
         details = "".join(traceback.format_exception(failure))

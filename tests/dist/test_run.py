@@ -1,0 +1,144 @@
+"""Whole runs under torchrun with the real vLLM: they train, resume, reshard, export."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from programs import CONFIG, metrics_of, torchrun, write_task
+
+VLLM = CONFIG.replace('engine="hf"', 'engine="vllm"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = tmp_path_factory.mktemp("runs")
+    Path(path, "model").symlink_to(qwen3)
+    write_task(path)
+    Path(path, "cfg.py").write_text(VLLM)
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    """Four steps on two ranks, a checkpoint after the second and the fourth."""
+    done = torchrun(
+        folder, 2, "--config", "cfg.py", "--steps", "4", "--run_dir", "whole",
+        "--checkpoint.every_steps", "2", "--checkpoint.keep", "5", "--weights.check",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    return done
+
+
+def test_a_run_leaves_what_it_should(folder, uninterrupted):
+    run = folder / "whole"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
+    for row in rows[1:]:
+        assert row["actor/ratio_max"] == 1.0  # one update per rollout
+        assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides
+        assert row["rollout/loss_tokens"] <= 8 * 4 * 8
+        phases = sum(row[f"time/{p}_s"] for p in ("rollout", "reward", "update_actor", "sync"))
+        assert 0.5 * row["time/step_s"] < phases < row["time/step_s"]
+    assert {"eval/accuracy", "reward/mean"} <= rows[4].keys()
+    samples = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").open()]
+    assert len(samples) == 16
+    assert samples[0]["prompt"].endswith("=")
+    assert "config = PpoConfig(" in (run / "config.py").read_text()
+    assert not (run / "errors").exists()
+    lines = uninterrupted.output.splitlines()
+    assert sum(line.startswith("step 3/4 | reward") for line in lines) == 1
+    assert not [line for line in lines if "Warning" in line or "Traceback" in line]
+
+
+def test_resume_is_bit_for_bit(folder, uninterrupted):
+    args = ["--config", "cfg.py", "--run_dir", "resumed", "--checkpoint.keep", "5",
+            "--checkpoint.every_steps", "2", "--resume", "auto"]  # fmt: skip
+    assert torchrun(folder, 2, *args, "--steps", "2").code == 0
+    done = torchrun(folder, 2, *args, "--steps", "4")
+    assert done.code == 0, done.output[-4000:]
+    assert "2 steps done" in done.output
+    whole, resumed = metrics_of(folder / "whole"), metrics_of(folder / "resumed")
+    assert [r["step"] for r in resumed] == [0, 1, 2, 3, 4]
+    assert resumed[3:] == whole[3:]
+    for rank in (0, 1):
+        shard = f"checkpoints/step_00000004/__{rank}_0.distcp"
+        assert (folder / "whole" / shard).read_bytes() == (folder / "resumed" / shard).read_bytes()
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(folder, uninterrupted):
+    done = torchrun(
+        folder, 1, "--config", "cfg.py", "--steps", "4", "--run_dir", "resharded",
+        "--resume", "whole/checkpoints/step_00000002",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    whole, other = metrics_of(folder / "whole"), metrics_of(folder / "resharded")
+    for want, got in zip(whole[3:], other[-2:], strict=True):
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    checkpoint = "whole/checkpoints/step_00000004"
+    args = ["--checkpoint", checkpoint, "--out", "exported"]
+    done = torchrun(folder, 1, *args, program="spmdrl.export")
+    assert done.code == 0, done.output
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder / "exported", output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(folder / "exported").decode([4, 5]) == "01"
+    # greedy answers of the exported model are those of the run's last evaluation, through vLLM
+    rerun = torchrun(folder, 1, "--config", "cfg.py", "--model", "exported", "--steps", "1",
+                     "--run_dir", "from_export")  # fmt: skip
+    assert rerun.code == 0, rerun.output[-4000:]
+    before = metrics_of(folder / "from_export")[0]
+    after = metrics_of(folder / "whole")[4]
+    assert before["eval/accuracy"] == after["eval/accuracy"]
+    again = torchrun(folder, 1, *args, program="spmdrl.export")
+    assert again.code == 2
+    assert "already holds a model" in again.output
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(folder, uninterrupted):
+    import shutil
+
+    from spmdrl.checkpoint import _find, damage
+
+    shutil.copytree(folder / "whole" / "checkpoints", folder / "damaged")
+    shard = folder / "damaged" / "step_00000004" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "__0_0.distcp does not have the checksum" in damage(shard.parent)
+    assert _find("auto", folder / "damaged") == (str(folder / "damaged" / "step_00000002"), None)
+    assert "checksum" in _find(str(shard.parent), folder)[1]
+    (folder / "damaged" / "step_00000002" / "run.json").unlink()
+    assert _find("auto", folder / "damaged") == (None, None)
+
+
+def test_critic_reference_and_tensor_parallel_rollout(folder):
+    done = torchrun(
+        folder, 2, "--config", "cfg.py", "--run_dir", "all_roles", "--rollout.tensor_parallel", "2",
+        "--algo.advantage", "gae", "--critic.dtype", "float32", "--algo.kl_coef", "0.01",
+        "--algo.kl_in", "reward", "--algo.mini_batches", "2", "--algo.epochs", "2",
+        "--ref.dtype", "float32", "--weights.check", "--weights.bucket_mib", "1",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(folder / "all_roles")
+    assert rows[1]["actor/ref_kl"] < rows[2]["actor/ref_kl"]  # it moves away from the reference
+    assert rows[2]["critic/squared_error"] < rows[1]["critic/squared_error"]
+    assert rows[1]["actor/ratio_max"] > 1.0  # four updates on one rollout
+    assert rows[2]["actor/logprob_diff_max"] < 1e-4
+
+
+def test_eight_ranks(folder):
+    done = torchrun(
+        folder, 8, "--config", "cfg.py", "--run_dir", "eight", "--steps", "1",
+        "--rollout.engine", "hf", timeout_s=230,
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    assert metrics_of(folder / "eight")[1]["rollout/loss_tokens"] > 0

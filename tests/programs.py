@@ -1,0 +1,105 @@
+"""Runs the user's commands as a user does: torchrun -m spmdrl.ppo, with a hard time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranks import free_port
+
+CONFIG = """
+from spmdrl.config import *
+
+def reward(response, ground_truth):
+    return float(response.startswith(ground_truth)) + 0.01 * len(response)
+
+config = PpoConfig(
+    model="model",
+    data=DataConfig(train="train.jsonl", eval="eval.jsonl", prompts_per_step=8,
+                    max_prompt_tokens=16),
+    reward=reward,
+    rewards=RewardConfig(workers=1),
+    steps=2,
+    eval_every=0,
+    run_dir="run",
+    rollout=RolloutConfig(engine="hf", n=4, max_tokens=8, dtype="float32", kv_cache_mib=32),
+    actor=TrainConfig(dtype="float32", micro_batch_tokens=128, optim=OptimConfig(lr=1e-3)),
+    checkpoint=CheckpointConfig(every_steps=0),
+    tensorboard=False,
+)
+"""
+
+
+def write_task(folder: Path) -> None:
+    """Sums of two digits in verl's schema: train.jsonl (40 rows) and eval.jsonl (10)."""
+    rows = [
+        {"data_source": "sums", "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+         "reward_model": {"style": "rule", "ground_truth": str(a + b)}, "extra_info": {}}
+        for a in range(1, 8) for b in range(1, 8)
+    ]  # fmt: skip
+    for name, part in (("train", rows[:40]), ("eval", rows[39:])):
+        Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+
+
+@dataclass
+class Done:
+    code: int
+    output: str
+    seconds: float
+
+
+def start(folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo") -> subprocess.Popen:
+    """torchrun in a session of its own, output to folder/log."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        "--master-port", str(free_port()), "-m", program, *args,
+    ]  # fmt: skip
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = Path(folder, "log").open("w")
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def finish(proc: subprocess.Popen, folder: Path, timeout_s: float) -> Done:
+    """Waits; over the limit every rank shows its stack (SIGABRT) and the test fails."""
+    begin = time.monotonic()
+    try:
+        code = proc.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(proc.pid, signal.SIGABRT)
+        time.sleep(2)
+        os.killpg(proc.pid, signal.SIGKILL)
+        proc.wait()
+        raise AssertionError(
+            f"over {timeout_s} s:\n{Path(folder, 'log').read_text()[-8000:]}"
+        ) from None
+    return Done(code, Path(folder, "log").read_text(), time.monotonic() - begin)
+
+
+def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 180, **kwargs: str) -> Done:
+    return finish(start(folder, ranks, *args, **kwargs), folder, timeout_s)
+
+
+def wait_for(folder: Path, text: str, proc: subprocess.Popen, timeout_s: float = 120) -> None:
+    """Until the log holds `text`."""
+    end = time.monotonic() + timeout_s
+    while text not in Path(folder, "log").read_text():
+        assert proc.poll() is None, Path(folder, "log").read_text()[-6000:]
+        assert time.monotonic() < end, Path(folder, "log").read_text()[-6000:]
+        time.sleep(0.05)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    """Rows of metrics.jsonl without what a clock measured."""
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows
+    ]
