@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 NUMBERS = 50  # operands are 0 .. 49
 NUM_HELD_OUT = 256
@@ -101,5 +102,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/arithmetic"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    logging.disable_progress_bar()
     make_assets(args.out, args.seed)
     print(f"model, train.parquet, eval.parquet and sft.parquet are in {args.out}")
