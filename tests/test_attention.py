@@ -71,6 +71,7 @@ def test_groups_waste_little_padding():
     groups = attention.padded_groups(lens, cu_seqlens, torch.device("cpu"))
     padded = sum(g.num_seqs * g.length for g in groups)
     assert padded < 1.25 * int(lens.sum())
+    assert all(len(g.slots) + len(g.holes) == g.num_seqs * g.length for g in groups)
     tokens = torch.cat([g.tokens for g in groups]).sort().values
     assert torch.equal(tokens, torch.arange(int(lens.sum())))
 

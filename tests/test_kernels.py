@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spmdrl_kernels.linear import FastLinear, linear, use_fast_linear
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from spmdrl_kernels.scan import discounted_suffix_sums
 
@@ -62,3 +63,36 @@ def test_scan_matches_the_loop(length, decay):
     torch.testing.assert_close(discounted_suffix_sums(x, decay), want, rtol=1e-10, atol=1e-10)
     got32 = discounted_suffix_sums(x.float(), decay)
     torch.testing.assert_close(got32.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (1, 3, 5), (0, 5), (2, 130, 5)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_is_as_near_to_the_truth_as_torchs(shape, with_bias):
+    x = torch.randn(shape)
+    weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
+    up = torch.randn(*shape[:-1], 11)
+    inputs = [t for t in (x, weight, bias) if t is not None]
+
+    def run(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        out = function(*leaves)
+        return (out, *torch.autograd.grad((out * up.to(dtype)).sum(), leaves))
+
+    truth = run(torch.nn.functional.linear, torch.float64)
+    theirs = run(torch.nn.functional.linear, torch.float32)
+    for got, want, other in zip(run(linear, torch.float32), truth, theirs, strict=True):
+        assert got.shape == want.shape
+        error = (got.double() - want).abs().max() if got.numel() else torch.tensor(0.0)
+        allowed = (other.double() - want).abs().max() if got.numel() else torch.tensor(0.0)
+        assert error <= 1.5 * allowed + 1e-6
+
+
+def test_only_plain_linears_are_replaced():
+    class Own(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), Own(4, 2))
+    before = model(torch.ones(1, 3))
+    use_fast_linear(model)
+    assert [type(m) for m in model] == [FastLinear, Own]
+    torch.testing.assert_close(model(torch.ones(1, 3)), before)

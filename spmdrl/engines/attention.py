@@ -38,10 +38,15 @@ class Packing:
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Sequences that are computed together, right-padded to `length`."""
+    """Sequences that are computed together, right-padded to `length`.
 
-    tokens: Tensor  # (n,) int64: positions of their tokens in the packed row
-    slots: Tensor  # (n,) int64: where each lies among the num_seqs * length padded places
+    The num_seqs * length padded places are tokens and holes. Holes are zeroed: a query never gives
+    one any weight, but no weight times what is not a number is not a number.
+    """
+
+    tokens: Tensor | None  # (n,) int64: positions in the packed row; None: all of them, in order
+    slots: Tensor  # (n,) int64: the padded places that hold them
+    holes: Tensor  # (num_seqs * length - n,) int64: the others
     num_seqs: int
     length: int
 
@@ -62,11 +67,16 @@ def padded_groups(
     for members in cut:
         seqs = torch.tensor(sorted(members))
         length, own = lens[members[0]], seq_lens[seqs]
-        inside = torch.arange(length)[None, :] < own[:, None]  # (n, length)
-        places = torch.arange(len(seqs) * length).view(len(seqs), length)
-        tokens = cu_seqlens[:-1][seqs][:, None] + torch.arange(length)[None, :]
+        inside = (torch.arange(length)[None, :] < own[:, None]).flatten()  # (n * length,)
+        tokens = (cu_seqlens[:-1][seqs][:, None] + torch.arange(length)[None, :]).flatten()
         groups.append(
-            PaddedGroup(tokens[inside].to(device), places[inside].to(device), len(seqs), length)
+            PaddedGroup(
+                tokens=None if len(cut) == 1 else tokens[inside].to(device),
+                slots=inside.nonzero().flatten().to(device),
+                holes=(~inside).nonzero().flatten().to(device),
+                num_seqs=len(seqs),
+                length=length,
+            )
         )
     return tuple(groups)
 
@@ -118,20 +128,14 @@ def _padded(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (tokens, heads, head_dim)
     outs = []
     for group in packing.groups:
-        shape = (group.num_seqs, group.length)
-        gq, gk, gv = (
-            _Scatter.apply(t, group.tokens, group.slots, shape[0] * shape[1])
-            .view(*shape, *t.shape[1:])
-            .transpose(1, 2)
-            for t in (q, k, v)
-        )  # (num_seqs, heads, length, head_dim)
+        # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
+        gq, gk, gv = (_Pad.apply(t, group).transpose(1, 2) for t in (q, k, v))
         mask = _window_mask(group.length, sliding_window, q.device)
         out = scaled_dot_product_attention(
             gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,
             enable_gqa=gq.shape[1] != gk.shape[1],
         )  # fmt: skip
-        out = out.transpose(1, 2).reshape(shape[0] * shape[1], *q.shape[1:])
-        outs.append(_Scatter.apply(out, group.slots, group.tokens, len(q)))
+        outs.append(_Unpad.apply(out.transpose(1, 2), group, len(q)))
     return sum(outs[1:], start=outs[0])[None]
 
 
@@ -143,32 +147,53 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return ones.tril() & ~ones.tril(-window)
 
 
-class _Scatter(torch.autograd.Function):
-    """out[targets] = rows[sources], zero elsewhere; both index lists hold no place twice.
+class _Pad(torch.autograd.Function):
+    """(num_tokens, heads, d) -> (num_seqs, length, heads, d); `_Unpad` is its transpose.
 
-    index_select in both directions, where autograd's own backward would be a slow index_add.
+    Copies by index in both directions, where autograd's own backward would be a slow index_add.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sources: Tensor, targets: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(sources, targets)
-        ctx.num_rows = len(rows)
-        return _move(rows, sources, targets, size)
+    def forward(ctx: Any, rows: Tensor, group: PaddedGroup) -> Tensor:
+        ctx.group, ctx.num_tokens = group, len(rows)
+        return to_padded(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sources, targets = ctx.saved_tensors
-        return _move(grads[0], targets, sources, ctx.num_rows), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return from_padded(grads[0], ctx.group, ctx.num_tokens), None
 
 
-def _move(rows: Tensor, sources: Tensor, targets: Tensor, size: int) -> Tensor:
-    if len(sources) == len(rows) == size:  # one group without padding: nothing moves
-        in_order = torch.arange(size, device=rows.device)
-        if torch.equal(sources, in_order) and torch.equal(targets, in_order):
-            return rows
-    out = rows.new_zeros(size, *rows.shape[1:])
-    out[targets] = rows[sources]
-    return out
+class _Unpad(torch.autograd.Function):
+    """(num_seqs, length, heads, d) -> (num_tokens, heads, d), zero on tokens of other groups."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, group: PaddedGroup, num_tokens: int) -> Tensor:
+        ctx.group = group
+        return from_padded(padded, group, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return to_padded(grads[0], ctx.group), None, None
+
+
+def to_padded(rows: Tensor, group: PaddedGroup) -> Tensor:
+    picked = rows if group.tokens is None else rows.index_select(0, group.tokens)
+    shape = (group.num_seqs, group.length, *rows.shape[1:])
+    if len(group.holes) == 0:
+        return picked.reshape(shape)
+    out = rows.new_empty(group.num_seqs * group.length, *rows.shape[1:])
+    out.index_copy_(0, group.slots, picked)
+    out.index_fill_(0, group.holes, 0.0)
+    return out.view(shape)
+
+
+def from_padded(padded: Tensor, group: PaddedGroup, num_tokens: int) -> Tensor:
+    picked = padded.reshape(-1, *padded.shape[2:])
+    if len(group.holes):
+        picked = picked.index_select(0, group.slots)
+    if group.tokens is None:
+        return picked
+    return picked.new_zeros(num_tokens, *picked.shape[1:]).index_copy_(0, group.tokens, picked)
 
 
 AttentionInterface.register(NAME, packed_attention)

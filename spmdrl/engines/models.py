@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 import torch
 import torch.nn as nn
 from huggingface_hub import constants, try_to_load_from_cache
+from spmdrl_kernels.linear import use_fast_linear
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -124,6 +125,7 @@ def build_model(model: str, full: bool) -> PreTrainedModel:
             hf = AutoModelForCausalLM.from_config(load_hf_config(model), **settings)
         hf.tie_weights()
     without_dropout(hf)
+    use_fast_linear(hf)
     return hf.train()  # activation checkpointing only works in train mode
 
 

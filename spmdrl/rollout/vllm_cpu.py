@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from spmdrl_kernels.linear import linear
 from torch import Tensor, nn
 
 from spmdrl.rollout.noise import mix
@@ -37,7 +37,7 @@ def patched_construction() -> Iterator[None]:
         if weight.is_meta or weight.ndim != 2:
             pack(layer, remove_weight)
         else:
-            layer.cpu_linear = F.linear
+            layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = keep
     library.init_cpu_memory_env = lambda nodes: None

@@ -1,0 +1,67 @@
+"""Linear layers on CPUs through oneDNN.
+
+For float32 torch calls MKL, which takes a slow path on processors that are not Intel's: on a Zen 5
+core 95 GFLOP/s where oneDNN reaches 220 (kernels/bench/linear.py measures it). oneDNN's operator
+has no autograd formula, so this adds one. Everywhere else this is torch's own linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b. x: (..., in), weight: (out, in), bias: (out,) -> (..., out)."""
+    if x.is_cpu and x.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available():
+        if torch.is_grad_enabled():
+            return _OneDnnLinear.apply(x, weight, bias)
+        return onednn(x, weight, bias)
+    return nn.functional.linear(x, weight, bias)
+
+
+def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b^T + bias for 2-D float32 CPU tensors of any strides."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = matmul_nt(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+class FastLinear(nn.Linear):
+    """nn.Linear with `linear` as its forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def use_fast_linear(model: nn.Module) -> None:
+    """Turns every plain nn.Linear of the model into a FastLinear, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul_nt(grad, weight.T).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = matmul_nt(grad.T, x.reshape(-1, x.shape[-1]).T)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
