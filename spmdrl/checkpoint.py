@@ -1,11 +1,11 @@
 """Checkpoints: sharded by torch.distributed.checkpoint, complete or not there at all.
 
-    step_00000020/            renamed into place as the last act
-      .metadata, __R_0.distcp   model and optimizer shards; load on any world size
-      run.json                  step, data position, counters, config text
-      rng_R.pt                  random states of rank R; used where the world size is the same
-      hf/                       config and tokenizer, for export
-      manifest.json             size and sha256 of every file
+step_00000020/            renamed into place as the last act
+  .metadata, __R_0.distcp   model and optimizer shards; load on any world size
+  run.json                  step, data position, counters, config text
+  rng_R.pt                  random states of rank R; used where the world size is the same
+  hf/                       config and tokenizer, for export
+  manifest.json             size and sha256 of every file
 """
 
 from __future__ import annotations

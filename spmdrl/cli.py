@@ -37,8 +37,10 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  it is the user's code, anything can be raised
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}{_line_of(error, file)}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: {type(error).__name__}: {error}{_line_of(error, file)}"
+        ) from error
     finally:
         sys.path.remove(str(file.parent.resolve()))
     config = getattr(module, "config", None)
@@ -54,7 +56,7 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
 
 
 def _line_of(error: BaseException, file: Path) -> str:
-    """", line N" of the config file where the error came from there."""
+    """ ", line N" of the config file where the error came from there."""
     trace, line = error.__traceback__, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(file):
@@ -112,9 +114,7 @@ def converted(value: Any, wanted: Any, flag: str) -> Any:
         fits, result = _fit(value, option)
         if fits:
             return result
-    raise ConfigError(
-        f"{flag}: expected {describe(wanted)}, got {type(value).__name__} {value!r}"
-    )
+    raise ConfigError(f"{flag}: expected {describe(wanted)}, got {type(value).__name__} {value!r}")
 
 
 def _options(wanted: Any) -> tuple[Any, ...]:
@@ -156,8 +156,10 @@ def describe(wanted: Any) -> str:
         return " or ".join(describe(option) for option in _options(wanted))
     if wanted is type(None):
         return "None"
-    return getattr(wanted, "__name__", str(wanted)) if typing.get_origin(wanted) is None else (
-        str(wanted).replace("typing.", "").replace("collections.abc.", "")
+    return (
+        getattr(wanted, "__name__", str(wanted))
+        if typing.get_origin(wanted) is None
+        else (str(wanted).replace("typing.", "").replace("collections.abc.", ""))
     )
 
 

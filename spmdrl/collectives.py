@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spmdrl.topology import Topology
 
+
 def all_gather_rows(rows: Tensor, topology: Topology) -> list[Tensor]:
     """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank."""
     count = torch.tensor([len(rows)])

@@ -105,9 +105,7 @@ class Phases:
         if isinstance(failure, PhaseError):
             return failure.story
         if isinstance(failure, ConfigError):
-            return Story(
-                self.topology.rank, self.topology.host, self.name, str(failure), "", True
-            )
+            return Story(self.topology.rank, self.topology.host, self.name, str(failure), "", True)
         reason = str(failure).strip().splitlines()
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
         details = "".join(traceback.format_exception(failure))

@@ -189,4 +189,3 @@ def parameter_count(hf: PreTrainedConfig) -> int:
         model = AutoModelForCausalLM.from_config(hf)
     model.tie_weights()
     return sum(prod(p.shape) for p in model.parameters())
-

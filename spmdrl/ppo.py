@@ -7,7 +7,6 @@ config is set by its dotted name, as in --steps 2 --actor.optim.lr 1e-6 --resume
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fire
@@ -19,7 +18,6 @@ from spmdrl.exits import exit_config
 if TYPE_CHECKING:
     from spmdrl.data import PromptDataset, PromptOrder
     from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.metrics import RunLog
     from spmdrl.program import Runtime
     from spmdrl.step import Roles
     from spmdrl.types import Prompt
@@ -81,7 +79,10 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     def held_out_accuracy(step: int) -> dict[str, float]:
         samples, metrics = evaluate(roles, held_out, step)
         write_samples(
-            runtime.run_dir / "samples" / f"eval_{step}.jsonl", samples, config.log_samples, topology
+            runtime.run_dir / "samples" / f"eval_{step}.jsonl",
+            samples,
+            config.log_samples,
+            topology,
         )
         shown = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "accuracy" in k)
         log.line(f"step {step}/{config.steps} | held out: {shown} ({len(held_out)} prompts)")
@@ -97,7 +98,10 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             asked = list(enumerate(prompts.prompt(i) for i in order.next_step()))
         samples = collect(roles, asked, step)
         write_samples(
-            runtime.run_dir / "samples" / f"step_{step}.jsonl", samples, config.log_samples, topology
+            runtime.run_dir / "samples" / f"step_{step}.jsonl",
+            samples,
+            config.log_samples,
+            topology,
         )
         metrics = learn(roles, samples, len(asked), step)
         metrics |= timing(metrics, phases.take_seconds(), time.perf_counter() - started_at)
@@ -174,7 +178,9 @@ def training_engines(roles: Roles) -> dict[str, Any]:
     return {n: e for n, e in (("actor", roles.actor), ("critic", roles.critic)) if e is not None}
 
 
-def timing(metrics: dict[str, float], seconds: dict[str, float], total_s: float) -> dict[str, float]:
+def timing(
+    metrics: dict[str, float], seconds: dict[str, float], total_s: float
+) -> dict[str, float]:
     """time/<phase>_s of this step, and response tokens per second of the whole job."""
     times = {f"time/{name.replace(' ', '_')}_s": s for name, s in seconds.items()}
     tokens = metrics["rollout/loss_tokens"]

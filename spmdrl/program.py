@@ -71,8 +71,9 @@ def started(config: Any) -> Iterator[Runtime]:
     topology = Topology.build(device, dp=-1)
     run_dir = Path(config.run_dir)
     control = dist.new_group(backend="gloo")
-    store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-                             dist.distributed_c10d._get_default_store().clone())  # fmt: skip
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    connection: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"watchdog/{attempt}", connection.clone())
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s
     )

@@ -89,10 +89,9 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     log.close()
 
 
-def cross_entropy(
-    logprobs: Tensor, entropy: Tensor, mb: Batch
-) -> tuple[Tensor, dict[str, Tensor]]:
+def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """-log p of every response token (the seam of engines/engine.py)."""
+    assert mb.loss_weights is not None
     loss = -(logprobs * mb.loss_weights).sum()
     return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}
 

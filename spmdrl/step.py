@@ -1,7 +1,7 @@
 """One step of reinforcement learning. Every rank runs every line.
 
-    samples = collect(roles, prompts, step)      sample, score
-    metrics = learn(roles, samples, ...)         balance, logprobs, advantages, update, sync weights
+samples = collect(roles, prompts, step)      sample, score
+metrics = learn(roles, samples, ...)         balance, logprobs, advantages, update, sync weights
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def needs_old_logprobs(algo: AlgoConfig) -> bool:
     return algo.epochs * algo.mini_batches > 1 or (algo.kl_coef > 0 and algo.kl_in == "reward")
 
 
-def add_advantages(
-    batches: list[Batch], algo: AlgoConfig, topology: Topology
-) -> dict[str, float]:
+def add_advantages(batches: list[Batch], algo: AlgoConfig, topology: Topology) -> dict[str, float]:
     """Sets advantages, loss_weights and, with a critic, returns. Collective.
 
     Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.

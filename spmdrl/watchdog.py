@@ -129,4 +129,3 @@ class Watchdog:
     def _end(self, story: dict[str, Any]) -> None:
         self.tell(story)
         os._exit(FAILED)  # the main thread may be blocked in a collective that never returns
-

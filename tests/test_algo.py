@@ -117,22 +117,22 @@ def test_ppo_loss_and_gradient(seed):
 def test_aggregation_is_a_weighted_sum(name):
     seq_lens, mask, g = ragged(1)
     losses = torch.randn(len(mask), generator=g)
-    per_seq = [(x[m.bool()]) for x, m in zip(losses.split(seq_lens.tolist()),
-                                             mask.split(seq_lens.tolist()), strict=True)]  # fmt: skip
+    lens = seq_lens.tolist()
+    per_seq = [x[m.bool()] for x, m in zip(losses.split(lens), mask.split(lens), strict=True)]
     per_seq = [x for x in per_seq if len(x)]  # a sequence without tokens does not count
     want = {
         "token_mean": torch.cat(per_seq).mean(),
         "seq_mean_token_mean": torch.stack([x.mean() for x in per_seq]).mean(),
         "seq_mean_token_sum": torch.stack([x.sum() for x in per_seq]).mean(),
     }[name]
-    lens = torch.tensor([float(m.sum()) for m in mask.split(seq_lens.tolist())])
-    counts = torch.tensor([lens.sum(), (lens > 0).sum()], dtype=torch.float64)
-    weights = loss_weights(mask, seq_lens, lens, name, counts)
+    response_lens = torch.tensor([float(m.sum()) for m in mask.split(lens)])
+    counts = torch.tensor([response_lens.sum(), (response_lens > 0).sum()], dtype=torch.float64)
+    weights = loss_weights(mask, seq_lens, response_lens, name, counts)
     torch.testing.assert_close((losses * weights).sum(), want)
 
 
 def test_value_loss_takes_the_larger_of_plain_and_clipped():
-    values, old, returns = torch.tensor([2.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([3, 1.0])
+    values, old, returns = torch.tensor([[2.0, 0.1], [0.0, 0.0], [3.0, 1.0]])
     got = value_loss(values, old, returns, clip=0.5)
     torch.testing.assert_close(got, torch.tensor([0.5 * 2.5**2, 0.5 * 0.9**2]))
 
@@ -155,7 +155,7 @@ def test_objective_masks_and_reports_the_rollout_difference():
     batch.loss_weights = batch.loss_mask / 2
     logprobs = torch.tensor([5, -1.5, -2.0, 5, 5], requires_grad=True)
     loss, sums = policy_objective(AlgoConfig())(logprobs, torch.zeros(5), batch)
-    assert float(loss.detach()) == pytest.approx(-1.0)  # ratio 1 everywhere: old is the policy itself
+    assert float(loss.detach()) == pytest.approx(-1.0)  # ratio 1: old is the policy itself
     (grad,) = torch.autograd.grad(loss, logprobs)
     assert grad.tolist() == [0, -0.5, -0.5, 0, 0]
     assert float(sums["ratio_max"]) == 1.0

@@ -81,5 +81,5 @@ def test_what_it_cannot_do_is_refused():
     packing = attention.Packing.build(torch.tensor([3]), torch.device("cpu"))
     with pytest.raises(ValueError, match="softcap"):
         attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, softcap=5.0)
-    with pytest.raises(ValueError, match="dropout=0.1"):
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
         attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, dropout=0.1)

@@ -59,9 +59,7 @@ def policy_objective(
     """The actor's loss function for a training engine (the seam, engines/engine.py)."""
     token_loss = POLICY_LOSSES[algo.policy_loss]
 
-    def objective(
-        logprobs: Tensor, entropy: Tensor, mb: Batch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         assert mb.advantages is not None and mb.loss_weights is not None
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
@@ -81,9 +79,7 @@ def policy_objective(
                 metrics["ref_kl"] = ESTIMATORS[algo.kl_estimator](logprobs, mb.ref_logprobs)
             sums = {name: (value * mb.loss_mask).sum() for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
-            sums["logprob_diff_max"] = masked_max(
-                (old - mb.rollout_logprobs).abs(), mb.loss_mask
-            )
+            sums["logprob_diff_max"] = masked_max((old - mb.rollout_logprobs).abs(), mb.loss_mask)
         return (losses * mb.loss_weights).sum(), sums
 
     return objective

@@ -113,7 +113,7 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # (tokens, heads, d)
-    out = varlen_attn(
+    out: Any = varlen_attn(
         q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_len, packing.max_len,
         scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],

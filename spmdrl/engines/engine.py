@@ -23,6 +23,8 @@ class TrainEngine(Protocol):
     Every method is collective over these ranks.
     """
 
+    hf_config: Any  # the model's Hugging Face config, written beside its weights
+
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """(num_tokens,) float32 log-probability of every unmasked token, 0 elsewhere."""
         ...
@@ -41,9 +43,7 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def named_weights(
-        self, dtype: torch.dtype, bucket_bytes: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight on every rank, gathered in buckets.
 
         A tensor is valid until the next one is asked for.

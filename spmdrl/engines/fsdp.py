@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,9 +152,7 @@ class FsdpEngine:
 
     # ---- weights and memory
 
-    def named_weights(
-        self, dtype: torch.dtype, bucket_bytes: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         named = [(n.removeprefix("hf."), p.detach()) for n, p in self.module.named_parameters()]
         return gathered(named, dtype, bucket_bytes, self.topology.device)
 
@@ -211,7 +209,7 @@ def set_replica_sync(module: nn.Module, last: bool) -> None:
     module.set_requires_all_reduce(last)
 
 
-def build_optimizer(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(params: Sequence[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only, not on norms and biases."""
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -271,6 +269,4 @@ def reduce_metrics(sums: dict[str, Tensor], topology: Topology) -> dict[str, flo
     largest = values.clone()
     dist.all_reduce(values, group=topology.group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=topology.group)
-    return {
-        n: float(largest[i] if n.endswith("_max") else values[i]) for i, n in enumerate(names)
-    }
+    return {n: float(largest[i] if n.endswith("_max") else values[i]) for i, n in enumerate(names)}

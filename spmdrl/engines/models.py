@@ -86,7 +86,9 @@ def backbone_hidden(
 def load_hf_config(model: str) -> PreTrainedConfig:
     """Raises ConfigError where there is no such model."""
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
-        raise ConfigError(f"model: {model!r} has no config.json; is it a Hugging Face model folder?")
+        raise ConfigError(
+            f"model: {model!r} has no config.json; is it a Hugging Face model folder?"
+        )
     if not Path(model).exists() and (model.startswith(("/", ".", "~")) or model.count("/") != 1):
         raise ConfigError(f"model: no such folder: {model!r} (and not a hub id like owner/name)")
     if not Path(model).is_dir() and not on_hub(model):

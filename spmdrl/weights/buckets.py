@@ -76,9 +76,12 @@ def _flush(
 
 def shard_axis(weight: DTensor) -> int | None:
     """The mesh axis over which dimension 0 is split; None where the weight is whole everywhere."""
-    axes = [i for i, p in enumerate(weight.placements) if isinstance(p, Shard)]
-    split = [i for i in axes if weight.device_mesh.size(i) > 1]
+    split = [
+        (axis, placement.dim)
+        for axis, placement in enumerate(weight.placements)
+        if isinstance(placement, Shard) and weight.device_mesh.size(axis) > 1
+    ]
     if not split:
         return None
-    assert len(split) == 1 and weight.placements[split[0]].dim == 0, weight.placements
-    return split[0]
+    assert len(split) == 1 and split[0][1] == 0, weight.placements
+    return split[0][0]

@@ -89,7 +89,9 @@ def gradient_on(topology, model, config, order):
 
     def step():  # in place of Adam's: full gradients before they are zeroed
         for name, p in engine.module.named_parameters():
-            grads[name] = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+            grads[name] = (
+                p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            ).clone()
 
     engine.config = replace(config, optim=OptimConfig(clip_norm=1e9))
     engine.optimizer.step = step
@@ -142,7 +144,9 @@ def test_ranks_with_nothing_to_do_take_part(qwen3):
     results = run_ranks(3, uneven_on, str(qwen3))
     assert [len(logprobs) for logprobs, _ in results] == [159, 9, 0]
     assert results[0][1] == results[2][1]
-    assert results[0][1]["logprob_diff_mean"] == pytest.approx(base[0]["logprob_diff_mean"], rel=1e-6)
+    assert results[0][1]["logprob_diff_mean"] == pytest.approx(
+        base[0]["logprob_diff_mean"], rel=1e-6
+    )
 
 
 def weights_on(topology, model, bucket_bytes):

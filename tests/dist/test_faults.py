@@ -93,7 +93,9 @@ def test_a_frozen_rank_is_named(folder):
 
 
 def test_too_many_invalid_rewards_stop_the_run_and_are_shown(folder):
-    text = CONFIG.replace("    return float(", "    raise KeyError('no such key')\n    return float(")
+    text = CONFIG.replace(
+        "    return float(", "    raise KeyError('no such key')\n    return float("
+    )
     Path(folder, "cfg.py").write_text(text)
     done = torchrun(folder, 2, "--config", "cfg.py", "--data.eval", "None")
     assert done.code == 1
@@ -149,6 +151,9 @@ def test_dry_run_prints_the_plan(folder):
 def pids_of(proc: subprocess.Popen, module: str) -> list[int]:
     """The ranks' processes in rank order: children of torchrun that run `module`."""
     out = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(proc.pid)], capture_output=True, text=True, check=True
+        ["ps", "-o", "pid=,args=", "--ppid", str(proc.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return [int(line.split()[0]) for line in out.splitlines() if module in line]

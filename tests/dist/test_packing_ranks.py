@@ -34,7 +34,9 @@ def balanced_on(topology, makers):
 
 def test_balance_keeps_every_sample_whole_and_once():
     want, _ = run_ranks(1, balanced_on, [0])[0]
-    assert [(r[0], r[1], r[2]) for r in want] == [(g // 3, g, i) for g in range(6) for i in range(4)]
+    assert [(r[0], r[1], r[2]) for r in want] == [
+        (g // 3, g, i) for g in range(6) for i in range(4)
+    ]
     for world in (2, 3):
         results = run_ranks(world, balanced_on, [0, 1, 2])
         merged = sorted(row for rows, _ in results for row in rows)
