@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, tensorboard, samples, and lines on the terminal."""
+"""What a run writes: metrics.jsonl, tensorboard, samples, and lines on the terminal."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class RunLog:
                            else f"{k.split('/')[-1]} {metrics[k]:.4g}"
                            for k in show if k in metrics)  # fmt: skip
         self.line(
-            f"step {step}/{self.total_steps} | {shown} | {metrics['time/step_s']:.2f} s ({parts}) | "
-            f"{metrics['throughput/tokens_per_s']:,.0f} tok/s | {left // 60}:{left % 60:02d} left"
+            f"step {step}/{self.total_steps} | {shown} | {metrics['time/step_s']:.2f} s ({parts}) "
+            f"| {metrics['throughput/tokens_per_s']:,.0f} tok/s | {left // 60}:{left % 60:02d} left"
         )
 
     def close(self) -> None:

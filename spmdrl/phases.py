@@ -51,7 +51,7 @@ class Phases:
 
     `control` is a CPU group of all ranks on which nothing but agreements run, so that a rank that
     fails amid another group's collective cannot garble it. There the others stay blocked, and the
-    watchdog, which learns of the failure first, ends them. `on_change` hears the name of each phase.
+    watchdog, which learns of the failure first, ends them. `on_change` hears each phase's name.
     """
 
     def __init__(

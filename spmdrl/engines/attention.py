@@ -54,7 +54,7 @@ class PaddedGroup:
 def padded_groups(
     seq_lens: Tensor, cu_seqlens: Tensor, device: torch.device
 ) -> tuple[PaddedGroup, ...]:
-    """Cuts the sequences, longest first, where the next is shorter than the first by MAX_PADDING."""
+    """Cuts the sequences, longest first, where one is shorter than the first by MAX_PADDING."""
     order = torch.argsort(seq_lens, descending=True, stable=True).tolist()
     lens = seq_lens.tolist()
     cut: list[list[int]] = []
@@ -93,10 +93,10 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query: (1, heads, num_tokens, head_dim), key and value with kv_heads -> (1, tokens, heads, d).
+    """query: (1, heads, tokens, head_dim), key, value: (1, kv_heads, ...) -> (1, tokens, heads, d).
 
-    Raises ValueError for what a model asks and this does not do: dropout, soft-capped scores, sinks,
-    attention that is not causal.
+    Raises ValueError for what a model asks and this does not do: dropout, soft-capped scores,
+    sinks, attention that is not causal.
     """
     refused = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
     if dropout or refused or not getattr(module, "is_causal", True):
@@ -140,7 +140,7 @@ def _padded(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(length, length) bool, causal and at most `window` back; None where the window is no limit."""
+    """(length, length) bool, causal and at most `window` back; None where that is no limit."""
     if window is None or window >= length:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

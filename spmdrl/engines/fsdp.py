@@ -185,7 +185,7 @@ class FsdpEngine:
 def shard(
     module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology
 ) -> None:
-    """Shards each layer, then the rest with the root; gradients are summed over ranks in float32."""
+    """Shards each layer, then the rest with the root; gradients are summed in float32."""
     settings: dict[str, Any] = {
         "mesh": topology.mesh["dp", "fsdp"],
         "mp_policy": MixedPrecisionPolicy(

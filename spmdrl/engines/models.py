@@ -1,7 +1,7 @@
-"""Hugging Face models as the engine wants them: packed tokens in, one number per response token out.
+"""Hugging Face models as the engine wants them: packed tokens in, one number per token out.
 
-A model is built whole on rank 0 and as an empty shell elsewhere; `load_full_weights` then hands out
-the shards, so that no more than one rank ever holds a full copy.
+A model is built whole on rank 0 and as an empty shell elsewhere; the engine then hands out the
+shards, so that no more than one rank ever holds a full copy.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def load_hf_config(model: str) -> PreTrainedConfig:
         raise ConfigError(f"model: no such folder: {model!r} (and not a hub id like owner/name)")
     if not Path(model).is_dir() and not on_hub(model):
         raise ConfigError(
-            f"model: {model!r} is no folder here, is not in the cache, and the hub cannot be reached"
+            f"model: {model!r} is no folder here, is not cached, and the hub cannot be reached"
         )
     try:
         return AutoConfig.from_pretrained(model)

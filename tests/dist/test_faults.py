@@ -107,8 +107,9 @@ def test_too_many_invalid_rewards_stop_the_run_and_are_shown(folder):
 
 
 def test_invalid_samples_are_masked_and_counted(folder):
-    text = CONFIG.replace("    return float(", "    if ground_truth == '5': raise KeyError('five')\n"
-                          "    return float(")  # fmt: skip
+    text = CONFIG.replace(
+        "    return", "    if ground_truth == '5':\n        raise KeyError('five')\n    return"
+    )
     Path(folder, "cfg.py").write_text(text)
     done = torchrun(folder, 2, "--config", "cfg.py", "--data.shuffle", "False", "--steps", "1")
     assert done.code == 0, done.output[-4000:]

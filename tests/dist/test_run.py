@@ -85,7 +85,7 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
     args = ["--checkpoint", checkpoint, "--out", "exported"]
     done = torchrun(folder, 1, *args, program="spmdrl.export")
     assert done.code == 0, done.output
-    model, info = AutoModelForCausalLM.from_pretrained(
+    _, info = AutoModelForCausalLM.from_pretrained(
         folder / "exported", output_loading_info=True, dtype=torch.float32
     )
     assert not info["missing_keys"]
