@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a failure that a restart may cure, 2 a mistake in the conf
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
@@ -42,6 +43,8 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 @dataclass
@@ -131,6 +134,7 @@ def start_process_group() -> torch.device:
     """gloo for CPU tensors everywhere, NCCL for those on GPUs."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
+        keep_freed_memory()
         dist.init_process_group("gloo")
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -142,6 +146,14 @@ def start_process_group() -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Tensors on the CPU come from malloc, which would map and clear fresh pages for each one."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def compare_configs(config: Any, topology: Topology) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from spmdrl_kernels.linear import use_fast_linear
+from spmdrl_kernels.norm import FastRmsNorm, use_fast_rms_norm
 from tiny import CHARS
 from transformers import (
     Gemma3ForCausalLM,
@@ -57,6 +59,9 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
     positions = torch.cat([torch.arange(n) for n in lens])
     packing = attention.Packing.build(seq_lens, torch.device("cpu"))
+    use_fast_linear(model)
+    use_fast_rms_norm(model)
+    assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (name != "gemma3")
     got, _ = TokenPolicy(model)(torch.cat(sequences), positions, packing, rows, 1.0)
     got.sum().backward()
 

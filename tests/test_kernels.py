@@ -4,6 +4,7 @@ import pytest
 import torch
 from spmdrl_kernels.linear import FastLinear, linear, use_fast_linear
 from spmdrl_kernels.lm_head import lm_head_logprobs
+from spmdrl_kernels.norm import rms_norm
 from spmdrl_kernels.scan import discounted_suffix_sums
 
 
@@ -96,3 +97,24 @@ def test_only_plain_linears_are_replaced():
     use_fast_linear(model)
     assert [type(m) for m in model] == [FastLinear, Own]
     torch.testing.assert_close(model(torch.ones(1, 3)), before)
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 64), (0, 8)])
+def test_rms_norm_is_as_near_to_the_truth_as_torchs(shape):
+    x, weight, up = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+
+    def run(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        out = function(*leaves)
+        return (out, *torch.autograd.grad((out * up.to(dtype)).sum(), leaves))
+
+    def plain(x, weight):
+        return torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-6)
+
+    truth, theirs = run(plain, torch.float64), run(plain, torch.float32)
+    ours = run(lambda x, weight: rms_norm(x, weight, 1e-6), torch.float32)
+    for got, want, other in zip(ours, truth, theirs, strict=True):
+        assert got.shape == want.shape
+        if got.numel():
+            allowed = (other.double() - want).abs().max()
+            assert (got.double() - want).abs().max() <= 1.5 * allowed + 1e-6

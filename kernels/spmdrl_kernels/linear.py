@@ -1,7 +1,7 @@
 """Linear layers on CPUs through oneDNN.
 
 For float32 torch calls MKL, which takes a slow path on processors that are not Intel's: on a Zen 5
-core 95 GFLOP/s where oneDNN reaches 220 (kernels/bench/linear.py measures it). oneDNN's operator
+core 95 GFLOP/s where oneDNN reaches 220 (kernels/bench/cpu.py measures it). oneDNN's operator
 has no autograd formula, so this adds one. Everywhere else this is torch's own linear.
 """
 

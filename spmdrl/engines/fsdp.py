@@ -44,7 +44,8 @@ class FsdpEngine:
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
     ) -> None:
         self.config, self.topology = config, topology
-        hf = build_model(model, full=topology.rank == 0)
+        fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
+        hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
         self.hf_config = hf.config
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = self.module.state_dict() if topology.rank == 0 else {}
