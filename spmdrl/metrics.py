@@ -20,8 +20,7 @@ MOST_INVALID = 64  # rows per rank and step in samples/
 class RunLog:
     """Rank 0's record of a run; on other ranks (`active` False) every method does nothing.
 
-    Steps after `resume_step` that an earlier run logged are cut from metrics.jsonl, so that no step
-    stands there twice.
+    Steps after `resume_step` are cut from an existing metrics.jsonl: no step stands there twice.
     """
 
     def __init__(
@@ -95,6 +94,19 @@ class RunLog:
             self.metrics.close()
             if self.writer:
                 self.writer.close()
+
+
+def set_aside_earlier_run(run_dir: Path) -> None:
+    """Moves what an earlier run left into run_dir/earlier-N: nothing is lost, nothing is mixed."""
+    if not Path(run_dir, "metrics.jsonl").exists():
+        return
+    number = 1 + sum(p.name.startswith("earlier-") for p in run_dir.iterdir())
+    target = Path(run_dir, f"earlier-{number}")
+    target.mkdir()
+    for item in run_dir.iterdir():
+        if not item.name.startswith("earlier-"):
+            item.rename(target / item.name)
+    print(f"what an earlier run left in {run_dir} is now in {target}", flush=True)
 
 
 def write_samples(path: Path, samples: list[Sample], most: int, topology: Topology) -> None:

@@ -47,6 +47,11 @@ def check(config: PpoConfig, world: int) -> None:
 
 
 def check_roles(config: PpoConfig, world: int) -> None:
+    require(
+        config.actor.model is None,
+        f"actor.model={config.actor.model!r}: the actor trains the run's model, set `model`; "
+        "only critic and ref may start from another one",
+    )
     algo, tp = config.algo, config.rollout.tensor_parallel
     try:
         engines = resolve_degrees({"dp": -1, "tp": tp}, world)["dp"]

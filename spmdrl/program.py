@@ -84,9 +84,6 @@ def started(config: Any) -> Iterator[Runtime]:
     try:
         compare_configs(config, topology)
         seed_everything(config.seed + topology.rank)
-        if topology.rank == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            Path(run_dir, "config.py").write_text(config_source(config))
         yield Runtime(topology, phases, run_dir)
     except ConfigError as error:
         exit_config(error)
@@ -168,8 +165,10 @@ def compare_configs(config: Any, topology: Topology) -> None:
         )
 
 
-def config_source(config: Any) -> str:
-    return (
+def write_config(config: Any, run_dir: Path) -> None:
+    """run_dir/config.py: every field as it was resolved."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    Path(run_dir, "config.py").write_text(
         "# The config of this run as resolved, every field written out. Functions stand by name:\n"
         f"# take their source from the file that was given.\nconfig = {as_source(config)}\n"
     )

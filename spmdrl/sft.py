@@ -49,9 +49,9 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
     from spmdrl.data import PromptOrder, SftDataset
     from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.metrics import RunLog
+    from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.plan import load_hf_config
-    from spmdrl.program import load_tokenizer
+    from spmdrl.program import load_tokenizer, write_config
     from spmdrl.topology import Topology, train_degrees
 
     phases, topology = runtime.phases, runtime.topology
@@ -64,6 +64,9 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         order = PromptOrder(len(rows), config.data.batch_size, config.seed, config.data.shuffle)
     with phases("build actor"):
         actor = FsdpEngine("policy", config.model, config.actor, ranks)
+    if runtime.is_main:
+        set_aside_earlier_run(runtime.run_dir)
+        write_config(config, runtime.run_dir)
     log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard)
     phases.on_change = log.phase
     phases.take_seconds()

@@ -1,0 +1,206 @@
+"""The run around the step: build, resume, then steps with evaluations and checkpoints between."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl import checkpoint
+from spmdrl.cli import as_source
+from spmdrl.config import PpoConfig
+from spmdrl.data import PromptDataset, PromptOrder
+from spmdrl.engines.fsdp import FsdpEngine
+from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
+from spmdrl.plan import describe, roles_of
+from spmdrl.program import Runtime, load_tokenizer, write_config
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout import build_engine
+from spmdrl.step import Roles, collect, evaluate, learn, sync
+from spmdrl.topology import Topology, train_degrees
+from spmdrl.types import Prompt, Sample
+
+SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: PpoConfig
+    runtime: Runtime
+    roles: Roles
+    prompts: PromptDataset
+    held_out: list[tuple[int, Prompt]]  # the same on every rank
+    order: PromptOrder
+
+    @property
+    def engines(self) -> dict[str, FsdpEngine]:
+        """Those that are trained, so saved and resumed."""
+        named: dict[str, Any] = {"actor": self.roles.actor, "critic": self.roles.critic}
+        return {name: engine for name, engine in named.items() if engine is not None}
+
+
+def train(config: PpoConfig, runtime: Runtime) -> None:
+    """Every rank runs it from the first line to the last."""
+    run = build(config, runtime)
+    roles, phases, steps = run.roles, runtime.phases, config.steps
+    done, log = resume(run)
+    phases.on_change = log.phase
+    sync(roles, version=done)
+    if run.held_out and done == 0:
+        log.write(0, held_out_accuracy(run, 0, log))
+    phases.take_seconds()
+    for step in range(done + 1, steps + 1):
+        log.begin_step(step)
+        started_at = time.perf_counter()
+        with phases("data"):
+            asked = list(enumerate(run.prompts.prompt(i) for i in run.order.next_step()))
+        samples = collect(roles, asked, step)
+        show_samples(run, f"step_{step}", samples)
+        metrics = learn(roles, samples, len(asked), step)
+        metrics |= timing(metrics, phases.take_seconds(), time.perf_counter() - started_at)
+        log.step_line(step, metrics, SHOWN)
+        if run.held_out and (step == steps or is_due(step, config.eval_every)):
+            metrics |= held_out_accuracy(run, step, log)
+        log.write(step, metrics)
+        if config.checkpoint.every_steps and (
+            step == steps or is_due(step, config.checkpoint.every_steps)
+        ):
+            save(run, step, log)
+        phases.take_seconds()
+    log.close()
+    roles.rewards.close()
+    roles.rollout.shutdown()
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def build(config: PpoConfig, runtime: Runtime) -> Run:
+    """Data first, since its mistakes are cheap to find; then the engines. Collective."""
+    topology, phases = runtime.topology, runtime.phases
+    rewards = RewardRunner(config.reward, config.rewards)
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        prompts = PromptDataset.load(config.data.train, tokenizer, config.data, topology)
+        order = PromptOrder(
+            len(prompts), config.data.prompts_per_step, config.seed, config.data.shuffle
+        )
+        rewards.check_sources(prompts.data_sources)
+        held_out: list[tuple[int, Prompt]] = []
+        if config.data.eval is not None:
+            dataset = PromptDataset.load(config.data.eval, tokenizer, config.data, topology)
+            rewards.check_sources(dataset.data_sources)
+            count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
+            held_out = [(i, dataset.prompt(i)) for i in range(count)]
+    engines: dict[str, FsdpEngine] = {}
+    for name, role in roles_of(config).items():
+        with phases(f"build {name}"):
+            ranks = Topology.build(topology.device, **train_degrees(role.fsdp))
+            kind = "value" if name == "critic" else "policy"
+            engine = FsdpEngine(kind, role.model or config.model, role, ranks, name == "ref")
+            engine.offload()
+            engines[name] = engine
+    with phases("build rollout"):
+        ranks = Topology.build(topology.device, dp=-1, tp=config.rollout.tensor_parallel)
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        rollout = build_engine(config.model, config.rollout, longest, ranks)
+        if config.rollout.sleep:
+            rollout.sleep()
+    roles = Roles(
+        config, topology, phases, tokenizer, ranks, rollout, rewards,
+        actor=engines["actor"], ref=engines.get("ref"), critic=engines.get("critic"),
+    )  # fmt: skip
+    return Run(config, runtime, roles, prompts, held_out, order)
+
+
+def resume(run: Run) -> tuple[int, RunLog]:
+    """Loads the checkpoint that config.resume asks for; the steps it had done, and the log."""
+    config, runtime = run.config, run.runtime
+    root = runtime.run_dir / "checkpoints"
+    done = 0
+    with runtime.phases("resume"):
+        folder = checkpoint.find(config.resume, root, runtime.topology)
+        if folder is not None:
+            saved = checkpoint.load(folder, run.engines, runtime.topology)
+            done = saved["step"]
+            run.order.load_state_dict(saved["order"])
+    if runtime.is_main:
+        if folder is None:
+            set_aside_earlier_run(runtime.run_dir)
+        write_config(config, runtime.run_dir)
+    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard, done)
+    if folder is not None:
+        log.line(f"resumed from {folder}: {done} steps done")
+    return done, log
+
+
+def save(run: Run, step: int, log: RunLog) -> None:
+    state = {name: engine.state_dict() for name, engine in run.engines.items()}
+    facts = {
+        "engines": sorted(run.engines),
+        "order": run.order.state_dict(),
+        "config": as_source(run.config),
+    }
+    root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
+    parts = [run.roles.actor.hf_config, run.roles.tokenizer]
+    folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts)
+    log.line(f"step {step}/{run.config.steps} | saved {folder}")
+
+
+def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
+    samples, metrics = evaluate(run.roles, run.held_out, step)
+    show_samples(run, f"eval_{step}", samples)
+    scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "accuracy" in k)
+    log.line(f"step {step}/{run.config.steps} | held out: {scores} ({len(run.held_out)} prompts)")
+    return metrics
+
+
+def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
+    path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
+    write_samples(path, samples, run.config.log_samples, run.runtime.topology)
+
+
+def timing(
+    metrics: dict[str, float], seconds: dict[str, float], total_s: float
+) -> dict[str, float]:
+    """time/<phase>_s of this step, and response tokens per second of the whole job."""
+    times = {f"time/{name.replace(' ', '_')}_s": s for name, s in seconds.items()}
+    tokens = metrics["rollout/loss_tokens"]
+    return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
+
+
+def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
+    """--dry-run: resolved config, arithmetic, and one scored sample per data set."""
+
+    rewards = RewardRunner(config.reward, config.rewards)
+    tokenizer = load_tokenizer(config.model)
+    sets = {"train": config.data.train, "eval": config.data.eval}
+    lines, num_prompts = [], 0
+    for name, paths in sets.items():
+        if paths is None:
+            continue
+        dataset = PromptDataset.load(paths, tokenizer, config.data, runtime.topology)
+        rewards.check_sources(dataset.data_sources)
+        if name == "train":
+            num_prompts = len(dataset)
+            PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
+        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long",
+                  *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
+    rewards.close()
+    if runtime.is_main:
+        print(as_source(config), describe(config, ranks, num_prompts), *lines, sep="\n")
+
+
+def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
+    """Scores the ground truth as if it were the answer: a grader that fails here fails always."""
+
+    answer = str(prompt.ground_truth)
+    sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
+    rewards.score([sample])
+    verdict = f"{sample.reward:g}" if sample.invalid is None else f"invalid: {sample.invalid}"
+    return [f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}",
+            f"  reward of its ground truth {answer!r} as the answer: {verdict}"]  # fmt: skip
