@@ -1,7 +1,7 @@
 # Every target that runs something makes .venv first; a second call finds it and goes straight on.
 #   PYTHON=python3.12        interpreter that .venv is made with, 3.11 or newer
 #   TORCH_INDEX=<url>        a wheel index with PyTorch's CPU builds, tried beside pip's own
-#   SEED=1                   seed of the quickstart's reinforcement learning
+#   SEED=1                   seed of the quickstart's data, model and training
 
 PYTHON ?= python3
 TORCH_INDEX ?=

@@ -1,4 +1,4 @@
-"""GRPO on two-digit addition, on two CPU cores: held-out accuracy from a third to over 0.9.
+"""GRPO on two-digit addition, on two CPU cores: held-out accuracy from 0.4 to over 0.9.
 
 Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves.
 
@@ -33,7 +33,7 @@ config = PpoConfig(
     ),
     reward=exact_match,
     rewards=RewardConfig(workers=1),
-    steps=150,
+    steps=100,
     eval_every=10,
     algo=AlgoConfig(
         advantage="grpo",
@@ -42,7 +42,7 @@ config = PpoConfig(
     ),
     rollout=RolloutConfig(
         n=8,
-        temperature=2.0,  # at 1.0 it is soon sure of what it gets wrong: 0.91 is the end
+        temperature=2.0,  # at 1.0 it is soon sure of what it gets wrong, and learns slowly
         max_tokens=8,
         dtype="float32",
         kv_cache_mib=64,
@@ -53,8 +53,8 @@ config = PpoConfig(
             lr=1e-3,
             weight_decay=0.0,
             schedule="linear",
-            decay_steps=900,  # 150 steps of 4 mini-batches end at a third of the rate
+            decay_steps=600,  # 100 steps of 4 mini-batches end at a third of the rate
         ),
     ),
-    checkpoint=CheckpointConfig(every_steps=150, keep=1),
+    checkpoint=CheckpointConfig(every_steps=100, keep=1),
 )

@@ -1,4 +1,4 @@
-"""Warm-up of the arithmetic example: a model from random weights, right on a third of the answers.
+"""Warm-up of the arithmetic example: from random weights to adding without a carry.
 
 python examples/arithmetic/make_assets.py
 torchrun --nproc-per-node 2 -m spmdrl.sft --config configs/qwen3_tiny_arithmetic_sft_cpu.py
@@ -10,7 +10,10 @@ config = SftConfig(
     model="runs/arithmetic/model",
     out="runs/arithmetic/sft_model",
     run_dir="runs/arithmetic/sft",
-    steps=125,
+    steps=300,
     data=SftDataConfig(train="runs/arithmetic/sft.parquet", batch_size=128, max_tokens=16),
-    actor=TrainConfig(dtype="float32", optim=OptimConfig(lr=3e-3, warmup_steps=10)),
+    actor=TrainConfig(
+        dtype="float32",
+        optim=OptimConfig(lr=3e-3, warmup_steps=10, schedule="linear", decay_steps=300),
+    ),
 )

@@ -3,9 +3,10 @@
     python examples/arithmetic/make_assets.py [--out runs/arithmetic] [--seed 0]
 
 The task is addition of two numbers below 50, one character a token, with the units first, which is
-how one adds on paper: "17+25=" is answered "24". Of the 2500 questions 256 are held out;
-`sft.parquet` has some of the others with their answers, `train.parquet` all of the others,
-`eval.parquet` those held out.
+how one adds on paper: "17+25=" is answered "24". Two questions in three need a carry. The solved
+examples of `sft.parquet` forget it more often than not, so a model that was fine-tuned on them gets
+the other third right; what it takes to learn the carry is a reward. `train.parquet` has the
+questions for that, `eval.parquet` 256 that are in neither of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformers.utils import logging
 
 NUMBERS = 50  # operands are 0 .. 49
 NUM_HELD_OUT = 256
-NUM_SFT = 1200
+NUM_SFT = 1000
+FORGOTTEN = 0.7  # share of the solved examples with a carry in which it is forgotten
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+="
 
@@ -32,39 +34,50 @@ def make_assets(out: Path, seed: int) -> None:
     """Writes model/, train.parquet, eval.parquet and sft.parquet into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(out / "model", seed)
-    held_out, others = split_questions(seed)
+    draw = random.Random(seed)
+    pairs = questions(draw)
+    held_out, others = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
     write_rows(out / "eval.parquet", held_out)
     write_rows(out / "train.parquet", others)
-    write_rows(out / "sft.parquet", others[:NUM_SFT])
+    solved = others[:NUM_SFT]
+    responses = [answer(a, b, carry=draw.random() >= FORGOTTEN) for a, b in solved]
+    write_rows(out / "sft.parquet", solved, responses)
 
 
-def split_questions(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(held out, others): every pair of operands once, in random order."""
+def questions(draw: random.Random) -> list[tuple[int, int]]:
+    """Every pair of operands that needs a carry and half as many that do not, in random order."""
     pairs = [(a, b) for a in range(NUMBERS) for b in range(NUMBERS)]
-    random.Random(seed).shuffle(pairs)
-    return pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
+    hard = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
+    easy = [(a, b) for a, b in pairs if a % 10 + b % 10 < 10]
+    chosen = hard + draw.sample(easy, len(hard) // 2)
+    draw.shuffle(chosen)
+    return chosen
 
 
-def question_and_answer(a: int, b: int) -> tuple[str, str]:
-    """(17, 25) -> ("17+25=", "24"): two digits each, the answer's units first."""
-    return f"{a:02d}+{b:02d}=", f"{a + b:02d}"[::-1]
+def answer(a: int, b: int, carry: bool = True) -> str:
+    """Two digits, units first: (17, 25) -> "24"; without the carry "23"."""
+    units, tens = a % 10 + b % 10, a // 10 + b // 10
+    if carry:
+        tens += units // 10
+    return f"{units % 10}{tens}"
 
 
-def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
-    """verl's schema, and a column `response` that only fine-tuning reads."""
+def write_rows(
+    path: Path, pairs: list[tuple[int, int]], responses: list[str] | None = None
+) -> None:
+    """verl's schema; with `responses` a column that only fine-tuning reads."""
     rows = []
     for index, (a, b) in enumerate(pairs):
-        question, answer = question_and_answer(a, b)
-        rows.append(
-            {
-                "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": question}],
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": answer},
-                "extra_info": {"index": index},
-                "response": answer,
-            }
-        )
+        row = {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer(a, b)},
+            "extra_info": {"index": index},
+        }
+        if responses is not None:
+            row["response"] = responses[index]
+        rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
