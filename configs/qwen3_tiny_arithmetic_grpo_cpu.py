@@ -33,7 +33,7 @@ config = PpoConfig(
     ),
     reward=exact_match,
     rewards=RewardConfig(workers=1),
-    steps=100,
+    steps=120,
     eval_every=10,
     algo=AlgoConfig(
         advantage="grpo",
@@ -53,8 +53,8 @@ config = PpoConfig(
             lr=1e-3,
             weight_decay=0.0,
             schedule="linear",
-            decay_steps=600,  # 100 steps of 4 mini-batches end at a third of the rate
+            decay_steps=600,  # 4 mini-batches a step: the end is at a fifth of the rate
         ),
     ),
-    checkpoint=CheckpointConfig(every_steps=100, keep=1),
+    checkpoint=CheckpointConfig(every_steps=120, keep=1),
 )

@@ -3,8 +3,8 @@
     python examples/arithmetic/quickstart.py [--algo grpo|ppo] [--seed 0]
 
 Runs the same commands that a user types, each under a time limit; ends with the exit code of the
-first that fails. Leaves everything in runs/quickstart (or runs/quickstart-ppo). The seed is that of all
-three stages.
+first that fails. Leaves everything in runs/quickstart (or runs/quickstart-ppo). The seed is that of
+all three stages.
 """
 
 from __future__ import annotations
