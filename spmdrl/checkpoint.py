@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError
-from spmdrl.phases import Phases
+from spmdrl.phases import PhaseError, Phases
 from spmdrl.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,13 @@ def save(
         if topology.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
             Path(aside, "hf").mkdir(parents=True)
-    with phases("checkpoint"):
-        save_shards(engines, aside, phases)
+    try:
+        with phases("checkpoint"):
+            save_shards(engines, aside, phases)
+    except PhaseError:
+        if topology.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk would stay full
+        raise
     with phases("checkpoint"):
         torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
         if topology.rank == 0:
@@ -175,10 +180,17 @@ def load(folder: Path, engines: dict[str, Any], topology: Topology) -> dict[str,
     missing = sorted(set(engines) - set(run["engines"]))
     if missing:
         raise ConfigError(f"checkpoint {folder} has {run['engines']}, this run needs {missing} too")
+    for engine in engines.values():
+        engine.onload()
     states = {name: engine.state_dict() for name, engine in engines.items()}
-    dcp.load(states, checkpoint_id=str(folder), process_group=topology.group)
+    try:
+        dcp.load(states, checkpoint_id=str(folder), process_group=topology.group)
+    except CheckpointException as error:  # no subclass of Exception
+        cause, _ = next(iter(error.failures.values()))
+        raise ConfigError(f"checkpoint {folder} does not fit this run's models: {cause}") from cause
     for name, engine in engines.items():
         engine.load_state_dict(states[name])
+        engine.offload()
     if run["world"] == topology.world:
         state = torch.load(Path(folder, f"rng_{topology.rank}.pt"), weights_only=False)
         set_rng_state(state)

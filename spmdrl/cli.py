@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -145,7 +146,11 @@ def _fit(value: Any, wanted: Any) -> tuple[bool, Any]:
     if origin is typing.get_origin(Callable[..., Any]):
         return callable(value), value
     if origin is not None and isinstance(origin, type):
-        return isinstance(value, origin), value
+        # fire reads the JSON words true and false as strings, and both are truthy
+        words = isinstance(value, dict) and {"true", "false"} & {
+            v for v in value.values() if isinstance(v, str)
+        }
+        return isinstance(value, origin) and not words, value
     return isinstance(value, wanted), value
 
 
@@ -175,8 +180,12 @@ def as_source(config: Any, indent: int = 0) -> str:
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, types.FunctionType):
-        return value.__name__
+    if isinstance(value, functools.partial):
+        keywords = "".join(f", {k}={_literal(v)}" for k, v in value.keywords.items())
+        positional = "".join(f", {_literal(v)}" for v in value.args)
+        return f"partial({_literal(value.func)}{positional}{keywords})"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k!r}: {_literal(v)}" for k, v in value.items()) + "}"
     return repr(value)
@@ -192,6 +201,8 @@ def fingerprint(config: Any) -> str:
 def _code_of(node: Any) -> list[str]:
     if isinstance(node, types.FunctionType):
         return [node.__code__.co_code.hex() + repr(node.__code__.co_consts[:1])]
+    if isinstance(node, functools.partial):
+        return _code_of(node.func)
     if isinstance(node, Mapping):
         return [c for v in node.values() for c in _code_of(v)]
     if dataclasses.is_dataclass(node):

@@ -48,7 +48,7 @@ class RolloutConfig:
     engine: Literal["vllm", "hf"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = 1.0  # below 1, like top_k, cuts what is sampled but not the policy trained on
     top_k: int = 0  # 0: off
     min_tokens: int = 0
     max_tokens: int = 1024
@@ -120,7 +120,7 @@ class WeightsConfig:
     """Trainer -> engine."""
 
     bucket_mib: int = 512  # bound on extra memory while gathering
-    check: bool = False  # prove by checksum after every sync that engine and trainer agree
+    check: bool = False  # prove after every sync, bit by bit, that engine and trainer agree
 
 
 @dataclass(frozen=True)

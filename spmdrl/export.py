@@ -25,35 +25,31 @@ from spmdrl.engines.fsdp import DTYPES
 from spmdrl.exits import exit_config
 
 
-def main(checkpoint: str, out: str, dtype: str = "float32", role: str = "actor") -> None:
+def main(checkpoint: str, out: str, dtype: str = "float32") -> None:
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder to write; it must not hold a model yet
         dtype: float32 (bit for bit what was trained), bfloat16 or float16
-        role: actor or critic
     """
     try:
-        export(Path(checkpoint), Path(out), dtype, role)
+        export(Path(checkpoint), Path(out), dtype)
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str, role: str) -> None:
-    """Raises ConfigError for a damaged checkpoint, an unknown dtype or role, or a taken folder."""
+def export(checkpoint: Path, out: Path, dtype: str) -> None:
+    """Raises ConfigError for a damaged checkpoint, an unknown dtype, or a taken folder."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     wrong = damage(checkpoint)
     if wrong:
         raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
-    roles = json.loads(Path(checkpoint, "run.json").read_text())["engines"]
-    if role not in roles:
-        raise ConfigError(f"--role {role}: the checkpoint has {', '.join(roles)}")
     if Path(out, "config.json").exists():
         raise ConfigError(f"--out {out} already holds a model; name another folder")
-    weights = load_full(checkpoint, role)
+    weights = load_full(checkpoint, "actor")
     out.mkdir(parents=True, exist_ok=True)
     for file in Path(checkpoint, "hf").iterdir():
         shutil.copy(file, out)

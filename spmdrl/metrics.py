@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from spmdrl import checkpoint
 from spmdrl.topology import Topology
 from spmdrl.types import Sample
 
@@ -38,7 +39,8 @@ class RunLog:
         path = Path(run_dir, "metrics.jsonl")
         kept = []
         if path.exists() and resume_step:
-            kept = [row for row in path.open() if json.loads(row)["step"] <= resume_step]
+            whole = [row for row in path.open() if row.endswith("\n")]  # the last may be torn
+            kept = [row for row in whole if json.loads(row)["step"] <= resume_step]
         path.write_text("".join(kept))
         self.metrics = path.open("a")
         if tensorboard:
@@ -96,16 +98,26 @@ class RunLog:
                 self.writer.close()
 
 
-def set_aside_earlier_run(run_dir: Path) -> None:
-    """Moves what an earlier run left into run_dir/earlier-N: nothing is lost, nothing is mixed."""
-    if not Path(run_dir, "metrics.jsonl").exists():
+def set_aside_earlier_run(run_dir: Path, done: int) -> None:
+    """Moves what an earlier run left beyond step `done` into run_dir/earlier-N.
+
+    Nothing is lost and nothing is mixed: with done 0 all of it, else its later checkpoints, which
+    would be taken for this run's newest, and its errors.
+    """
+    if not run_dir.is_dir():
+        return
+    later = [p for n, p in checkpoint.steps_in(run_dir / "checkpoints") if n > done]
+    stale = [*later, run_dir / "errors"]
+    if done == 0 and Path(run_dir, "metrics.jsonl").exists():
+        stale = [p for p in run_dir.iterdir() if not p.name.startswith("earlier-")]
+    stale = [p for p in stale if p.exists()]
+    if not stale:
         return
     number = 1 + sum(p.name.startswith("earlier-") for p in run_dir.iterdir())
     target = Path(run_dir, f"earlier-{number}")
     target.mkdir()
-    for item in run_dir.iterdir():
-        if not item.name.startswith("earlier-"):
-            item.rename(target / item.name)
+    for item in stale:
+        item.rename(target / item.name)
     print(f"what an earlier run left in {run_dir} is now in {target}", flush=True)
 
 

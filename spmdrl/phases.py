@@ -49,9 +49,10 @@ class PhaseError(RuntimeError):
 class Phases:
     """Times phases and makes one rank's failure everyone's.
 
-    `control` is a CPU group of all ranks on which nothing but agreements run, so that a rank that
-    fails amid another group's collective cannot garble it. There the others stay blocked, and the
-    watchdog, which learns of the failure first, ends them. `on_change` hears each phase's name.
+    `control` is a CPU group of all ranks for agreements (and the exchanges of a checkpoint, which
+    end in one), so that a rank that fails amid another group's collective cannot garble it. There
+    the others stay blocked, and the watchdog, which learns of the failure first, ends them.
+    `on_change` hears each phase's name.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Phases:
 
         Costs one all-reduce of one integer.
         """
-        if failure is not None and self.watchdog and not isinstance(failure, ConfigError):
+        if failure is not None and self.watchdog:
             self.watchdog.report(asdict(self.story(failure)))
         world, rank = self.topology.world, self.topology.rank
         failed = torch.tensor([world if failure is None else rank])
@@ -110,6 +111,11 @@ class Phases:
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
         details = "".join(traceback.format_exception(failure))
         return Story(self.topology.rank, self.topology.host, self.name, cause, details)
+
+    def still_going(self) -> None:
+        """To be called from time to time in a long phase: it has not stalled."""
+        if self.watchdog:
+            self.watchdog.progress(self.name)
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent in each phase since the last call."""

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.models import load_hf_config
 from spmdrl.topology import resolve_degrees, train_degrees
@@ -36,6 +36,18 @@ def check(config: PpoConfig, world: int) -> None:
         rollout.min_tokens <= rollout.max_tokens,
         f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
     )
+    require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
+    require(algo.kl_coef >= 0, f"algo.kl_coef={algo.kl_coef} must not be negative")
+    require(
+        not (algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1"),
+        "algo.kl_estimator='k1' in the loss has a gradient of 0 in expectation: use 'k2' or 'k3', "
+        "or kl_in='reward'",
+    )
+    require(
+        algo.critic_warmup_steps == 0 or config.critic is not None,
+        f"algo.critic_warmup_steps={algo.critic_warmup_steps} without a critic: nothing learns",
+    )
+    require(config.checkpoint.keep >= 1, f"checkpoint.keep={config.checkpoint.keep}: at least 1")
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -63,18 +75,7 @@ def check_roles(config: PpoConfig, world: int) -> None:
         f"engines ({world} ranks / tensor_parallel={tp}): some would have nothing to do",
     )
     for name, role in roles_of(config).items():
-        try:
-            resolve_degrees(train_degrees(role.fsdp), world)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.fsdp: {error}") from error
-        require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
-        decays = role.optim.schedule != "constant"
-        require(
-            not decays or role.optim.decay_steps > role.optim.warmup_steps,
-            f"{name}.optim.schedule={role.optim.schedule!r} needs optim.decay_steps above "
-            f"warmup_steps={role.optim.warmup_steps}, e.g. {updates_per_run(config)}, the number "
-            "of optimizer steps of this run",
-        )
+        check_training_role(name, role, world, updates_per_run(config))
     if algo.advantage == "gae":
         require(config.critic is not None, "algo.advantage='gae' needs critic=TrainConfig(...)")
     else:
@@ -90,6 +91,35 @@ def check_roles(config: PpoConfig, world: int) -> None:
         )
 
 
+def check_training_role(name: str, role: TrainConfig, world: int, updates: int) -> None:
+    try:
+        resolve_degrees(train_degrees(role.fsdp), world)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.fsdp: {error}") from error
+    require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
+    optim = role.optim
+    require(
+        optim.clip_norm > 0,
+        f"{name}.optim.clip_norm={optim.clip_norm} would zero every gradient; "
+        "for no clipping use a large number, e.g. 1e9",
+    )
+    require(
+        optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
+        f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
+        f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
+        "this run",
+    )
+
+
+def check_sft(config: SftConfig, world: int) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig."""
+    require(config.steps >= 1, f"steps={config.steps} must be at least 1")
+    require(config.data.batch_size >= 1, f"data.batch_size={config.data.batch_size}: at least 1")
+    require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
+    check_training_role("actor", config.actor, world, config.steps)
+    load_hf_config(config.model)
+
+
 def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     text, tp = hf.get_text_config(), config.rollout.tensor_parallel
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -100,11 +130,29 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"{config.rollout.max_tokens} = {longest} tokens, but the model's "
         f"max_position_embeddings is {limit}",
     )
+    check_layers(hf)
+    for name, role in roles_of(config).items():
+        if role.model is not None:
+            other = load_hf_config(role.model)
+            check_layers(other)
+            vocab, theirs = text.vocab_size, other.get_text_config().vocab_size
+            require(vocab == theirs, f"{name}.model has {theirs} tokens, the model {vocab}")
     heads = text.num_attention_heads
     require(
         heads % tp == 0,
         f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
         f"use one of {divisors(heads)}",
+    )
+
+
+def check_layers(hf: PreTrainedConfig) -> None:
+    """Packed sequences are kept apart in attention alone: no other layer may mix tokens."""
+    kinds = set(getattr(hf.get_text_config(), "layer_types", None) or ())
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    require(
+        not other and not getattr(hf, "is_stateful", False),
+        f"model type {hf.model_type!r} has layers {other} that carry state from token to token; "
+        "packed training supports full and sliding attention",
     )
 
 

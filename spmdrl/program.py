@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli import as_source, fingerprint
 from spmdrl.config import ConfigError
-from spmdrl.exits import FAILED, INTERRUPTED, exit_config, leave
+from spmdrl.exits import BAD_CONFIG, FAILED, INTERRUPTED, exit_config, leave
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
@@ -67,13 +68,15 @@ def started(config: Any) -> Iterator[Runtime]:
     config: a PpoConfig or SftConfig. Exits the process where the body raises.
     """
     prepare_environment()
+    # the watchdog is to speak before a collective's own limit, which knows no phase
+    timeout = timedelta(seconds=config.stall_timeout_s + 60)
     try:
-        device = start_process_group()
+        device = start_process_group(timeout)
     except ConfigError as error:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
     run_dir = Path(config.run_dir)
-    control = dist.new_group(backend="gloo")
+    control = dist.new_group(backend="gloo", timeout=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     connection: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"watchdog/{attempt}", connection.clone())
@@ -86,7 +89,8 @@ def started(config: Any) -> Iterator[Runtime]:
         seed_everything(config.seed + topology.rank)
         yield Runtime(topology, phases, run_dir)
     except ConfigError as error:
-        exit_config(error)
+        watchdog.tell(asdict(phases.story(error)))
+        leave(BAD_CONFIG)
     except PhaseError as error:
         watchdog.tell(asdict(error.story))
         leave(FAILED)
@@ -127,12 +131,12 @@ def on_interrupt(_signal: int, _frame: Any) -> None:
     leave(INTERRUPTED)
 
 
-def start_process_group() -> torch.device:
+def start_process_group(timeout: timedelta) -> torch.device:
     """gloo for CPU tensors everywhere, NCCL for those on GPUs."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         keep_freed_memory()
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -141,7 +145,7 @@ def start_process_group() -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     return device
 
 

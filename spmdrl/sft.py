@@ -50,14 +50,13 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     from spmdrl.data import PromptOrder, SftDataset
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.metrics import RunLog, set_aside_earlier_run
-    from spmdrl.plan import load_hf_config
+    from spmdrl.plan import check_sft
     from spmdrl.program import load_tokenizer, write_config
     from spmdrl.topology import Topology, train_degrees
 
     phases, topology = runtime.phases, runtime.topology
-    load_hf_config(config.model)
-    degrees = train_degrees(config.actor.fsdp)
-    ranks = Topology.build(topology.device, **degrees)
+    check_sft(config, topology.world)
+    ranks = Topology.build(topology.device, **train_degrees(config.actor.fsdp))
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         rows = SftDataset.load(config.data.train, tokenizer, config.data, topology)
@@ -65,7 +64,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     with phases("build actor"):
         actor = FsdpEngine("policy", config.model, config.actor, ranks)
     if runtime.is_main:
-        set_aside_earlier_run(runtime.run_dir)
+        set_aside_earlier_run(runtime.run_dir, 0)
         write_config(config, runtime.run_dir)
     log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard)
     phases.on_change = log.phase
@@ -130,8 +129,8 @@ def save(actor: FsdpEngine, tokenizer: Any, out: Path, topology: Topology) -> No
     kept = [(name, t.cpu().clone()) for name, t in gathered if topology.rank == 0]
     if topology.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        actor.hf_config.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        for part in (*actor.pretrained, tokenizer):
+            part.save_pretrained(out)
         write_weights(kept, torch.float32, out)
 
 

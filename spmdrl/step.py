@@ -68,7 +68,7 @@ def collect(roles: Roles, prompts: list[tuple[int, Prompt]], step: int) -> list[
         if config.rollout.sleep:
             roles.rollout.sleep()
     with roles.phases("reward"):
-        roles.rewards.score(samples)
+        roles.rewards.score(samples, roles.phases.still_going)
     return samples
 
 
@@ -235,7 +235,7 @@ def evaluate(
             run_seed=roles.config.seed, step=step, policy_version=roles.policy_version,
             topology=roles.rollout_topology, tokenizer=roles.tokenizer, purpose="eval",
         )  # fmt: skip
-        roles.rewards.score(samples)
+        roles.rewards.score(samples, roles.phases.still_going)
     with roles.phases("evaluate"):
         metrics = sample_metrics(samples, roles.topology, by_source=True)
     picked = {

@@ -129,8 +129,7 @@ def resume(run: Run) -> tuple[int, RunLog]:
             done = saved["step"]
             run.order.load_state_dict(saved["order"])
     if runtime.is_main:
-        if folder is None:
-            set_aside_earlier_run(runtime.run_dir)
+        set_aside_earlier_run(runtime.run_dir, done)
         write_config(config, runtime.run_dir)
     log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard, done)
     if folder is not None:
@@ -146,7 +145,7 @@ def save(run: Run, step: int, log: RunLog) -> None:
         "config": as_source(run.config),
     }
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
-    parts = [run.roles.actor.hf_config, run.roles.tokenizer]
+    parts = [*run.roles.actor.pretrained, run.roles.tokenizer]
     folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts)
     log.line(f"step {step}/{run.config.steps} | saved {folder}")
 

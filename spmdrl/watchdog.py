@@ -15,14 +15,17 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from spmdrl.exits import FAILED, leave_for_torchrun
+from spmdrl.exits import BAD_CONFIG, FAILED, leave_for_torchrun
 
 PERIOD_S = 0.5
+STALLED = "no progress"
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
 
@@ -53,9 +56,13 @@ class Watchdog:
 
     def report(self, story: dict[str, Any]) -> None:
         """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        Path(self.folder, f"rank_{self.rank}.json").write_text(json.dumps(story, indent=1))
+        if any(words in story["cause"] for words in LOST_PEER):
+            # this rank only feels another's end: give it, its neighbour or torchrun time to tell
+            self.done.wait(self.lost_s + 2 * PERIOD_S)
         self.store.compare_set("story", "", json.dumps(story))
+        with suppress(OSError):  # the disk may be what is wrong
+            self.folder.mkdir(parents=True, exist_ok=True)
+            Path(self.folder, f"rank_{story['rank']}.json").write_text(json.dumps(story, indent=1))
 
     def first_story(self) -> dict[str, Any] | None:
         return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
@@ -63,10 +70,12 @@ class Watchdog:
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
         text = "rank {rank} on {host} failed in phase '{phase}': {cause}".format(**story)
+        where = f"\nspmdrl: details in {Path(self.folder, 'rank_{rank}.json'.format(**story))}"
+        if story["config_error"]:
+            text, where = "config error: {cause}".format(**story), ""
         leave_for_torchrun(text)
         if self.store.add("claims", 1) == 1:
-            where = Path(self.folder, f"rank_{story['rank']}.json")
-            print(f"\nspmdrl: {text}\nspmdrl: traceback in {where}", file=sys.stderr, flush=True)
+            print(f"\nspmdrl: {text}{where}", file=sys.stderr, flush=True)
             self.store.set("told", "1")
         end = time.monotonic() + 2
         while not self.store.check(["told"]) and time.monotonic() < end:
@@ -85,7 +94,7 @@ class Watchdog:
         while not self.done.wait(PERIOD_S):
             try:
                 count += 1
-                self.store.set(f"beat/{self.rank}", f"{count} {self.phase}")
+                self.store.set(f"beat/{self.rank}", f"{count} {self.host} {self.phase}")
                 story = self.first_story()
                 key = f"beat/{peer}"
                 beat = self.store.get(key).decode() if self.store.check([key]) else ""
@@ -101,16 +110,16 @@ class Watchdog:
                 peer_beat, peer_since = beat, now
             elif now - peer_since > self.lost_s:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
-                self._report(peer, beat.split(" ", 1)[-1], silent)
+                _, host, phase = beat.split(" ", 2)
+                self._report(peer, host, phase, silent)
             elif now - self.phase_since > self.stall_s:
-                faulthandler.dump_traceback(sys.stderr)
-                stalled = f"no progress for {now - self.phase_since:.0f} s (stall_timeout_s)"
-                self._report(self.rank, self.phase, stalled)
+                stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
+                self._report(self.rank, self.host, self.phase, stalled)
 
-    def _report(self, rank: int, phase: str, cause: str) -> None:
+    def _report(self, rank: int, host: str, phase: str, cause: str) -> None:
         self.report(
-            {"rank": rank, "host": self.host if rank == self.rank else "its host", "phase": phase,
-             "cause": cause, "details": f"noticed by rank {self.rank} on {self.host}"}
+            {"rank": rank, "host": host, "phase": phase, "cause": cause, "config_error": False,
+             "details": f"noticed by rank {self.rank} on {self.host}"}
         )  # fmt: skip
 
     def _guard(self) -> None:
@@ -127,5 +136,9 @@ class Watchdog:
                 os._exit(FAILED)
 
     def _end(self, story: dict[str, Any]) -> None:
+        if STALLED in story["cause"]:
+            faulthandler.dump_traceback(sys.stderr)  # every rank's, to see who waits for whom
         self.tell(story)
-        os._exit(FAILED)  # the main thread may be blocked in a collective that never returns
+        os._exit(
+            BAD_CONFIG if story["config_error"] else FAILED
+        )  # the main thread may be blocked in a collective that never returns

@@ -109,6 +109,23 @@ def test_fingerprint_sees_values_and_code(write):
     assert first != fingerprint(load_config(write(changed), PpoConfig, {}))
 
 
+def test_partials_and_objects_do_not_differ_between_ranks(write):
+    text = GOOD.replace(
+        "reward=reward", "reward={'a': partial(reward, ground_truth='1'), 'b': J()}"
+    )
+    text = "from functools import partial\nclass J:\n    def __call__(self): ...\n" + text
+    config = load_config(write(text), PpoConfig, {})
+    assert "partial(reward, ground_truth='1')" in as_source(config)
+    assert " at 0x" not in as_source(config)
+
+
+def test_words_that_look_like_booleans_are_refused(write):
+    with pytest.raises(ConfigError, match="enable_thinking"):
+        load_config(
+            write(GOOD), PpoConfig, {"data.chat_template_kwargs": {"enable_thinking": "false"}}
+        )
+
+
 def test_source_of_a_config_is_python(write):
     config = load_config(write(GOOD), PpoConfig, {"critic.optim.lr": 0.5})
     import spmdrl.config

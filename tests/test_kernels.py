@@ -52,7 +52,7 @@ def test_lm_head_entropy_without_gradient_and_without_rows():
     assert (grad == 0).all()
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 700])
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 700])
 @pytest.mark.parametrize("decay", [0.0, 0.95, 1.0])
 def test_scan_matches_the_loop(length, decay):
     x = torch.randn(3, length, dtype=torch.float64)
@@ -62,6 +62,7 @@ def test_scan_matches_the_loop(length, decay):
         carry = x[:, t] + decay * carry
         want[:, t] = carry
     torch.testing.assert_close(discounted_suffix_sums(x, decay), want, rtol=1e-10, atol=1e-10)
+    assert discounted_suffix_sums(x[:0], decay).shape == (0, length)
     got32 = discounted_suffix_sums(x.float(), decay)
     torch.testing.assert_close(got32.double(), want, rtol=1e-4, atol=1e-4)
 

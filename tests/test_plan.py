@@ -4,14 +4,17 @@ import pytest
 
 from spmdrl.config import (
     AlgoConfig,
+    CheckpointConfig,
     ConfigError,
     DataConfig,
     OptimConfig,
     PpoConfig,
     RolloutConfig,
+    SftConfig,
+    SftDataConfig,
     TrainConfig,
 )
-from spmdrl.plan import check, describe
+from spmdrl.plan import check, check_sft, describe
 from spmdrl.topology import resolve_degrees
 
 
@@ -48,6 +51,13 @@ CASES = [
     ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
     ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
     ({"steps": 0}, 1, ["steps=0"]),
+    ({"algo": AlgoConfig(dual_clip=0.5)}, 1, ["dual_clip=0.5"]),
+    ({"algo": AlgoConfig(kl_coef=-0.1)}, 1, ["kl_coef=-0.1"]),
+    ({"algo": AlgoConfig(kl_coef=0.1, kl_estimator="k1")}, 1, ["gradient of 0", "k3"]),
+    ({"algo": AlgoConfig(critic_warmup_steps=3)}, 1, ["critic_warmup_steps=3"]),
+    ({"checkpoint": CheckpointConfig(keep=0)}, 1, ["checkpoint.keep=0"]),
+    ({"actor": TrainConfig(optim=OptimConfig(clip_norm=0.0))}, 1, ["clip_norm=0.0", "1e9"]),
+    ({"actor": TrainConfig(model="m")}, 1, ["actor.model"]),
     ({"model": "/no/such/model"}, 1, ["no such folder", "/no/such/model"]),
     ({"model": "some/where"}, 1, ["no folder here"]),
 ]
@@ -75,6 +85,29 @@ def test_what_fits_passes_and_is_described(qwen3, world):
     assert "4 steps an epoch" in text
     assert f"ranks 0-{world - 1}: dp 1 x fsdp {world}" in text
     assert "0.1M parameters" in text
+
+
+def test_layers_that_carry_state_are_refused(tmp_path):
+    text = '{"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}'
+    (tmp_path / "config.json").write_text(text.replace("}", ', "num_hidden_layers": 2}'))
+    with pytest.raises(ConfigError, match="linear_attention"):
+        check(config_of(tmp_path), 1)
+
+
+def test_sft_is_checked_too(qwen3):
+    def sft(**changes):
+        return SftConfig(**{"model": str(qwen3), "data": SftDataConfig("t"), "out": "o"} | changes)
+
+    check_sft(sft(), 2)
+    cosine = TrainConfig(optim=OptimConfig(schedule="cosine"))
+    for changes, words in [
+        ({"actor": cosine}, r"decay_steps above warmup_steps=0, e\.g\. 100"),
+        ({"actor": TrainConfig(fsdp=3)}, "actor.fsdp"),
+        ({"actor": TrainConfig(model="m")}, "actor.model"),
+        ({"steps": 0}, "steps=0"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            check_sft(sft(**changes), 2)
 
 
 def test_degrees():

@@ -17,7 +17,7 @@ def discounted_suffix_sums(x: Tensor, decay: float) -> Tensor:
     """
     num_seqs, length = x.shape
     padded = torch.nn.functional.pad(x, (0, -length % BLOCK))
-    blocks = padded.view(num_seqs, -1, BLOCK)
+    blocks = padded.view(num_seqs, padded.shape[1] // BLOCK, BLOCK)
     steps = torch.arange(BLOCK, device=x.device, dtype=torch.float64)
     distance = steps[:, None] - steps[None, :]  # source minus destination position
     powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0).to(x.dtype)
@@ -25,4 +25,4 @@ def discounted_suffix_sums(x: Tensor, decay: float) -> Tensor:
     to_block_end = (decay ** (BLOCK - steps)).to(x.dtype)
     for block in range(y.shape[1] - 2, -1, -1):
         y[:, block] += y[:, block + 1, :1] * to_block_end
-    return y.reshape(num_seqs, -1)[:, :length]
+    return y.reshape(padded.shape)[:, :length]

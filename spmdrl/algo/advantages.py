@@ -75,7 +75,7 @@ def token_rewards(
 ) -> Tensor:
     """(num_tokens,): the sample's reward on its last unmasked token, less kl_coef * KL on each."""
     order = torch.arange(len(mask), dtype=torch.float64) + 1
-    ends = torch.segment_reduce(mask.double() * order, "max", lengths=seq_lens)
+    ends = torch.segment_reduce(mask.double() * order, "max", lengths=seq_lens, unsafe=True)
     at_end = (mask > 0) & (order == segment_expand(ends, seq_lens))
     out = torch.where(at_end, segment_expand(rewards, seq_lens), 0.0)
     return out if kl is None else out - kl_coef * kl * mask

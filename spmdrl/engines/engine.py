@@ -23,7 +23,7 @@ class TrainEngine(Protocol):
     Every method is collective over these ranks.
     """
 
-    hf_config: Any  # the model's Hugging Face config, written beside its weights
+    pretrained: list[Any]  # configs with save_pretrained, written beside the weights
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """(num_tokens,) float32 log-probability of every unmasked token, 0 elsewhere."""

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
@@ -30,6 +28,7 @@ from spmdrl.types import Batch
 from spmdrl.weights.buckets import gathered
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
 
 
 class FsdpEngine:
@@ -46,7 +45,7 @@ class FsdpEngine:
         self.config, self.topology = config, topology
         fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
         hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
-        self.hf_config = hf.config
+        self.pretrained = [hf.config, hf.generation_config]
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = self.module.state_dict() if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
@@ -79,6 +78,8 @@ class FsdpEngine:
         for seqs, mb in self._micro_batches(batch):
             rows = token_rows(batch, seqs)
             result[rows] = forward(mb).cpu()[: len(rows)]
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
 
     # ---- training
@@ -172,15 +173,20 @@ class FsdpEngine:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
         if self.optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
+            names = {p: name for name, p in self.module.named_parameters()}
+            state["moments"] = {
+                names[p]: {key: self.optimizer.state[p][key] for key in MOMENTS}
+                for p in self.params
+            }
             state["num_updates"] = self.num_updates
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_model_state_dict(self.module, state["model"])
-        if self.optimizer is not None:
-            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+        if self.optimizer is not None:  # the moments were loaded in place
             self.num_updates = state["num_updates"]
+            for p in self.params:
+                self.optimizer.state[p]["step"].fill_(self.num_updates)
 
 
 def shard(
@@ -192,7 +198,6 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if compute == torch.float32 else compute,
             reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
         ),
     }
     for layer in layers:
@@ -216,7 +221,11 @@ def build_optimizer(params: Sequence[Tensor], config: OptimConfig) -> torch.opti
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    for p in params:  # what the first step would make; here, so that it can be saved before
+        moments = {key: torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
+        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+    return optimizer
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -105,8 +105,10 @@ class RewardRunner:
             )
         return reward
 
-    def score(self, samples: list[Sample]) -> None:
+    def score(self, samples: list[Sample], still_going: Callable[[], None] = lambda: None) -> None:
         """Sets reward and reward_info, or invalid, of every sample; returns when all are done.
+
+        still_going is called after each one: slow rewards are no hang.
 
         Raises ConfigError for a data_source without a reward function, and where a worker process
         cannot load the functions.
@@ -121,6 +123,7 @@ class RewardRunner:
             outcome = self.async_outcome(future) if reward.is_async else future.result()
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info = outcome.info
+            still_going()
 
     def submit(self, reward: Reward, sample: Sample) -> Future[Outcome]:
         arguments = {name: ARGUMENTS[name](sample) for name in reward.arguments}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def gathered(
             continue
         ranks = weight.device_mesh.size(shard_axis(weight))
         rows = -(-weight.shape[0] // ranks)  # torch.chunk's size; the last shards may be shorter
-        numel = rows * weight[0].numel() if weight.shape[0] else 0
+        numel = rows * prod(weight.shape[1:])
         size = (ranks + 1) * numel * dtype.itemsize
         if bucket and filled + size > bucket_bytes:
             yield from _flush(bucket, dtype, device)

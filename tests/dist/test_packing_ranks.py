@@ -66,6 +66,25 @@ def advantages_on(topology, estimator):
     }  # fmt: skip
 
 
+def few_on(topology, estimator):
+    """Two samples on three ranks."""
+    from spmdrl.config import AlgoConfig
+    from spmdrl.packing import balance
+    from spmdrl.step import add_advantages
+
+    mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
+    batches, _ = balance(mine, 1, 1, topology)
+    batches[0].values = batches[0].loss_mask * 0.5
+    return batches[0].num_seqs, add_advantages(batches, AlgoConfig(advantage=estimator), topology)
+
+
+def test_fewer_samples_than_ranks():
+    for estimator in ("grpo", "gae"):
+        results = run_ranks(3, few_on, estimator)
+        assert sorted(n for n, _ in results) == [0, 1, 1]
+        assert results[0][1] == results[1][1] == results[2][1]
+
+
 def test_advantages_are_of_the_global_batch():
     for estimator in ("grpo", "gae"):
         want_metrics, want = run_ranks(1, advantages_on, estimator)[0]
