@@ -38,11 +38,10 @@ config = PpoConfig(
     algo=AlgoConfig(
         advantage="grpo",
         mini_batches=4,
-        entropy_coef=0.02,  # as the temperature below: some questions are right only by chance
+        entropy_coef=0.02,  # else the model is soon sure of what it gets wrong
     ),
     rollout=RolloutConfig(
         n=8,
-        temperature=2.0,  # at 1.0 it is soon sure of what it gets wrong, and learns slowly
         max_tokens=8,
         dtype="float32",
         kv_cache_mib=64,
@@ -50,8 +49,9 @@ config = PpoConfig(
     actor=TrainConfig(
         dtype="float32",
         optim=OptimConfig(
-            lr=1e-3,
+            lr=5e-4,
             weight_decay=0.0,
+            warmup_steps=20,
             schedule="linear",
             decay_steps=600,  # 4 mini-batches a step: the end is at a fifth of the rate
         ),

@@ -10,10 +10,10 @@ config = SftConfig(
     model="runs/arithmetic/model",
     out="runs/arithmetic/sft_model",
     run_dir="runs/arithmetic/sft",
-    steps=300,
+    steps=400,
     data=SftDataConfig(train="runs/arithmetic/sft.parquet", batch_size=128, max_tokens=16),
     actor=TrainConfig(
         dtype="float32",
-        optim=OptimConfig(lr=3e-3, warmup_steps=10, schedule="linear", decay_steps=300),
+        optim=OptimConfig(lr=3e-3, warmup_steps=10, schedule="linear", decay_steps=400),
     ),
 )
