@@ -60,6 +60,8 @@ class Watchdog:
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell
             self.done.wait(self.lost_s + 2 * PERIOD_S)
         self.store.compare_set("story", "", json.dumps(story))
+        if story["config_error"]:
+            return
         with suppress(OSError):  # the disk may be what is wrong
             self.folder.mkdir(parents=True, exist_ok=True)
             Path(self.folder, f"rank_{story['rank']}.json").write_text(json.dumps(story, indent=1))
@@ -139,6 +141,5 @@ class Watchdog:
         if STALLED in story["cause"]:
             faulthandler.dump_traceback(sys.stderr)  # every rank's, to see who waits for whom
         self.tell(story)
-        os._exit(
-            BAD_CONFIG if story["config_error"] else FAILED
-        )  # the main thread may be blocked in a collective that never returns
+        # the main thread may be blocked in a collective that never returns
+        os._exit(BAD_CONFIG if story["config_error"] else FAILED)
