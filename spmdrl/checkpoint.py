@@ -81,7 +81,11 @@ def save_shards(engines: dict[str, dict[str, Any]], folder: Path, phases: Phases
         if mine is not None:
             cause, stack = mine
             where = "".join(stack.format())
-            raise RuntimeError(f"{type(cause).__name__}: {cause}\n{where}") from cause
+            free_mib = shutil.disk_usage(folder).free >> 20  # torch does not say "disk full"
+            raise OSError(
+                f"cannot write {folder}, where {free_mib} MiB are free: "
+                f"{type(cause).__name__}: {cause}\n{where}"
+            ) from cause
 
 
 def commit(aside: Path, final: Path) -> None:
