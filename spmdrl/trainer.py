@@ -195,11 +195,13 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
 
 
 def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
-    """Scores the ground truth as if it were the answer: a grader that fails here fails always."""
+    """Scores the ground truth as if it were the answer."""
 
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     rewards.score([sample])
     verdict = f"{sample.reward:g}" if sample.invalid is None else f"invalid: {sample.invalid}"
+    if sample.reward == 0:
+        verdict += " (right only if the grader wants more than the bare answer)"
     return [f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}",
             f"  reward of its ground truth {answer!r} as the answer: {verdict}"]  # fmt: skip
