@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from math import prod
 
 import torch
@@ -65,6 +66,13 @@ def check_roles(config: PpoConfig, world: int) -> None:
         "only critic and ref may start from another one",
     )
     algo, tp = config.algo, config.rollout.tensor_parallel
+    if config.rollout.engine == "hf":
+        require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
+    else:
+        require(
+            importlib.util.find_spec("vllm") is not None,
+            "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
+        )
     try:
         engines = resolve_degrees({"dp": -1, "tp": tp}, world)["dp"]
     except ConfigError as error:

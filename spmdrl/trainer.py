@@ -196,7 +196,6 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
 
 def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
     """Scores the ground truth as if it were the answer."""
-
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     rewards.score([sample])

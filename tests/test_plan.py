@@ -40,6 +40,7 @@ CASES = [
     ({"algo": AlgoConfig(mini_batches=5)}, 2, ["12", "algo.mini_batches=5", "[1, 2, 3, 4, 6, 12]"]),
     ({"rollout": rollout(tensor_parallel=3)}, 4, ["rollout.tensor_parallel", "does not divide 4"]),
     ({"rollout": rollout(tensor_parallel=8)}, 8, ["4 attention heads", "[1, 2, 4]"]),
+    ({"rollout": rollout(engine="hf", tensor_parallel=2)}, 2, ["'hf' has no tensor parallelism"]),
     ({"data": data(prompts_per_step=3)}, 4, ["prompts_per_step=3", "4 rollout engines"]),
     ({"data": data(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
     ({"actor": TrainConfig(fsdp=3)}, 4, ["actor.fsdp", "does not divide 4"]),
