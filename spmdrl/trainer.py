@@ -14,7 +14,7 @@ from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
 from spmdrl.plan import describe, roles_of
-from spmdrl.program import Runtime, load_tokenizer, write_config
+from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout import build_engine
 from spmdrl.step import Roles, collect, evaluate, learn, sync
@@ -49,6 +49,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     done, log = resume(run)
     phases.on_change = log.phase
     sync(roles, version=done)
+    keep_what_stands()
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
     phases.take_seconds()
