@@ -138,8 +138,7 @@ def test_critic_reference_and_tensor_parallel_rollout(folder):
 
 def test_eight_ranks(folder):
     done = torchrun(
-        folder, 8, "--config", "cfg.py", "--run_dir", "eight", "--steps", "1",
-        "--rollout.engine", "hf", timeout_s=230,
+        folder, 8, "--config", "cfg.py", "--run_dir", "eight", "--steps", "1", timeout_s=230,
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     assert metrics_of(folder / "eight")[1]["rollout/loss_tokens"] > 0
