@@ -25,6 +25,10 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     The file's folder is importable while it runs, so that configs can share a base.
     Raises ConfigError with the file, the key and the nearest valid names.
     """
+    if not path:
+        raise ConfigError(
+            f"--config FILE is required: a Python file with config = {kind.__name__}(...)"
+        )
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--config: no such file: {path!r}")

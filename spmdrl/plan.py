@@ -70,6 +70,10 @@ def check_roles(config: PpoConfig, world: int) -> None:
         require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
     else:
         require(
+            config.rollout.temperature >= 0.01,
+            f"rollout.temperature={config.rollout.temperature}: vLLM would raise it to 0.01",
+        )
+        require(
             importlib.util.find_spec("vllm") is not None,
             "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
         )

@@ -25,8 +25,8 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
     try:
-        if not config:
-            raise ConfigError("--config FILE is required: a Python file with config = PpoConfig()")
+        if ranks and not dry_run:
+            raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
         value = load_config(config, PpoConfig, overrides)
     except ConfigError as error:
         exit_config(error)

@@ -34,8 +34,6 @@ def main(config: str = "", **overrides: Any) -> None:
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
     try:
-        if not config:
-            raise ConfigError("--config FILE is required: a Python file with config = SftConfig()")
         value = load_config(config, SftConfig, overrides)
     except ConfigError as error:
         exit_config(error)

@@ -55,9 +55,6 @@ class Topology:
     def axis_rank(self, axis: str) -> int:
         return self.mesh.get_local_rank(axis)
 
-    def axis_group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh.get_group(axis)
-
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
     """Replaces the one -1 by what is left of `world`; raises ConfigError with the arithmetic."""

@@ -86,6 +86,8 @@ def test_values_of_the_file_are_converted_too(write):
 
 
 def test_missing_file_and_wrong_kind(write):
+    with pytest.raises(ConfigError, match=r"--config FILE is required.*config = SftConfig"):
+        load_config("", SftConfig, {})
     with pytest.raises(ConfigError, match=r"no such file: 'nowhere\.py'"):
         load_config("nowhere.py", PpoConfig, {})
     with pytest.raises(ConfigError, match=r"SftConfig\(\.\.\.\)`; found PpoConfig"):

@@ -49,6 +49,7 @@ CASES = [
     ({"critic": TrainConfig()}, 1, ["no use for one"]),
     ({"rollout": rollout(n=1)}, 1, ["rollout.n=1", "advantage 0"]),
     ({"rollout": rollout(temperature=0.0)}, 1, ["temperature"]),
+    ({"rollout": rollout(temperature=0.001)}, 1, ["temperature=0.001", "0.01"]),
     ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
     ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
     ({"steps": 0}, 1, ["steps=0"]),

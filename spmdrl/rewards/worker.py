@@ -6,6 +6,7 @@ the trainer's main module, and torch with it. Uses the standard library and clou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import inspect
@@ -115,18 +116,21 @@ def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
 def main(fd: int, parent: int) -> None:
     die_with(parent)
     os.set_inheritable(fd, False)  # a child of the reward function must not keep the pipe open
-    pipe = Connection(fd)
+    with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone: nobody to tell
+        serve(Connection(fd))
+
+
+def serve(pipe: Connection) -> None:
+    """Loads the functions, then answers calls. What user code raises is an answer too."""
+    setup = pipe.recv()
     try:
-        functions = load(pipe.recv())
+        functions = load(setup)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's module may raise anything
         pipe.send(reason_of(error))
         return
     pipe.send(READY)
     while True:
-        try:
-            index, arguments = pipe.recv()
-        except EOFError:
-            return
+        index, arguments = pipe.recv()
         pipe.send(tuple(call(functions[index], arguments)))  # this Outcome is not the trainer's
 
 

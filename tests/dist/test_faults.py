@@ -71,6 +71,7 @@ def test_a_killed_rank_ends_all(folder):
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1
     assert f"Signal 9 (SIGKILL) received by PID {victim}" in done.output.split("Root Cause")[-1]
+    assert "spmdrl: rank 0 on" not in done.output  # the neighbour only felt it
 
 
 def test_ctrl_c_ends_quietly(folder):
@@ -127,6 +128,7 @@ def test_invalid_samples_are_masked_and_counted(folder):
         (["--model", "/no/such/model"], "no such folder: '/no/such/model'"),
         (["--algo.mini_batches", "3"], "does not divide into algo.mini_batches=3"),
         (["--data.train", "gone.jsonl"], "gone.jsonl"),
+        (["--ranks", "4"], "--ranks 4 is for --dry-run"),
     ],
 )
 def test_config_errors_are_said_once_before_any_engine(folder, args, words):
