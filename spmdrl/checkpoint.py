@@ -4,6 +4,7 @@ step_00000020/            renamed into place as the last act
   .metadata, __R_0.distcp   model and optimizer shards; load on any world size
   run.json                  step, data position, counters, config text
   rng_R.pt                  random states of rank R; used where the world size is the same
+  replay_R.pt               rank R's share of the replay buffer, where there is one
   hf/                       config and tokenizer, for export
   manifest.json             size and sha256 of every file
 """
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError
 from spmdrl.phases import PhaseError, Phases
+from spmdrl.replay import ReplayBuffer
 from spmdrl.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def save(
     root: Path, step: int, engines: dict[str, dict[str, Any]], run: dict[str, Any],
-    phases: Phases, keep: int, pretrained: list[Any],
+    phases: Phases, keep: int, pretrained: list[Any], replay: ReplayBuffer | None = None,
 ) -> Path:  # fmt: skip
     """Writes root/step_N on all ranks and removes all but the `keep` newest. Collective.
 
@@ -59,6 +61,8 @@ def save(
         raise
     with phases("checkpoint"):
         torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
+        if replay is not None:
+            replay.save(Path(aside, f"replay_{topology.rank:05d}.pt"))
         if topology.rank == 0:
             run = {**run, "step": step, "world": topology.world}
             Path(aside, "run.json").write_text(json.dumps(run, indent=1))

@@ -42,3 +42,30 @@ def sum_over_ranks(value: float, topology: Topology) -> float:
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total, group=topology.group)
     return float(total)
+
+
+def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
+    """The k-th largest of all ranks' (n_r,) float64 values; -inf where there are fewer than k.
+
+    A radix search, one byte at a time: eight all-reduces of 256 counts whatever the sizes.
+    """
+    bits = values.contiguous().view(torch.int64)
+    # float order as unsigned order, shifted into int64: negative floats run backwards
+    keys = torch.where(bits < 0, ~bits, bits ^ torch.iinfo(torch.int64).min)
+    prefix, left = 0, k
+    for shift in range(56, -8, -8):
+        digit = (keys >> shift) & 255
+        same = torch.ones_like(keys, dtype=torch.bool)
+        if shift < 56:
+            same = (keys >> (shift + 8)) & ((1 << (56 - shift)) - 1) == prefix
+        counts = torch.bincount(digit[same], minlength=256)
+        dist.all_reduce(counts, group=topology.group)
+        above = counts.flip(0).cumsum(0)
+        if int(above[-1]) < left:
+            return -float("inf")
+        found = int((above >= left).nonzero()[0])
+        left -= int(above[found] - counts.flip(0)[found])
+        prefix = (prefix << 8) | (255 - found)
+    key = torch.tensor(prefix - (1 << 64) if prefix >= 1 << 63 else prefix)
+    bits = torch.where(key >= 0, ~key, key ^ torch.iinfo(torch.int64).min)
+    return float(bits.view(torch.float64))

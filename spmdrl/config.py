@@ -48,7 +48,7 @@ class RolloutConfig:
     engine: Literal["vllm", "hf"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1, like top_k, cuts what is sampled but not the policy trained on
+    top_p: float = 1.0  # below 1, like top_k, samples from another policy: needs algo.correction
     top_k: int = 0  # 0: off
     min_tokens: int = 0
     max_tokens: int = 1024
@@ -62,6 +62,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     kv_cache_mib: int = 512  # on a CPU, per rank
     sleep: bool = True  # give the engine's memory back while training
+    greedy_baseline: bool = False  # ask each prompt once more, greedily: the baseline of remax
 
 
 @dataclass(frozen=True)
@@ -93,26 +94,96 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
+# The names that algo/*.py define; tests/test_names.py holds both lists together.
+Advantage = Literal[
+    "grpo", "gae", "dr_grpo", "grpo_passk", "gdpo", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "optimal_token_baseline",
+    "tir_optimal_token_baseline", "prime", "win_rate",
+]  # fmt: skip
+PolicyLoss = Literal[
+    "ppo", "vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv",
+    "dppo_kl", "dro", "sppo", "reinforce",
+]  # fmt: skip
+Aggregation = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+]  # fmt: skip
+KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+SampleFilter = Literal["pow", "max_min", "max_random"]
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Rollout correction: importance of the trainer's policy over the one that sampled.
+
+    rho is the ratio of a token's probability under the trainer's policy to that under the
+    engine's, for the numerics of the engine, for truncated sampling and for older weights.
+    """
+
+    level: Literal["off", "token", "sequence", "geometric"] = "off"  # of the weight: rho, product
+    # over the sequence, geometric mean over the sequence
+    mode: Literal["truncate", "mask"] = "truncate"  # min(w, high) (TIS); 0 out of bounds (IcePop)
+    low: float = 0.5  # bound of "mask"
+    high: float = 2.0
+    normalize: bool = False  # divide the weights by their mean over the global batch
+    # tests that a token or a sequence must pass to be trained on: {"token_k1": (0.5, 2.0)} bounds
+    # the ratio, {"seq_mean_k3": 0.01} a divergence; names: docs/algorithms.md
+    reject: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
+    bypass: bool = False  # old logprobs := the engine's; saves a pass, the ratio then corrects
+
+
 @dataclass(frozen=True)
 class AlgoConfig:
-    """The algorithm. Formulas and sources: docs/algorithms.md."""
+    """The algorithm. Formulas and sources: docs/algorithms.md.
 
-    advantage: Literal["grpo", "gae"] = "grpo"
-    policy_loss: Literal["ppo"] = "ppo"
+    advantage, policy_loss, aggregation and kl_estimator are a name or your own function.
+    """
+
+    advantage: Advantage | Callable[..., Any] = "grpo"
+    gamma: float = 1.0
+    lam: float = 1.0  # of gae
+    lam_critic: float | None = None  # of the critic's returns; None: lam
+    lam_alpha: float | None = None  # VAPO: lambda of the actor is 1 - 1 / (lam_alpha * length)
+    reward_keys: Mapping[str, float] = field(default_factory=dict)  # of gdpo: key -> weight
+    otb_zero_tail: bool = False  # no baseline where only the longest answer of a prompt reaches
+    prime_beta: float = 0.05  # of the implicit process reward
+    policy_loss: PolicyLoss | Callable[..., Any] = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 3.0
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    gamma: float = 1.0
-    lam: float = 1.0
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    cov_fraction: float = 0.0002  # of the mini-batch's tokens that clip_cov and kl_cov act on
+    cov_low: float = 1.0  # clip_cov draws from tokens with a covariance between these
+    cov_high: float = 5.0
+    cov_kl_coef: float = 1.0
+    dppo_ratio_cap: float = 20.0
+    dro_beta: float = 1.0
+    sppo_beta: float = 1.0
+    # None: what the loss's (or the estimator's) paper has, else token_mean
+    aggregation: Aggregation | Callable[..., Any] | None = None
+    norm_length: int | None = None  # of seq_mean_token_sum_norm; None: rollout.max_tokens
     value_clip: float = 0.5
     kl_coef: float = 0.0  # above 0: a reference model is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator | Callable[..., Any] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_target: float | None = None  # adaptive: kl_coef rises above it and falls below it
+    kl_horizon: int = 10_000  # samples in which an adaptive kl_coef may change e-fold at error 1
     entropy_coef: float = 0.0
+    entropy_target: float | None = None  # adaptive: nats per token that are not to be fallen below
+    entropy_delta: float = 0.005  # change of an adaptive entropy_coef per step
+    top_entropy_fraction: float = 1.0  # of a mini-batch's tokens that have a policy loss
+    positive_nll_coef: float = 0.0  # VAPO: NLL of samples with a reward above 0
+    dynamic_sampling: int = 0  # DAPO: rounds at most to fill the step with unequal groups; 0: off
+    overlong_buffer: int = 0  # DAPO: tokens before rollout.max_tokens where a penalty sets in
+    overlong_penalty: float = 1.0  # at max_tokens
+    sample_filter: SampleFilter | None = None  # PF-PPO: draw the samples to train on by reward
+    filter_power: float = 2.0  # of "pow"
+    replay_steps: int = 0  # earlier steps whose samples the filter may draw as well
     epochs: int = 1  # passes over a rollout
     mini_batches: int = 1  # optimizer steps per pass
     critic_warmup_steps: int = 0  # steps in which only the critic learns
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass(frozen=True)
@@ -149,6 +220,7 @@ class PpoConfig:
     actor: TrainConfig = field(default_factory=TrainConfig)
     ref: TrainConfig = field(default_factory=TrainConfig)
     critic: TrainConfig | None = None  # required by gae
+    prm: TrainConfig | None = None  # process reward model, trained online; required by prime
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = True

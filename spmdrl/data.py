@@ -594,12 +594,16 @@ class PromptOrder:
 
     def next_step(self) -> list[int]:
         """`prompts_per_step` different dataset indices; moves the position on."""
-        if self.offset + self.prompts_per_step > self.length:
+        return self.take(self.prompts_per_step)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` different dataset indices, from a new epoch if this one has fewer."""
+        if self.offset + count > self.length:
             self.epoch, self.offset = self.epoch + 1, 0
             self._permutation = epoch_permutation(self.length, self.seed, self.epoch, self.shuffle)
-        step = self._permutation[self.offset : self.offset + self.prompts_per_step]
-        self.offset += self.prompts_per_step
-        return step.tolist()
+        taken = self._permutation[self.offset : self.offset + count]
+        self.offset += count
+        return taken.tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: the position, and what it is a position in."""

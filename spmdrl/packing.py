@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +16,13 @@ from spmdrl.types import Batch, Sample, lengths_to_cu_seqlens
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 
 
-def pack_samples(samples: list[Sample]) -> Batch:
-    """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss."""
+def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
+    """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
+
+    keys: which of the samples' reward_info are wanted.
+    """
     lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
-    batch = empty_batch(lens)
+    batch = empty_batch(lens, len(keys))
     tokens: list[int] = []
     mask: list[float] = []
     logprobs: list[float] = []
@@ -35,12 +40,17 @@ def pack_samples(samples: list[Sample]) -> Batch:
     batch.policy_version = torch.tensor(versions, dtype=torch.int64)
     batch.groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
     batch.indices = torch.tensor([s.index for s in samples], dtype=torch.int64)
-    batch.rewards = torch.tensor([s.reward or 0.0 for s in samples], dtype=torch.float32)
+    batch.rewards = torch.tensor(
+        [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float32
+    )
     batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
+    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float32)
+    table = [[s.reward_info.get(key, 0.0) for key in keys] for s in samples]
+    batch.keys = torch.tensor(table, dtype=torch.float32).reshape(len(samples), len(keys))
     return batch
 
 
-def empty_batch(seq_lens: Tensor) -> Batch:
+def empty_batch(seq_lens: Tensor, num_keys: int = 0) -> Batch:
     """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64."""
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
     return Batch(
@@ -52,46 +62,58 @@ def empty_batch(seq_lens: Tensor) -> Batch:
         indices=torch.zeros(num_seqs, dtype=torch.int64),
         rewards=torch.zeros(num_seqs),
         valid=torch.zeros(num_seqs),
+        greedy=torch.zeros(num_seqs),
+        keys=torch.zeros(num_seqs, num_keys),
         policy_version=torch.zeros(num_tokens, dtype=torch.int64),
     )
 
 
-def balance(
-    samples: list[Sample], num_prompts: int, mini_batches: int, topology: Topology
-) -> tuple[list[Batch], float]:
-    """Moves samples between ranks so that every rank has the same work in every mini-batch.
+def concatenate(batches: list[Batch]) -> Batch:
+    """One Batch of the sequences of several, in order; all have the same fields set."""
+    joined = {
+        name: torch.cat([getattr(batch, name) for batch in batches])
+        for name, _ in batches[0].tensors()
+    }
+    lens = torch.cat([batch.seq_lens for batch in batches])
+    return replace(batches[0], **joined, cu_seqlens=lengths_to_cu_seqlens(lens))
 
-    A mini-batch is a run of consecutive prompts of the step, whatever the number of ranks.
+
+def balance(
+    batch: Batch, num_groups: int, mini_batches: int, topology: Topology
+) -> tuple[list[Batch], float]:
+    """Moves sequences between ranks so that every rank has the same work in every mini-batch.
+
+    A mini-batch is a run of consecutive groups of the step, whatever the number of ranks; groups
+    are numbered from 0 to num_groups - 1.
     Returns this rank's Batch of each mini-batch, sequences ordered by (group, index), and the
     imbalance: the heaviest rank's work over the mean, averaged over mini-batches. Collective.
     """
-    batch = pack_samples(samples)
     table = torch.stack([batch.groups, batch.indices, batch.seq_lens], dim=1)
     tables = all_gather_rows(table, topology)
     everyone = torch.cat(tables)  # (total, 3), in order of (rank, local position)
     first = sum(len(t) for t in tables[: topology.rank])
     owner = torch.empty(len(everyone), dtype=torch.int64)
-    mini_of = everyone[:, 0] * mini_batches // num_prompts
+    mini_of = everyone[:, 0] * mini_batches // num_groups
     imbalances = []
     for mini in range(mini_batches):
         members = (mini_of == mini).nonzero().flatten()
         # dealt by address, not by who made it, so that the deal is the same for any placement
-        members = members[_address_order(everyone[members])]
+        members = members[address_order(everyone[members])]
         work = sequence_work(everyone[members, 2]).tolist()
         parts = partition(work, topology.world)
         for rank, part in enumerate(parts):
             owner[members[torch.tensor(part, dtype=torch.int64)]] = rank
         loads = [sum(work[i] for i in part) for part in parts]
         imbalances.append(max(loads) * topology.world / max(sum(loads), 1e-9))
-    mine = owner[first : first + len(samples)]
+    mine = owner[first : first + batch.num_seqs]
     batch = exchange(batch, mine, topology)
-    batch = batch.select(_address_order(torch.stack([batch.groups, batch.indices], 1)).tolist())
-    mini_of = batch.groups * mini_batches // num_prompts
+    batch = batch.select(address_order(torch.stack([batch.groups, batch.indices], 1)).tolist())
+    mini_of = batch.groups * mini_batches // num_groups
     minis = [batch.select((mini_of == m).nonzero().flatten().tolist()) for m in range(mini_batches)]
     return minis, sum(imbalances) / len(imbalances)
 
 
-def _address_order(table: Tensor) -> Tensor:
+def address_order(table: Tensor) -> Tensor:
     """Order of rows by (column 0, column 1)."""
     by_index = torch.argsort(table[:, 1], stable=True)
     return by_index[torch.argsort(table[by_index, 0], stable=True)]
@@ -108,7 +130,8 @@ def exchange(batch: Batch, owner: Tensor, topology: Topology) -> Batch:
     ends = batch.cu_seqlens[seqs_to.cumsum(0)]
     tokens_to = torch.diff(ends, prepend=ends.new_zeros(1))
     seq_ints = torch.stack([batch.seq_lens, batch.groups, batch.indices], dim=1)
-    seq_floats = torch.stack([batch.rewards, batch.valid], dim=1)
+    seq_floats = torch.stack([batch.rewards, batch.valid, batch.greedy], dim=1)
+    seq_floats = torch.cat([seq_floats, batch.keys], dim=1)
     token_ints = torch.stack([batch.token_ids, batch.policy_version], dim=1)
     token_floats = torch.stack([batch.loss_mask, batch.rollout_logprobs], dim=1)
     seq_ints = all_to_all_rows(seq_ints, seqs_to.tolist(), topology)
@@ -124,6 +147,8 @@ def exchange(batch: Batch, owner: Tensor, topology: Topology) -> Batch:
         indices=seq_ints[:, 2].contiguous(),
         rewards=seq_floats[:, 0].contiguous(),
         valid=seq_floats[:, 1].contiguous(),
+        greedy=seq_floats[:, 2].contiguous(),
+        keys=seq_floats[:, 3:].contiguous(),
         policy_version=token_ints[:, 1].contiguous(),
     )
 

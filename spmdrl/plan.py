@@ -11,6 +11,7 @@ from math import prod
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from spmdrl.algo.checks import check_algo, require
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.models import load_hf_config
@@ -25,8 +26,7 @@ def check(config: PpoConfig, world: int) -> None:
     for name, value in {
         "steps": config.steps, "data.prompts_per_step": data.prompts_per_step,
         "data.max_prompt_tokens": data.max_prompt_tokens, "rollout.n": rollout.n,
-        "rollout.max_tokens": rollout.max_tokens, "algo.epochs": algo.epochs,
-        "algo.mini_batches": algo.mini_batches, "rollout.max_num_seqs": rollout.max_num_seqs,
+        "rollout.max_tokens": rollout.max_tokens, "rollout.max_num_seqs": rollout.max_num_seqs,
         "weights.bucket_mib": config.weights.bucket_mib, "rewards.workers": config.rewards.workers,
     }.items():  # fmt: skip
         require(value >= 1, f"{name}={value} must be at least 1")
@@ -37,17 +37,7 @@ def check(config: PpoConfig, world: int) -> None:
         rollout.min_tokens <= rollout.max_tokens,
         f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
     )
-    require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
-    require(algo.kl_coef >= 0, f"algo.kl_coef={algo.kl_coef} must not be negative")
-    require(
-        not (algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1"),
-        "algo.kl_estimator='k1' in the loss has a gradient of 0 in expectation: use 'k2' or 'k3', "
-        "or kl_in='reward'",
-    )
-    require(
-        algo.critic_warmup_steps == 0 or config.critic is not None,
-        f"algo.critic_warmup_steps={algo.critic_warmup_steps} without a critic: nothing learns",
-    )
+    check_algo(config)
     require(config.checkpoint.keep >= 1, f"checkpoint.keep={config.checkpoint.keep}: at least 1")
     require(
         data.prompts_per_step % algo.mini_batches == 0,
@@ -65,7 +55,7 @@ def check_roles(config: PpoConfig, world: int) -> None:
         f"actor.model={config.actor.model!r}: the actor trains the run's model, set `model`; "
         "only critic and ref may start from another one",
     )
-    algo, tp = config.algo, config.rollout.tensor_parallel
+    tp = config.rollout.tensor_parallel
     if config.rollout.engine == "hf":
         require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
     else:
@@ -88,19 +78,6 @@ def check_roles(config: PpoConfig, world: int) -> None:
     )
     for name, role in roles_of(config).items():
         check_training_role(name, role, world, updates_per_run(config))
-    if algo.advantage == "gae":
-        require(config.critic is not None, "algo.advantage='gae' needs critic=TrainConfig(...)")
-    else:
-        require(
-            config.critic is None,
-            f"critic is set, but algo.advantage={algo.advantage!r} has no use for one; "
-            "leave it out or choose 'gae'",
-        )
-        require(
-            config.rollout.n > 1,
-            f"algo.advantage={algo.advantage!r} compares samples of one prompt: rollout.n=1 gives "
-            "every sample advantage 0; use n of 2 or more",
-        )
 
 
 def check_training_role(name: str, role: TrainConfig, world: int, updates: int) -> None:
@@ -168,11 +145,6 @@ def check_layers(hf: PreTrainedConfig) -> None:
     )
 
 
-def require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ConfigError(problem)
-
-
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -180,10 +152,12 @@ def divisors(n: int) -> list[int]:
 def roles_of(config: PpoConfig) -> dict[str, TrainConfig]:
     """The training roles of this run by name."""
     roles = {"actor": config.actor}
-    if config.algo.kl_coef > 0:
+    if config.algo.kl_coef > 0 or config.prm is not None:
         roles["ref"] = config.ref
     if config.critic is not None:
         roles["critic"] = config.critic
+    if config.prm is not None:
+        roles["prm"] = config.prm
     return roles
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
 from spmdrl.plan import describe, roles_of
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
+from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout import build_engine
 from spmdrl.step import Roles, collect, evaluate, learn, sync
@@ -38,7 +40,8 @@ class Run:
     @property
     def engines(self) -> dict[str, FsdpEngine]:
         """Those that are trained, so saved and resumed."""
-        named: dict[str, Any] = {"actor": self.roles.actor, "critic": self.roles.critic}
+        roles = self.roles
+        named: dict[str, Any] = {"actor": roles.actor, "critic": roles.critic, "prm": roles.prm}
         return {name: engine for name, engine in named.items() if engine is not None}
 
 
@@ -57,10 +60,11 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.begin_step(step)
         started_at = time.perf_counter()
         with phases("data"):
-            asked = list(enumerate(run.prompts.prompt(i) for i in run.order.next_step()))
-        samples = collect(roles, asked, step)
-        show_samples(run, f"step_{step}", samples)
-        metrics = learn(roles, samples, len(asked), step)
+            prompts = take_prompts(run, config.data.prompts_per_step)
+        collected = collect(roles, prompts, step, more=partial(take_prompts, run))
+        show_samples(run, f"step_{step}", collected.asked)
+        metrics = learn(roles, collected, step)
+        sync(roles, version=step)
         metrics |= timing(metrics, phases.take_seconds(), time.perf_counter() - started_at)
         log.step_line(step, metrics, SHOWN)
         if run.held_out and (step == steps or is_due(step, config.eval_every)):
@@ -74,6 +78,11 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     log.close()
     roles.rewards.close()
     roles.rollout.shutdown()
+
+
+def take_prompts(run: Run, count: int) -> list[Prompt]:
+    """The next prompts of the data, the same on every rank."""
+    return [run.prompts.prompt(i) for i in run.order.take(count)]
 
 
 def is_due(step: int, every: int) -> bool:
@@ -114,6 +123,8 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
     roles = Roles(
         config, topology, phases, tokenizer, ranks, rollout, rewards,
         actor=engines["actor"], ref=engines.get("ref"), critic=engines.get("critic"),
+        prm=engines.get("prm"), kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
+        replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
     )  # fmt: skip
     return Run(config, runtime, roles, prompts, held_out, order)
 
@@ -129,6 +140,7 @@ def resume(run: Run) -> tuple[int, RunLog]:
             saved = checkpoint.load(folder, run.engines, runtime.topology)
             done = saved["step"]
             run.order.load_state_dict(saved["order"])
+            restore(run.roles, saved, folder)
     if runtime.is_main:
         set_aside_earlier_run(runtime.run_dir, done)
         write_config(config, runtime.run_dir)
@@ -138,16 +150,32 @@ def resume(run: Run) -> tuple[int, RunLog]:
     return done, log
 
 
+def restore(roles: Roles, saved: dict[str, Any], folder: Path) -> None:
+    """What the algorithm carries from step to step; its coefficients only where they adapt."""
+    algo, rank, world = roles.config.algo, roles.topology.rank, roles.topology.world
+    if algo.kl_target is not None:
+        roles.kl_coef = saved["kl_coef"]
+    if algo.entropy_target is not None:
+        roles.entropy_coef, roles.entropy = saved["entropy_coef"], saved["entropy"]
+    shares = sorted(folder.glob("replay_*.pt"))
+    if roles.replay is not None and shares:
+        roles.replay.load(shares, rank, world)
+
+
 def save(run: Run, step: int, log: RunLog) -> None:
     state = {name: engine.state_dict() for name, engine in run.engines.items()}
     facts = {
         "engines": sorted(run.engines),
         "order": run.order.state_dict(),
         "config": as_source(run.config),
+        "kl_coef": run.roles.kl_coef,
+        "entropy_coef": run.roles.entropy_coef,
+        "entropy": run.roles.entropy,
     }
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
     parts = [*run.roles.actor.pretrained, run.roles.tokenizer]
-    folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts)
+    phases, replay = run.runtime.phases, run.roles.replay
+    folder = checkpoint.save(root, step, state, facts, phases, keep, parts, replay)
     log.line(f"step {step}/{run.config.steps} | saved {folder}")
 
 

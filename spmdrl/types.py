@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class Sample:
     finish_reason: str  # "stop" | "length"
     response: str = ""  # decoded without special tokens
     reward: float | None = None  # None: not scored yet, or invalid
+    penalty: float = 0.0  # added to the reward for the algorithm (DAPO's overlong punishment)
+    greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
     invalid: str | None = None  # why there is no reward: the traceback or the time limit
     reward_info: dict[str, float] = field(default_factory=dict)  # further numbers to be logged
 
@@ -72,15 +74,25 @@ class Batch:
     rollout_logprobs: Tensor  # (num_tokens,) float32
     groups: Tensor  # (num_seqs,) int64
     indices: Tensor  # (num_seqs,) int64
-    rewards: Tensor  # (num_seqs,) float32, 0 where not valid
+    rewards: Tensor  # (num_seqs,) float32, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32
+    greedy: Tensor  # (num_seqs,) float32, reward of the greedy answer to the same prompt
+    keys: Tensor  # (num_seqs, num_keys) float32, the rewards that algo.reward_keys names
     policy_version: Tensor  # (num_tokens,) int64
     old_logprobs: Tensor | None = None  # (num_tokens,) float32
+    old_entropy: Tensor | None = None  # (num_tokens,) float32, nats
+    pi_squared: Tensor | None = None  # (num_tokens,) float32, sum over the vocabulary
     ref_logprobs: Tensor | None = None  # (num_tokens,) float32
+    prm_logprobs: Tensor | None = None  # (num_tokens,) float32, of the process reward model
     values: Tensor | None = None  # (num_tokens,) float32
     advantages: Tensor | None = None  # (num_tokens,) float32
     returns: Tensor | None = None  # (num_tokens,) float32
     loss_weights: Tensor | None = None  # (num_tokens,) float32
+    policy_weights: Tensor | None = None  # (num_tokens,) float32, on the policy loss alone:
+    # rollout correction times the top-entropy mask
+    nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL
+    selected: Tensor | None = None  # (num_tokens,) float32, 1 on the tokens of clip_cov, kl_cov
+    multiplicity: Tensor | None = None  # (num_seqs,) float32, how often a filter drew the sample
 
     @property
     def num_seqs(self) -> int:
@@ -124,7 +136,15 @@ class Batch:
         return replace(self, **{name: value.to(device) for name, value in self.tensors()})
 
 
-SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid"})
+class PolicyStats(NamedTuple):
+    """What a pass without gradient says of every unmasked token; (num_tokens,) float32, 0 else."""
+
+    logprobs: Tensor  # of the token
+    entropy: Tensor  # nats, of the distribution it was drawn from
+    pi_squared: Tensor | None = None  # sum of that distribution's squared probabilities
+
+
+SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid", "greedy", "keys", "multiplicity"})
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from spmdrl_kernels import scan
 from spmdrl_kernels.linear import FastLinear, linear, use_fast_linear
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from spmdrl_kernels.norm import rms_norm
-from spmdrl_kernels.scan import discounted_suffix_sums
 
 
 def reference(hidden, weight, targets, temperature, bias=None, softcap=None):
@@ -15,7 +15,8 @@ def reference(hidden, weight, targets, temperature, bias=None, softcap=None):
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits / temperature, -1)
-    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    p = log_p.exp()
+    return log_p.gather(-1, targets[:, None])[:, 0], -(p * log_p).sum(-1), (p * p).sum(-1)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 37 * 5, 1 << 20])
@@ -31,7 +32,7 @@ def test_lm_head_matches_float64_in_value_and_gradient(chunk_bytes, with_bias, s
 
     want = reference(hidden, weight, targets, 0.7, bias, softcap)
     want_grads = torch.autograd.grad((up[0] * want[0] + up[1] * want[1]).sum(), inputs)
-    got = lm_head_logprobs(hidden, weight, targets, 0.7, bias, softcap, chunk_bytes)
+    got = lm_head_logprobs(hidden, weight, targets, 0.7, bias, softcap, chunk_bytes, True)
     got_grads = torch.autograd.grad((up[0] * got[0] + up[1] * got[1]).sum(), inputs)
 
     for a, b in zip((*got, *got_grads), (*want, *want_grads), strict=True):
@@ -42,29 +43,56 @@ def test_lm_head_matches_float64_in_value_and_gradient(chunk_bytes, with_bias, s
 def test_lm_head_entropy_without_gradient_and_without_rows():
     weight = torch.randn(11, 8, requires_grad=True)
     hidden = torch.randn(5, 8, requires_grad=True)
-    logprobs, entropy = lm_head_logprobs(hidden, weight, torch.arange(5))
+    logprobs, entropy, squares = lm_head_logprobs(hidden, weight, torch.arange(5))
     (grad,) = torch.autograd.grad(logprobs.sum(), hidden)  # entropy unused
     assert torch.isfinite(grad).all()
     assert (entropy > 0).all()
+    assert (squares == 0).all()  # not asked for
     empty = lm_head_logprobs(hidden[:0], weight, torch.arange(0))
-    assert [len(t) for t in empty] == [0, 0]
+    assert [len(t) for t in empty] == [0, 0, 0]
     (grad,) = torch.autograd.grad(empty[0].sum(), weight)
     assert (grad == 0).all()
 
 
-@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 700])
-@pytest.mark.parametrize("decay", [0.0, 0.95, 1.0])
-def test_scan_matches_the_loop(length, decay):
-    x = torch.randn(3, length, dtype=torch.float64)
-    want = torch.zeros_like(x)
-    carry = torch.zeros(3, dtype=torch.float64)
-    for t in range(length - 1, -1, -1):
-        carry = x[:, t] + decay * carry
-        want[:, t] = carry
-    torch.testing.assert_close(discounted_suffix_sums(x, decay), want, rtol=1e-10, atol=1e-10)
-    assert discounted_suffix_sums(x[:0], decay).shape == (0, length)
-    got32 = discounted_suffix_sums(x.float(), decay)
-    torch.testing.assert_close(got32.double(), want, rtol=1e-4, atol=1e-4)
+def ragged(seed, num_seqs=23, longest=60):
+    """Lengths (some 0) and a mask with holes, a fully masked sequence among them."""
+    g = torch.Generator().manual_seed(seed)
+    lens = torch.randint(0, longest, (num_seqs,), generator=g)
+    mask = (torch.rand(int(lens.sum()), generator=g) > 0.3).float()
+    cu_seqlens = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
+    mask[cu_seqlens[3] : cu_seqlens[4]] = 0
+    return cu_seqlens, mask, g
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("gamma", [0.0, 0.97, 1.0])
+def test_scans_match_the_loop(seed, gamma):
+    cu_seqlens, mask, g = ragged(seed)
+    rewards, values = (torch.randn(len(mask), generator=g) * mask for _ in range(2))
+    lam = torch.rand(len(cu_seqlens) - 1, generator=g, dtype=torch.float64)
+    got, got_plus_values = scan.gae(rewards, values, mask, cu_seqlens, gamma, lam)
+    got_returns = scan.returns_to_go(rewards, mask, cu_seqlens, gamma)
+    want = torch.zeros(len(mask), dtype=torch.float64)
+    want_returns = torch.zeros_like(want)
+    for seq in range(len(lam)):
+        next_value = running = total = 0.0
+        for t in reversed(range(int(cu_seqlens[seq]), int(cu_seqlens[seq + 1]))):
+            if mask[t]:
+                delta = float(rewards[t]) + gamma * next_value - float(values[t])
+                running = delta + gamma * float(lam[seq]) * running
+                total = float(rewards[t]) + gamma * total
+                next_value = float(values[t])
+                want[t], want_returns[t] = running, total
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    plus_values = want + values.double() * mask
+    torch.testing.assert_close(got_plus_values.double(), plus_values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got_returns.double(), want_returns, rtol=1e-6, atol=1e-6)
+
+
+def test_scans_of_nothing():
+    none, cu = torch.zeros(0), torch.zeros(1, dtype=torch.int64)
+    assert [len(x) for x in scan.gae(none, none, none, cu, 1.0, none.double())] == [0, 0]
+    assert len(scan.returns_to_go(none, none, cu, 1.0)) == 0
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (1, 3, 5), (0, 5), (2, 130, 5)])

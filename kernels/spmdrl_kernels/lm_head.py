@@ -22,15 +22,19 @@ def lm_head_logprobs(
     bias: Tensor | None = None,
     softcap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) of each row's distribution.
+    pi_squared: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy (nats) and sum of squares of each distribution.
 
     hidden: (rows, hidden_size); weight: (vocab, hidden_size); targets: (rows,) int64.
-    Returns two (rows,) float32 tensors; gradients flow to hidden, weight and bias.
+    Returns three (rows,) float32 tensors; gradients flow from the first two to hidden, weight and
+    bias. The third, sum_v p(v)^2, is 0 unless `pi_squared`.
     Softmax, its sums and the weight's gradient are float32 whatever the inputs are.
     """
     rows_per_chunk = max(1, chunk_bytes // (4 * len(weight)))
-    return _LmHead.apply(hidden, weight, bias, targets, temperature, softcap, rows_per_chunk)
+    return _LmHead.apply(
+        hidden, weight, bias, targets, temperature, softcap, rows_per_chunk, pi_squared
+    )
 
 
 class _LmHead(torch.autograd.Function):
@@ -44,24 +48,30 @@ class _LmHead(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
+        pi_squared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        squares = torch.zeros_like(logprobs)
         for part in _chunks(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
             lse[part] = logits.logsumexp(-1)
             log_p = logits.sub_(lse[part, None])
             logprobs[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             # not lse - sum(p logits): for a sure model that is a small difference of large numbers
-            entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
+            probs = log_p.exp()
+            if pi_squared:
+                squares[part] = probs.square().sum(-1)
+            entropy[part] = -probs.mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.settings = (temperature, softcap, rows)
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(squares)
+        return logprobs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
+        grad_logprobs, grad_entropy, _ = grads
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         temperature, softcap, rows = ctx.settings
         grad_hidden = torch.empty_like(hidden)
@@ -86,7 +96,7 @@ class _LmHead(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 5
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

@@ -1,28 +1,78 @@
-"""Backward scans over token sequences: y_t = x_t + decay * y_{t+1}."""
+"""Backward scans over packed sequences with masked tokens.
+
+Compiled once per process (numba, about a second), so the loops below are the recurrences of the
+papers and yet run at the speed of memory, one sequence per thread. Numba is imported when a scan is
+first asked for: most algorithms need none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-BLOCK = 128
 
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A_t = r_t + gamma V_{t'} - V_t + gamma lam A_{t'}, and A_t + V_t.
 
-def discounted_suffix_sums(x: Tensor, decay: float) -> Tensor:
-    """y_t = sum_{s >= t} decay^(s - t) x_s along the last axis.
-
-    x: (num_seqs, length) float; the same shape and dtype is returned.
-    Blocks of 128 positions are one product with a triangular matrix of powers of `decay`; only the
-    carry between blocks is a loop, so Python runs length / 128 times.
+    t' is the next unmasked token of the sequence; after the last one V and A are 0.
+    rewards, values, mask: (num_tokens,) float32 on the CPU; cu_seqlens: (num_seqs + 1,) int64;
+    lam: (num_seqs,) float64. Returns two (num_tokens,) float32, 0 where masked; sums are float64.
     """
-    num_seqs, length = x.shape
-    padded = torch.nn.functional.pad(x, (0, -length % BLOCK))
-    blocks = padded.view(num_seqs, padded.shape[1] // BLOCK, BLOCK)
-    steps = torch.arange(BLOCK, device=x.device, dtype=torch.float64)
-    distance = steps[:, None] - steps[None, :]  # source minus destination position
-    powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0).to(x.dtype)
-    y = blocks @ powers  # (num_seqs, num_blocks, BLOCK), still without what follows the block
-    to_block_end = (decay ** (BLOCK - steps)).to(x.dtype)
-    for block in range(y.shape[1] - 2, -1, -1):
-        y[:, block] += y[:, block + 1, :1] * to_block_end
-    return y.reshape(padded.shape)[:, :length]
+    out = torch.empty(2, len(values))
+    inputs = arrays(rewards, values, mask, cu_seqlens)
+    scans()[0](*inputs, gamma, lam.double().numpy(), *out.numpy())
+    return out[0], out[1]
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t'}, t' the next unmasked token. Shapes and dtypes as in `gae`."""
+    out = torch.empty_like(rewards)
+    scans()[1](*arrays(rewards, mask, cu_seqlens), gamma, out.numpy())
+    return out
+
+
+def arrays(*tensors: Tensor) -> list[np.ndarray]:
+    return [t.detach().contiguous().numpy() for t in tensors]
+
+
+@cache
+def scans() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The compiled loops, on as many threads as torch has."""
+    import numba
+
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+    compiled = numba.njit(parallel=True, fastmath={"contract"})  # a * b + c may be one rounding
+
+    @compiled
+    def gae_loop(rewards, values, mask, cu_seqlens, gamma, lam, advantages, returns):  # type: ignore[no-untyped-def]
+        for seq in numba.prange(len(cu_seqlens) - 1):
+            next_value, advantage = 0.0, 0.0
+            for t in range(cu_seqlens[seq + 1] - 1, cu_seqlens[seq] - 1, -1):
+                if mask[t] == 0:
+                    advantages[t] = returns[t] = 0.0
+                    continue
+                delta = rewards[t] + gamma * next_value - values[t]
+                advantage = delta + gamma * lam[seq] * advantage
+                next_value = values[t]
+                advantages[t], returns[t] = advantage, advantage + next_value
+
+    @compiled
+    def returns_loop(rewards, mask, cu_seqlens, gamma, out):  # type: ignore[no-untyped-def]
+        for seq in numba.prange(len(cu_seqlens) - 1):
+            total = 0.0
+            for t in range(cu_seqlens[seq + 1] - 1, cu_seqlens[seq] - 1, -1):
+                if mask[t] == 0:
+                    out[t] = 0.0
+                    continue
+                total = rewards[t] + gamma * total
+                out[t] = total
+
+    return gae_loop, returns_loop

@@ -1,56 +1,301 @@
-"""Advantage estimators.
+"""Advantage estimators: what each says is its docstring, `ESTIMATORS` at the end is all of them.
 
-A sequence estimator sees the whole step at once, (num_samples,) of all ranks, since a group may be
-spread over ranks; a token estimator sees this rank's packed tokens.
+One that looks at outcomes sees one row per sample of the whole step, from all ranks, since a group
+(the samples of one prompt) may be spread over ranks: f(outcomes, algo) -> (n,) float64, a number
+for all tokens of a sample. One that looks at tokens sees this rank's packed tokens, and all
+outcomes: f(tokens, algo) -> (num_tokens,) float32.
+
+R is the reward of a sample (less its KL penalty where that belongs to the reward), g its group,
+mu_g and sigma_g the mean and unbiased standard deviation over the group's valid samples. An invalid
+sample has no say in any statistic and gets 0; so does a group of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from spmdrl_kernels.scan import discounted_suffix_sums
+from spmdrl_kernels import scan
 from torch import Tensor
 
-from spmdrl.types import segment_expand, segment_sum
+from spmdrl.config import AlgoConfig
+from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
+
+EPS = 1e-6  # beside a group's standard deviation
 
 
-def grpo(scores: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
-    """(R - mean of its group) / (unbiased std of its group + 1e-6); a group of one gets 0.
+@dataclass(frozen=True)
+class Outcomes:
+    """Every sample of the step, of all ranks, ordered by (group, index). (n,) float64 each.
 
-    scores: (n,) float64; groups: (n,) int64; valid: (n,) float64, 0 takes a sample out of its
-    group's statistics and gives it advantage 0. Returns (n,) float64.
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+    A group of four, the third without a valid reward:
+        groups [0, 0, 0, 0]   scores [1, 0, 0, 1]   valid [1, 1, 0, 1]   -> mean 2/3
     """
-    _, slot = torch.unique(groups, return_inverse=True)
-    sums = torch.zeros(int(slot.max()) + 1 if len(slot) else 0, 2, dtype=torch.float64)
-    sums.index_add_(0, slot, torch.stack([valid, valid * scores], dim=1))
-    count = sums[slot, 0]
-    centred = (scores - sums[slot, 1] / count.clamp(min=1)) * valid
-    squares = torch.zeros(len(sums), dtype=torch.float64).index_add_(0, slot, centred**2)
-    std = (squares[slot] / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(count > 1, centred / (std + 1e-6), 0.0)
+
+    groups: Tensor  # (n,) int64
+    scores: Tensor  # R, 0 where not valid
+    valid: Tensor  # 1 or 0
+    lengths: Tensor  # unmasked tokens
+    greedy: Tensor  # reward of the greedy answer to the same prompt, 0 where none was asked
+    keys: Tensor  # (n, num_keys), in the order of algo.reward_keys
+    process: Tensor  # mean over tokens of the implicit process reward, 0 without a prm
 
 
-def gae(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, seq_lens: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of generalized advantage estimation, (num_tokens,) each, 0 if masked.
+@dataclass(frozen=True)
+class Tokens:
+    """This rank's packed tokens: (num_tokens,) float32, 0 where masked; None: not computed."""
 
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V.
+    rewards: Tensor  # of the step: R's at the last unmasked token, less any KL on each
+    mask: Tensor
+    seq_lens: Tensor  # (num_seqs,) int64
+    outcomes: Outcomes
+    rows: Tensor  # (num_seqs,) int64: which rows of `outcomes` these sequences are
+    values: Tensor | None = None
+    logprobs: Tensor | None = None  # of the policy that the step starts from
+    pi_squared: Tensor | None = None
+    process: Tensor | None = None  # implicit process reward of each token
+    group_sums: Tensor | None = None  # of optimal_token_baseline, over all ranks
+
+    def own(self, of_outcomes: Tensor) -> Tensor:
+        """(n,) of all samples -> (num_tokens,) float32 of these tokens."""
+        return segment_expand(of_outcomes[self.rows].float(), self.seq_lens)
+
+
+# ---- outcomes
+
+
+def grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """(R - mu_g) / (sigma_g + 1e-6). Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2."""
+    return normalised(o.scores, o)
+
+
+def dr_grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """R - mu_g. Source: arXiv 2503.20783, section 3.2."""
+    return centred(o.scores, o)
+
+
+def grpo_passk(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """(R_1 - R_2) / (sigma_g + 1e-6) for the best sample of a group, 0 for the others.
+
+    Of equally good ones none has an advantage over the next. Source: arXiv 2503.19595.
+    """
+    slots, count = group_slots(o)
+    best, second = torch.full((2, len(count)), -torch.inf, dtype=torch.float64)
+    ranked = torch.where(o.valid > 0, o.scores, -torch.inf)
+    best = best.scatter_reduce(0, slots, ranked, "amax")
+    is_best = (ranked == best[slots]) & (o.valid > 0)
+    several = torch.zeros_like(count).index_add_(0, slots, is_best.double()) > 1
+    others = torch.where(is_best, -torch.inf, ranked)
+    second = torch.where(several, best, second.scatter_reduce(0, slots, others, "amax"))
+    lead = torch.where(count > 1, best - second, 0.0)[slots]
+    return torch.where(is_best & (count[slots] > 1), lead / (group_std(o.scores, o) + EPS), 0.0)
+
+
+def gdpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242, section 3.
+
+    The keys and weights are algo.reward_keys.
+    """
+    parts = [w * normalised(o.keys[:, k], o) for k, w in enumerate(algo.reward_keys.values())]
+    return torch.stack(parts).sum(0)
+
+
+def rloo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740, section 2.3."""
+    return leave_one_out(o.scores, o)
+
+
+def opo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """R - sum_g(len R) / sum_g len. Source: arXiv 2505.23585, eq. 7."""
+    weights = o.lengths * o.valid
+    baseline = group_sum(weights * o.scores, o) / group_sum(weights, o).clamp(min=1)
+    alone = (group_sum(o.valid, o) < 2) | (group_sum(weights, o) == 0)
+    return torch.where(alone, 0.0, o.scores - baseline) * o.valid
+
+
+def gpg(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """alpha (R - mu_g), alpha = samples / samples with a reward that is not 0, over the step.
+
+    Source: arXiv 2504.02546, eq. 6.
+    """
+    rewarded = ((o.scores != 0) & (o.valid > 0)).sum().clamp(min=1)
+    return o.valid.sum() / rewarded * centred(o.scores, o)
+
+
+def win_rate(o: Outcomes, algo: AlgoConfig) -> Tensor:
+    """Share of the group's other samples that it beats, a tie counting half, less 1/2.
+
+    An estimate of P(y beats the policy | x) - 1/2 of SPPO, arXiv 2405.00675, eq. 4.2.
+    """
+    wins = torch.zeros_like(o.scores)
+    for group in o.groups.unique():
+        own = (o.groups == group) & (o.valid > 0)
+        scores = o.scores[own]
+        if len(scores) < 2:
+            continue
+        above = torch.sign(scores[:, None] - scores[None, :]).sum(1)  # wins less losses
+        wins[own] = above / (len(scores) - 1) / 2
+    return wins
+
+
+# ---- tokens
+
+
+def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """Advantages of the actor, then whitened, and returns of the critic, A + V.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}.
     A masked token (prompt, tool) is skipped: t + 1 is the next token that the policy chose; V after
-    the last is 0. Rewards must be 0 on masked tokens. Source: Schulman 2015, arXiv 1506.02438.
+    the last is 0. Source: Schulman 2015, arXiv 1506.02438.
+    lam_critic decouples the critic's lambda; lam_alpha makes the actor's 1 - 1 / (lam_alpha length)
+    of the answer, at least 0. Source: VAPO, arXiv 2504.05118, section 4.1.
     """
-    chosen = mask.bool()
-    counts = segment_sum(mask, seq_lens).long()  # (num_seqs,)
-    width = max(int(counts.max()) if len(counts) else 0, 1)
-    filled = torch.arange(width)[None, :] < counts[:, None]  # (num_seqs, width)
-    r, v = (torch.zeros(len(counts), width).masked_scatter_(filled, x[chosen])
-            for x in (token_rewards, values))  # fmt: skip
-    next_v = torch.nn.functional.pad(v[:, 1:], (0, 1))
-    deltas = torch.where(filled, r + gamma * next_v - v, 0.0)
-    scanned = discounted_suffix_sums(deltas, gamma * lam)
-    advantages = torch.zeros_like(values)
-    advantages[chosen] = scanned[filled]
-    return advantages, (advantages + values) * mask
+    assert t.values is not None
+    cu_seqlens = lengths_to_cu_seqlens(t.seq_lens)
+    lengths = segment_sum(t.mask, t.seq_lens).double()
+    lam_actor = torch.full_like(lengths, algo.lam)
+    if algo.lam_alpha is not None:
+        lam_actor = (1 - 1 / (algo.lam_alpha * lengths.clamp(min=1))).clamp(min=0)
+    lam_critic = torch.full_like(lengths, algo.lam if algo.lam_critic is None else algo.lam_critic)
+    inputs = (t.rewards, t.values, t.mask, cu_seqlens, algo.gamma)
+    advantages, returns = scan.gae(*inputs, lam_actor)
+    if not torch.equal(lam_actor, lam_critic):
+        _, returns = scan.gae(*inputs, lam_critic)
+    return advantages, returns
+
+
+def reinforce_plus_plus(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """Discounted return-to-go; then whitened. Source: arXiv 2501.03262, section 3."""
+    return scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
+
+
+def remax(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505, eq. 4."""
+    return (reinforce_plus_plus(t, algo) - t.own(t.outcomes.greedy)) * t.mask
+
+
+def prime(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """sum_{s >= t} gamma^(s - t) (r_s - LOO of the mean r) + R - LOO of R.
+
+    r is the implicit process reward beta (log pi_phi - log pi_ref), LOO the mean over the other
+    samples of the group. Source: PRIME, arXiv 2502.01456, eq. 5.
+    """
+    assert t.process is not None
+    o = t.outcomes
+    baseline = o.process - leave_one_out(o.process, o)  # mean of the others' mean reward
+    process = (t.process - t.own(baseline)) * t.mask
+    to_go = scan.returns_to_go(process, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
+    in_company = t.own((group_sum(o.valid, o) > 1) * o.valid)
+    return (to_go + t.own(leave_one_out(o.scores, o))) * in_company * t.mask
+
+
+def optimal_token_baseline(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """G_t - B_t, B_t = sum_g G_t W_t / sum_g W_t over the group's samples that reach position t.
+
+    W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi(v)^2) is the energy of the scores up to t, G_t the
+    undiscounted return-to-go. t.group_sums holds the two sums and the number of samples, (size, 3).
+    With otb_zero_tail B_t is 0 where only one sample of the group still goes on, else there A = 0.
+    Source: https://richardli.xyz/optimal-token-baseline (2025).
+    """
+    return _token_baseline(t, algo, by_turn=False)
+
+
+def tir_optimal_token_baseline(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """The multi-turn form: positions count the policy's own tokens, tool tokens left out."""
+    return _token_baseline(t, algo, by_turn=True)
+
+
+def _token_baseline(t: Tokens, algo: AlgoConfig, by_turn: bool) -> Tensor:
+    assert t.group_sums is not None
+    slots = token_slots(t, by_turn, len(t.group_sums) // num_groups(t.outcomes))
+    weighted, weights, members = t.group_sums[slots].unbind(1)
+    baseline = weighted / (weights + 1e-8)
+    if algo.otb_zero_tail:
+        baseline = torch.where(members > 1, baseline, 0.0)
+    to_go = scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), 1.0)
+    in_company = t.own((group_sum(t.outcomes.valid, t.outcomes) > 1).double())
+    return (to_go - baseline).float() * in_company * t.mask
+
+
+def token_baseline_sums(t: Tokens, by_turn: bool, width: int) -> Tensor:
+    """(num_groups * width, 3) float64: this rank's sums of G W, of W, and of samples.
+
+    width: positions that the longest answer of all ranks has. To be added up over ranks.
+    """
+    assert t.logprobs is not None and t.pi_squared is not None
+    energy = (1 - 2 * t.logprobs.exp() + t.pi_squared).double() * t.mask
+    summed = energy.cumsum(0)
+    before = torch.cat([summed.new_zeros(1), summed])[lengths_to_cu_seqlens(t.seq_lens)[:-1]]
+    weights = summed - segment_expand(before, t.seq_lens)
+    to_go = scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), 1.0)
+    rows = torch.stack([to_go * weights, weights, torch.ones_like(weights)], 1) * t.mask[:, None]
+    table = torch.zeros(num_groups(t.outcomes) * width, 3, dtype=torch.float64)
+    return table.index_add_(0, token_slots(t, by_turn, width), rows.double())
+
+
+def token_slots(t: Tokens, by_turn: bool, width: int) -> Tensor:
+    """(num_tokens,) int64: row of the table of `token_baseline_sums`, for unmasked tokens."""
+    slots, _ = group_slots(t.outcomes)
+    group = segment_expand(slots[t.rows], t.seq_lens)
+    return group * width + token_positions(t.mask, t.seq_lens, by_turn).clamp(min=0, max=width - 1)
+
+
+def token_positions(mask: Tensor, seq_lens: Tensor, by_turn: bool) -> Tensor:
+    """(num_tokens,) int64: 0 at a sequence's first unmasked token.
+
+    by_turn: counts unmasked tokens only; else every token after it. Negative in a prompt.
+    """
+    seq = torch.repeat_interleave(torch.arange(len(seq_lens)), seq_lens)
+    step = mask.long() if by_turn else torch.ones_like(mask, dtype=torch.int64)
+    count = step.cumsum(0)
+    chosen = mask.nonzero().flatten()
+    first = torch.full((len(seq_lens),), len(mask)).scatter_reduce(0, seq[chosen], chosen, "amin")
+    return count - count[first.clamp(max=max(len(mask) - 1, 0))][seq] if len(mask) else count
+
+
+# ---- statistics
+
+
+def group_slots(o: Outcomes) -> tuple[Tensor, Tensor]:
+    """(n,) int64 number of each sample's group, from 0, and (num_groups,) valid samples of it."""
+    _, slots = torch.unique(o.groups, return_inverse=True)
+    size = int(slots.max()) + 1 if len(slots) else 0
+    return slots, torch.zeros(size, dtype=torch.float64).index_add_(0, slots, o.valid)
+
+
+def num_groups(o: Outcomes) -> int:
+    return max(len(group_slots(o)[1]), 1)
+
+
+def group_sum(x: Tensor, o: Outcomes) -> Tensor:
+    """(n,): the sum of (n,) `x` over each sample's group."""
+    slots, count = group_slots(o)
+    return torch.zeros_like(count).index_add_(0, slots, x)[slots]
+
+
+def centred(x: Tensor, o: Outcomes) -> Tensor:
+    """x - its group's mean over valid samples; 0 for invalid ones and in groups of one."""
+    count = group_sum(o.valid, o)
+    mean = group_sum(x * o.valid, o) / count.clamp(min=1)
+    return torch.where(count > 1, (x - mean) * o.valid, 0.0)
+
+
+def group_std(x: Tensor, o: Outcomes) -> Tensor:
+    """(n,) unbiased standard deviation of x over each sample's group."""
+    degrees = (group_sum(o.valid, o) - 1).clamp(min=1)
+    return (group_sum(centred(x, o) ** 2, o) / degrees).sqrt()
+
+
+def normalised(x: Tensor, o: Outcomes) -> Tensor:
+    return centred(x, o) / (group_std(x, o) + EPS)
+
+
+def leave_one_out(x: Tensor, o: Outcomes) -> Tensor:
+    """x - the mean over the other valid samples of its group."""
+    count = group_sum(o.valid, o)
+    return centred(x, o) * count / (count - 1).clamp(min=1)
 
 
 def whiten(advantages: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
@@ -70,16 +315,60 @@ def token_moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([kept.new_tensor(len(kept)), kept.sum(), (kept**2).sum()])
 
 
-def token_rewards(
-    rewards: Tensor, mask: Tensor, seq_lens: Tensor, kl: Tensor | None, kl_coef: float
-) -> Tensor:
-    """(num_tokens,): the sample's reward on its last unmasked token, less kl_coef * KL on each."""
+def token_rewards(rewards: Tensor, mask: Tensor, seq_lens: Tensor, penalty: Tensor) -> Tensor:
+    """(num_tokens,): (num_seqs,) rewards on the last unmasked token, less the penalty on each."""
     order = torch.arange(len(mask), dtype=torch.float64) + 1
     ends = torch.segment_reduce(mask.double() * order, "max", lengths=seq_lens, unsafe=True)
     at_end = (mask > 0) & (order == segment_expand(ends, seq_lens))
-    out = torch.where(at_end, segment_expand(rewards, seq_lens), 0.0)
-    return out if kl is None else out - kl_coef * kl * mask
+    return torch.where(at_end, segment_expand(rewards, seq_lens), 0.0) - penalty * mask
 
 
-SEQUENCE_ESTIMATORS = {"grpo": grpo}
-TOKEN_ESTIMATORS = {"gae": gae}
+@dataclass(frozen=True)
+class Estimator:
+    """A function of outcomes or of tokens, and what the step must do around it.
+
+    Your own: algo.advantage=my_function for one of outcomes, or an Estimator for the rest.
+    """
+
+    function: Callable[..., Any]
+    sees: str = "outcomes"  # or "tokens"
+    whiten: bool = False  # over all unmasked tokens of the step
+    groups: bool = False  # compares the samples of one prompt: rollout.n must be above 1
+    critic: bool = False
+    greedy: bool = False  # needs the greedy answer to each prompt
+    prm: bool = False
+    token_sums: bool = False  # needs `token_baseline_sums`
+    aggregation: str = "token_mean"  # that goes with it by default
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+ESTIMATORS = {
+    "grpo": Estimator(grpo, groups=True),
+    "gae": Estimator(gae, "tokens", whiten=True, critic=True),
+    "dr_grpo": Estimator(dr_grpo, groups=True, aggregation="seq_mean_token_sum_norm"),
+    "grpo_passk": Estimator(grpo_passk, groups=True),
+    "gdpo": Estimator(gdpo, groups=True, whiten=True),
+    "reinforce_plus_plus": Estimator(reinforce_plus_plus, "tokens", whiten=True),
+    "reinforce_plus_plus_baseline": Estimator(dr_grpo, groups=True, whiten=True),
+    "remax": Estimator(remax, "tokens", greedy=True),
+    "rloo": Estimator(rloo, groups=True),
+    "opo": Estimator(opo, groups=True),
+    "gpg": Estimator(gpg, groups=True),
+    "optimal_token_baseline": Estimator(
+        optimal_token_baseline, "tokens", groups=True, token_sums=True
+    ),
+    "tir_optimal_token_baseline": Estimator(
+        tir_optimal_token_baseline, "tokens", groups=True, token_sums=True
+    ),
+    "prime": Estimator(prime, "tokens", groups=True, prm=True),
+    "win_rate": Estimator(win_rate, groups=True),
+}
+
+
+def estimator_of(algo: AlgoConfig) -> Estimator:
+    """By name; a plain function of the user's looks at outcomes."""
+    if isinstance(algo.advantage, str):
+        return ESTIMATORS[algo.advantage]
+    return algo.advantage if isinstance(algo.advantage, Estimator) else Estimator(algo.advantage)

@@ -1,12 +1,18 @@
-"""Estimators of KL(policy || reference) from samples of the policy.
+"""Estimators of KL(policy || reference) from samples of the policy, and their coefficient.
 
 Source: J. Schulman, Approximating KL Divergence, 2020. Each takes (num_tokens,) log-probabilities
-of the chosen tokens and returns (num_tokens,).
+of the chosen tokens and returns (num_tokens,). A name that ends in "+" has the value of the plain
+one and the gradient of k2, which is that of the KL in expectation; those of k1 and k3 are not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
+
+KlEstimate = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -14,8 +20,13 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return logprobs - ref_logprobs
 
 
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log p/q|: biased, never negative."""
+    return (logprobs - ref_logprobs).abs()
+
+
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p/q)^2 / 2: its gradient is that of the KL."""
+    """(log p/q)^2 / 2: biased, and its gradient is that of the KL."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
@@ -25,4 +36,33 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def with_gradient_of_k2(estimator: KlEstimate, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The estimator's value; the gradient of k2 (straight through)."""
+    squared = k2(logprobs, ref_logprobs)
+    return estimator(logprobs, ref_logprobs).detach() + squared - squared.detach()
+
+
+ESTIMATORS: dict[str, KlEstimate] = {
+    "k1": k1, "abs": absolute, "k2": k2, "k3": k3,
+    "k1+": partial(with_gradient_of_k2, k1), "abs+": partial(with_gradient_of_k2, absolute),
+    "k2+": partial(with_gradient_of_k2, k2), "k3+": partial(with_gradient_of_k2, k3),
+}  # fmt: skip
+
+
+def next_kl_coef(coef: float, kl: float, target: float, horizon: int, num_samples: int) -> float:
+    """The coefficient after a step of `num_samples` samples whose mean KL per token was `kl`.
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon).
+    Source: Ziegler 2019, arXiv 1909.08593, section 2.2.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)
+
+
+def next_entropy_coef(coef: float, entropy: float, target: float, delta: float) -> float:
+    """Up by delta where the step's mean entropy is below its target, else down, to 0 at least.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 4 (adaptive entropy control); the bonus is used
+    only while the entropy is at or below the target.
+    """
+    return coef + delta if entropy < target else max(coef - delta, 0.0)

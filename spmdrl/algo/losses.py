@@ -1,4 +1,11 @@
-"""Policy and value losses: (num_tokens,) in, per-token losses and metric sums out."""
+"""Policy losses: one number per token, before aggregation; and how those become one number.
+
+Every policy loss is f(logprobs, old_logprobs, mb, algo) -> (losses, metrics). logprobs carry the
+gradient; mb has the advantages A, the mask, the sequence lengths; losses is (num_tokens,), metrics
+are (num_tokens,) without gradient. r = exp(logprobs - old_logprobs). A loss of whole sequences
+stands on every token of its sequence, which `seq_mean_token_mean` makes one term per sequence.
+`POLICY_LOSSES` is all of them; algo.policy_loss may also be a function of yours.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +14,189 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.correction import correction_weights, rejection_keep
 from spmdrl.algo.kl import ESTIMATORS, k1, k3
 from spmdrl.config import AlgoConfig
-from spmdrl.types import Batch, segment_expand
+from spmdrl.types import Batch, segment_expand, segment_sum
+
+Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-def ppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, algo: AlgoConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A * dual_clip.
+def ppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A dual_clip.
 
     Source: Schulman 2017, arXiv 1707.06347, eq. 7; dual clip: Ye 2020, arXiv 1912.09729, eq. 5.
     """
-    ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
+    advantages = advantages_of(mb)
+    loss, metrics = clipped_surrogate(ratio_of(logprobs, old_logprobs), advantages, algo)
+    capped = torch.minimum(loss, -advantages * algo.dual_clip)
+    metrics["dual_clip_fraction"] = ((advantages < 0) & (loss > capped)).float()
+    return torch.where(advantages < 0, capped, loss), metrics
+
+
+def gspo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean_t log r) with the token's gradient.
+
+    s_t = stopgrad(s) pi / stopgrad(pi). Source: GSPO-token, arXiv 2507.18071, eq. 13 and 14.
+    """
+    mean = sequence_mean(logprobs - old_logprobs, mb).detach()
+    ratio = bounded_exp(mean + logprobs - logprobs.detach())
+    return clipped_surrogate(ratio, advantages_of(mb), algo)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-stopgrad(clip(r, 1 - low, 1 + high)) A log pi. Source: MiniMax-M1, arXiv 2506.13585, eq. 4.
+
+    Clipped tokens keep their gradient.
+    """
+    ratio = ratio_of(logprobs, old_logprobs).detach()
+    clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    return -clipped * advantages_of(mb) * logprobs, {"clip_fraction": (ratio != clipped).float()}
+
+
+def sapo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-A sigmoid(tau (r - 1)) 4 / tau, tau_pos where A > 0, else tau_neg.
+
+    Source: arXiv 2511.20347, eq. 6.
+    """
+    advantages = advantages_of(mb)
+    tau = torch.where(advantages > 0, algo.sapo_tau_pos, algo.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (ratio_of(logprobs, old_logprobs) - 1)) * 4 / tau
+    return -advantages * gate, {}
+
+
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-A log pi; the weight of a rollout correction makes it -stopgrad(w) A log pi.
+
+    Source: Williams 1992; as `gpg`: arXiv 2504.02546, eq. 5.
+    """
+    return -advantages_of(mb) * logprobs, {}
+
+
+def clip_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on the tokens that were selected.
+
+    Selected are some of high covariance (algo.selection). Source: arXiv 2505.22617, eq. 11 and 12.
+    """
+    assert mb.selected is not None
+    ratio = ratio_of(logprobs, old_logprobs)
+    loss, metrics = clipped_surrogate(ratio, advantages_of(mb), algo)
+    return loss * (1 - mb.selected), {**metrics, "cov_fraction": mb.selected}
+
+
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-A r, plus cov_kl_coef |log r| on the tokens of highest covariance (algo.selection).
+
+    Source: arXiv 2505.22617, eq. 13 and 14.
+    """
+    assert mb.selected is not None
+    log_ratio = logprobs - old_logprobs
+    loss = -advantages_of(mb) * bounded_exp(log_ratio)
+    penalty = algo.cov_kl_coef * log_ratio.abs() * mb.selected
+    return loss + penalty, {"cov_fraction": mb.selected}
+
+
+def geo_mean(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-A exp(mean_t clipped log r) of a sequence; A the mean of its tokens' advantages.
+
+    log r is clipped to [-low, high] on the side where clipping lowers the objective.
+    Source: GMPO, arXiv 2507.20673, eq. 4.
+    """
+    advantages, log_ratio = sequence_mean(advantages_of(mb), mb), logprobs - old_logprobs
+    clipped = log_ratio.clamp(-algo.clip_low, algo.clip_high)
+    pessimistic = torch.where(
+        advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
+    )
+    loss = -advantages * bounded_exp(sequence_mean(pessimistic, mb))
+    return loss, {"clip_fraction": (pessimistic != log_ratio).float()}
+
+
+def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-A r, 0 where the token's probability has moved too far in the direction of A.
+
+    Too far: by more than high upwards for A > 0, low downwards otherwise; total variation of
+    (token, any other). Source: DPPO, arXiv 2602.04879, eq. 9 and 11.
+    """
+    moved = (logprobs.exp() - old_logprobs.exp()).detach()
+    return trust_region(logprobs, old_logprobs, moved.abs(), mb, algo)
+
+
+def dppo_kl(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """As dppo_tv, the distance being the KL of (token, any other), old to new: eq. 12 there."""
+    new, old = (x.detach().double().clamp(max=-1e-12) for x in (logprobs, old_logprobs))
+    others = torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new))
+    divergence = old.exp() * (old - new) - torch.expm1(old) * others
+    return trust_region(logprobs, old_logprobs, divergence, mb, algo)
+
+
+def dro(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """-(A log pi - beta / 2 log^2 r). Source: arXiv 2405.19107, eq. 9."""
+    penalty = algo.dro_beta / 2 * (logprobs - old_logprobs) ** 2
+    return penalty - advantages_of(mb) * logprobs, {}
+
+
+def sppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+    """(beta sum_t log r - A)^2 of a sequence, A its centred win probability (`win_rate`).
+
+    Source: SPPO, arXiv 2405.00675, eq. 4.4, with beta = 1 / eta and the whole divided by eta^2.
+    """
+    log_ratio = segment_sum((logprobs - old_logprobs) * mb.loss_mask, mb.seq_lens)
+    target = sequence_mean(advantages_of(mb), mb)
+    return (algo.sppo_beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
+
+
+POLICY_LOSSES = {
+    "ppo": ppo, "vanilla": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "gpg": reinforce,
+    "clip_cov": clip_cov, "kl_cov": kl_cov, "geo_mean": geo_mean, "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl, "dro": dro, "sppo": sppo, "reinforce": reinforce,
+}  # fmt: skip
+SEQUENCE_LOSSES = frozenset({"gspo", "geo_mean", "sppo"})  # one term per sequence
+SELECTING_LOSSES = frozenset({"clip_cov", "kl_cov"})  # act on tokens chosen over the mini-batch
+NO_RATIO = frozenset({"gpg", "reinforce"})
+
+
+# ---- parts
+
+
+def advantages_of(mb: Batch) -> Tensor:
+    assert mb.advantages is not None
+    return mb.advantages
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, within e^-20 .. e^20: beyond that a ratio says no more, and float32 would overflow."""
+    return log_ratio.clamp(-20, 20).exp()
+
+
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    return bounded_exp(logprobs - old_logprobs)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, algo: AlgoConfig) -> Loss:
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
-    loss = torch.maximum(plain, clipped)
-    capped = torch.minimum(loss, -advantages * algo.dual_clip)
-    return torch.where(advantages < 0, capped, loss), {"clip_fraction": (clipped > plain).float()}
+    return torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).float()}
 
 
-POLICY_LOSSES = {"ppo": ppo}
+def trust_region(
+    logprobs: Tensor, old_logprobs: Tensor, distance: Tensor, mb: Batch, algo: AlgoConfig
+) -> Loss:
+    """-A min(r, cap), 0 outside of the region; a capped ratio keeps the gradient of log pi."""
+    advantages = advantages_of(mb)
+    up = (logprobs > old_logprobs).detach()
+    outside = torch.where(
+        advantages > 0, up & (distance > algo.clip_high), ~up & (distance > algo.clip_low)
+    ).float()
+    capped = ratio_of(logprobs, old_logprobs).detach().clamp(max=algo.dppo_ratio_cap)
+    surrogate = capped * (1 + logprobs - logprobs.detach())
+    return -advantages * surrogate * (1 - outside), {"clip_fraction": outside}
+
+
+def sequence_mean(values: Tensor, mb: Batch) -> Tensor:
+    """(num_tokens,): the mean over the unmasked tokens of each token's sequence."""
+    sums = segment_sum(values * mb.loss_mask, mb.seq_lens)
+    return segment_expand(sums / mb.response_lens.clamp(min=1), mb.seq_lens)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -36,53 +205,144 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
-def loss_weights(
-    mask: Tensor, seq_lens: Tensor, response_lens: Tensor, aggregation: str, counts: Tensor
+# ---- aggregation: one weight per token, so that the loss is a plain sum over micro-batches
+
+
+def token_mean(mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int) -> Tensor:
+    """1 / tokens of the mini-batch."""
+    return mask / float(counts[0].clamp(min=1))
+
+
+def token_sum(mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int) -> Tensor:
+    """1."""
+    return mask.clone()
+
+
+def seq_mean_token_sum(mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int) -> Tensor:
+    """1 / sequences of the mini-batch."""
+    return mask / float(counts[1].clamp(min=1))
+
+
+def seq_mean_token_mean(mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int) -> Tensor:
+    """1 / (tokens of its sequence * sequences of the mini-batch)."""
+    own = segment_expand(segment_sum(mask, seq_lens).clamp(min=1), seq_lens)
+    return mask / (own * float(counts[1].clamp(min=1)))
+
+
+def seq_mean_token_sum_norm(
+    mask: Tensor, seq_lens: Tensor, counts: Tensor, norm_length: int
 ) -> Tensor:
+    """1 / (norm_length * sequences of the mini-batch). Source: Dr. GRPO, arXiv 2503.20783."""
+    return mask / (norm_length * float(counts[1].clamp(min=1)))
+
+
+AGGREGATIONS = {
+    "token_mean": token_mean, "token_sum": token_sum, "seq_mean_token_sum": seq_mean_token_sum,
+    "seq_mean_token_mean": seq_mean_token_mean, "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+}  # fmt: skip
+
+
+def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
+    """What the config says, else what the loss's or the estimator's paper has."""
+    if algo.aggregation is not None:
+        return algo.aggregation
+    if algo.policy_loss in SEQUENCE_LOSSES | {"sapo"}:
+        return "seq_mean_token_mean"
+    return estimator_of(algo).aggregation
+
+
+def loss_counts(mask: Tensor, seq_lens: Tensor, multiplicity: Tensor | None = None) -> Tensor:
+    """(2,) float64: unmasked tokens, and sequences that have any; add up over all ranks."""
+    lens = segment_sum(mask.double(), seq_lens)
+    times = torch.ones_like(lens) if multiplicity is None else multiplicity.double()
+    return torch.stack([(lens * times).sum(), ((lens > 0) * times).sum()])
+
+
+def loss_weights(
+    mask: Tensor, seq_lens: Tensor, counts: Tensor, algo: AlgoConfig, norm_length: int,
+    multiplicity: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Weight of each token in the loss, (num_tokens,) float32: aggregation as a weighted sum.
 
-    counts: (2,) float64, unmasked tokens and sequences that have any, over all ranks.
+    counts: `loss_counts` over all ranks' tokens of the mini-batch. A sequence that was drawn k
+    times (multiplicity) weighs as k copies of it would.
     """
-    num_tokens, num_seqs = counts.clamp(min=1).tolist()
-    if aggregation == "token_mean":
-        return mask / num_tokens
-    if aggregation == "seq_mean_token_sum":
-        return mask / num_seqs
-    assert aggregation == "seq_mean_token_mean", aggregation
-    own = segment_expand(response_lens.clamp(min=1), seq_lens)
-    return mask / (own * num_seqs)
+    chosen = aggregation_of(algo)
+    function = AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
+    weights = function(mask, seq_lens, counts, norm_length)
+    return weights if multiplicity is None else weights * segment_expand(multiplicity, seq_lens)
+
+
+# ---- the loss functions that an engine is given
 
 
 def policy_objective(
-    algo: AlgoConfig,
+    algo: AlgoConfig, kl_coef: float | None = None, entropy_coef: float | None = None
 ) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
-    """The actor's loss function for a training engine (the seam, engines/engine.py)."""
-    token_loss = POLICY_LOSSES[algo.policy_loss]
+    """The actor's loss function for a training engine (the seam, engines/engine.py).
+
+    kl_coef and entropy_coef: of this step, where adaptive; None: as configured.
+    """
+    kl_coef = algo.kl_coef if kl_coef is None else kl_coef
+    entropy_coef = algo.entropy_coef if entropy_coef is None else entropy_coef
+    token_loss = policy_loss_of(algo)
+    kl = kl_estimator_of(algo)
 
     def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert mb.advantages is not None and mb.loss_weights is not None
+        assert mb.loss_weights is not None
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
-        losses, metrics = token_loss(logprobs, old, mb.advantages, algo)
-        metrics["entropy"] = entropy.detach()
-        if algo.kl_coef and algo.kl_in == "loss":
+        losses, metrics = token_loss(logprobs, old, mb, algo)
+        if mb.policy_weights is not None:
+            losses = losses * mb.policy_weights
+        if algo.correction.bypass:
+            losses = losses * bypass_weights(logprobs.detach(), mb, algo)
+        if kl_coef and algo.kl_in == "loss":
             assert mb.ref_logprobs is not None
-            losses = losses + algo.kl_coef * ESTIMATORS[algo.kl_estimator](
-                logprobs, mb.ref_logprobs
-            )
-        if algo.entropy_coef:
-            losses = losses - algo.entropy_coef * entropy
+            losses = losses + kl_coef * kl(logprobs, mb.ref_logprobs)
+        if entropy_coef:
+            losses = losses - entropy_coef * entropy
+        loss = (losses * mb.loss_weights).sum()
+        if mb.nll_weights is not None:
+            loss = loss - algo.positive_nll_coef * (logprobs * mb.nll_weights).sum()
         with torch.no_grad():
+            metrics["entropy"] = entropy
             metrics["ppo_kl"] = k1(old, logprobs)
             metrics |= rollout_difference(old, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
-                metrics["ref_kl"] = ESTIMATORS[algo.kl_estimator](logprobs, mb.ref_logprobs)
-            sums = {name: (value * mb.loss_mask).sum() for name, value in metrics.items()}
+                metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
+            sums = {name: (value.detach() * mb.loss_mask).sum() for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((old - mb.rollout_logprobs).abs(), mb.loss_mask)
-        return (losses * mb.loss_weights).sum(), sums
+        return loss, sums
 
     return objective
+
+
+def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoConfig], Loss]:
+    return (
+        POLICY_LOSSES[algo.policy_loss] if isinstance(algo.policy_loss, str) else algo.policy_loss
+    )
+
+
+def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    chosen = algo.kl_estimator
+    return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
+
+
+def bypass_weights(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Tensor:
+    """Correction by the policy at hand, where no pass was spent on the one the step starts from.
+
+    The weight is for losses without a ratio of their own; tests drop tokens, and the loss's divisor
+    stays that of all tokens.
+    """
+    log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
+    weights = rejection_keep(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction.reject)
+    if algo.correction.level != "off":
+        weights = weights * correction_weights(
+            log_ratio, mb.loss_mask, mb.seq_lens, algo.correction
+        )
+    return weights
 
 
 def rollout_difference(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
@@ -112,6 +372,37 @@ def value_objective(
                 "return_mean": (mb.returns * mb.loss_mask).sum(),
                 "squared_error": ((values - mb.returns) ** 2 * mb.loss_mask).sum(),
             }
+        return (losses * mb.loss_weights).sum(), sums
+
+    return objective
+
+
+def process_reward(prm_logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
+    """beta (log pi_phi - log pi_ref) per token. Source: PRIME, arXiv 2502.01456, eq. 3."""
+    return beta * (prm_logprobs - ref_logprobs)
+
+
+def prm_objective(
+    algo: AlgoConfig,
+) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The process reward model's: cross-entropy of the sum of its rewards with the outcome.
+
+    -(y log s + (1 - y) log(1 - s)), s = sigmoid(sum_t beta (log pi_phi - log pi_ref)), y the reward
+    of the sample, in 0..1. Source: PRIME, arXiv 2502.01456, eq. 4. loss_weights must be those of
+    seq_mean_token_mean, which make it the mean over the mini-batch's samples.
+    """
+
+    def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert mb.ref_logprobs is not None and mb.loss_weights is not None
+        process = process_reward(logprobs, mb.ref_logprobs, algo.prime_beta) * mb.loss_mask
+        logit = segment_sum(process, mb.seq_lens)
+        per_seq = torch.nn.functional.binary_cross_entropy_with_logits(
+            logit, mb.rewards, reduction="none"
+        )
+        losses = segment_expand(per_seq, mb.seq_lens)
+        with torch.no_grad():
+            right = segment_expand(((logit > 0) == (mb.rewards > 0.5)).float(), mb.seq_lens)
+            sums = {"process_reward": process.sum(), "accuracy": (right * mb.loss_mask).sum()}
         return (losses * mb.loss_weights).sum(), sums
 
     return objective

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.types import Batch
+from spmdrl.types import Batch, PolicyStats
 
 # The seam between algorithms and engines: (logprobs, entropy, micro_batch) -> (loss, metric sums).
 # logprobs and entropy are (num_tokens,) float32, 0 on tokens whose loss_mask is 0. The loss is a
@@ -25,8 +25,8 @@ class TrainEngine(Protocol):
 
     pretrained: list[Any]  # configs with save_pretrained, written beside the weights
 
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """(num_tokens,) float32 log-probability of every unmasked token, 0 elsewhere."""
+    def logprobs(self, batch: Batch, temperature: float, pi_squared: bool = False) -> PolicyStats:
+        """Log-probability and entropy of every unmasked token; sums of squares where wanted."""
         ...
 
     def values(self, batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.packing import empty_batch, micro_batches, split_to_count
 from spmdrl.topology import Topology
-from spmdrl.types import Batch
+from spmdrl.types import SEQ_FIELDS, Batch, PolicyStats
 from spmdrl.weights.buckets import gathered
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,18 +66,27 @@ class FsdpEngine:
     # ---- passes without gradient
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        return self._per_token(batch, lambda mb: self._policy(mb, temperature)[0])
+    def logprobs(
+        self, batch: Batch, temperature: float, pi_squared: bool = False
+    ) -> PolicyStats:  # fmt: skip
+        columns = 3 if pi_squared else 2
+        table = self._per_token(
+            batch, columns, lambda mb: self._policy(mb, temperature, pi_squared)[:columns]
+        )
+        return PolicyStats(*table)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        return self._per_token(batch, self._value)
+        return self._per_token(batch, 1, lambda mb: (self._value(mb),))[0]
 
-    def _per_token(self, batch: Batch, forward: Callable[[Batch], Tensor]) -> Tensor:
-        result = torch.zeros(batch.num_tokens)
+    def _per_token(
+        self, batch: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
+    ) -> Tensor:
+        """(columns, num_tokens) float32 on the CPU."""
+        result = torch.zeros(columns, batch.num_tokens)
         for seqs, mb in self._micro_batches(batch):
             rows = token_rows(batch, seqs)
-            result[rows] = forward(mb).cpu()[: len(rows)]
+            result[:, rows] = torch.stack(forward(mb)).cpu()[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
@@ -94,7 +103,7 @@ class FsdpEngine:
         for i, (_, mb) in enumerate(parts):
             set_replica_sync(self.module, last=i == len(parts) - 1)
             if isinstance(self.module, TokenPolicy):
-                logprobs, entropy = self._policy(mb, temperature)
+                logprobs, entropy, _ = self._policy(mb, temperature)
             else:
                 logprobs = self._value(mb)
                 entropy = torch.zeros_like(logprobs)
@@ -120,11 +129,18 @@ class FsdpEngine:
             result[name] = total if name.endswith("_max") else total / max(float(num_tokens), 1.0)
         return result
 
-    def _policy(self, mb: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """(num_tokens,) logprobs and entropy, 0 where masked."""
+    def _policy(
+        self, mb: Batch, temperature: float, pi_squared: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
         rows, packing, positions = self._inputs(mb)
-        logprobs, entropy = self.module(mb.token_ids, positions, packing, rows, temperature)
-        return scatter_rows(logprobs, rows, mb), scatter_rows(entropy, rows, mb)
+        logprobs, entropy, squares = self.module(
+            mb.token_ids, positions, packing, rows, temperature, pi_squared
+        )
+        return (
+            scatter_rows(logprobs, rows, mb), scatter_rows(entropy, rows, mb),
+            scatter_rows(squares, rows, mb),
+        )  # fmt: skip
 
     def _value(self, mb: Batch) -> Tensor:
         rows, packing, positions = self._inputs(mb)
@@ -248,10 +264,10 @@ def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
 
 def stand_in(batch: Batch) -> Batch:
     """One sequence of two masked tokens, with the optional fields that `batch` has."""
-    dummy = empty_batch(torch.tensor([2]))
+    dummy = empty_batch(torch.tensor([2]), batch.keys.shape[1])
     for name, value in batch.tensors():
         if getattr(dummy, name) is None:
-            setattr(dummy, name, torch.zeros(2, dtype=value.dtype))
+            setattr(dummy, name, torch.zeros(1 if name in SEQ_FIELDS else 2, dtype=value.dtype))
     return dummy
 
 

@@ -39,17 +39,18 @@ class TokenPolicy(nn.Module):
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, rows: Tensor,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        temperature: float, pi_squared: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """token_ids, position_ids: (num_tokens,); rows: (n,) positions of the chosen tokens.
 
-        Returns logprobs and entropy, (n,) float32 each: of token rows[i] given all before it.
+        Returns logprobs, entropy and the sum of squared probabilities (0 unless `pi_squared`), (n,)
+        float32 each: of token rows[i] given all before it.
         """
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
         head: Any = self.hf.get_output_embeddings()
         return lm_head_logprobs(
             hidden[rows - 1], head.weight, token_ids[rows], temperature,
-            bias=getattr(head, "bias", None), softcap=self.softcap,
+            bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
         )  # fmt: skip
 
 

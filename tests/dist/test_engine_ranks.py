@@ -117,7 +117,7 @@ def on_policy_on(topology, model):
 
     engine = engine_on(topology, "policy", model, CONFIG)
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
-    batch.old_logprobs = engine.logprobs(batch, temperature=0.8)
+    batch.old_logprobs = engine.logprobs(batch, temperature=0.8).logprobs
     return engine.update(batch, policy_objective(AlgoConfig()), temperature=0.8)
 
 
@@ -135,7 +135,7 @@ def uneven_on(topology, model):
     engine = engine_on(topology, "policy", model, CONFIG)
     mine = {0: list(range(8)), 1: [8], 2: []}[topology.rank]
     batch = whole_batch().select(mine)
-    logprobs = engine.logprobs(batch, 1.0)
+    logprobs = engine.logprobs(batch, 1.0).logprobs
     return logprobs, engine.update(batch, policy_objective(AlgoConfig()), temperature=0.8)
 
 
@@ -206,7 +206,8 @@ def bf16_on(topology, kind, model):
     out = {}
     for dtype in ("float32", "bfloat16"):
         engine = engine_on(topology, kind, model, replace(CONFIG, dtype=dtype))
-        compute = engine.values if kind == "value" else lambda b, e=engine: e.logprobs(b, 1.0)
+        passes = {"value": engine.values, "policy": lambda b, e=engine: e.logprobs(b, 1.0)[0]}
+        compute = passes[kind]
         loss_fn = (value_objective if kind == "value" else policy_objective)(AlgoConfig())
         first = engine.update(batch, loss_fn, 1.0)
         engine.update(batch, loss_fn, 1.0)

@@ -1,5 +1,6 @@
 """Samples move between ranks whole, evenly, and independent of who made them."""
 
+import pytest
 import torch
 from ranks import run_ranks
 
@@ -14,19 +15,20 @@ def make_sample(group, index):
     invalid = "boom" if (group, index) == (1, 1) else None
     reward = None if invalid else group + index / 10
     return Sample(prompt, group, index, ids, [-i / 10 for i in ids], [1] * n, [7] * n, "stop",
-                  reward=reward, invalid=invalid)  # fmt: skip
+                  reward=reward, invalid=invalid, penalty=-0.25, greedy_reward=group / 8,
+                  reward_info={"format": index / 16})  # fmt: skip
 
 
 def balanced_on(topology, makers):
-    from spmdrl.packing import balance
+    from spmdrl.packing import balance, pack_samples
 
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if makers[(4 * g + i) % len(makers)] % topology.world == topology.rank]  # fmt: skip
-    batches, imbalance = balance(mine, 6, 2, topology)
+    batches, imbalance = balance(pack_samples(mine, ["format"]), 6, 2, topology)
     rows = [
         (m, int(b.groups[i]), int(b.indices[i]), one.token_ids.tolist(), one.loss_mask.tolist(),
          one.rollout_logprobs.tolist(), one.policy_version.tolist(), float(b.rewards[i]),
-         float(b.valid[i]))
+         float(b.valid[i]), float(b.greedy[i]), b.keys[i].tolist())
         for m, b in enumerate(batches) for i in range(b.num_seqs) for one in [b.select([i])]
     ]  # fmt: skip
     return rows, imbalance
@@ -37,6 +39,9 @@ def test_balance_keeps_every_sample_whole_and_once():
     assert [(r[0], r[1], r[2]) for r in want] == [
         (g // 3, g, i) for g in range(6) for i in range(4)
     ]
+    for _mini, group, index, *_, reward, valid, greedy, keys in want:
+        assert (valid, greedy, keys) == (float((group, index) != (1, 1)), group / 8, [index / 16])
+        assert reward == pytest.approx(valid * (group + index / 10 - 0.25))
     for world in (2, 3):
         results = run_ranks(world, balanced_on, [0, 1, 2])
         merged = sorted(row for rows, _ in results for row in rows)
@@ -51,12 +56,12 @@ def test_balance_keeps_every_sample_whole_and_once():
 
 def advantages_on(topology, estimator):
     from spmdrl.config import AlgoConfig
-    from spmdrl.packing import balance
+    from spmdrl.packing import balance, pack_samples
     from spmdrl.step import add_advantages
 
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if (g + i) % topology.world == topology.rank]  # fmt: skip
-    batches, _ = balance(mine, 6, 2, topology)
+    batches, _ = balance(pack_samples(mine), 6, 2, topology)
     for b in batches:
         b.values = torch.sin(b.token_ids.float()) * b.loss_mask
     metrics = add_advantages(batches, AlgoConfig(advantage=estimator, lam=0.9), topology)
@@ -68,14 +73,17 @@ def advantages_on(topology, estimator):
 
 def few_on(topology, estimator):
     """Two samples on three ranks."""
-    from spmdrl.config import AlgoConfig
-    from spmdrl.packing import balance
-    from spmdrl.step import add_advantages
+    from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
+    from spmdrl.credit import add_advantages
+    from spmdrl.packing import balance, pack_samples
 
+    config = PpoConfig("-", DataConfig("-"), "gsm8k", algo=AlgoConfig(advantage=estimator))
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
-    batches, _ = balance(mine, 1, 1, topology)
+    batches, _ = balance(pack_samples(mine), 1, 1, topology)
     batches[0].values = batches[0].loss_mask * 0.5
-    return batches[0].num_seqs, add_advantages(batches, AlgoConfig(advantage=estimator), topology)
+    kept = [batches[0].loss_mask]
+    _, metrics = add_advantages(batches, config, 0.0, kept, 1, topology)
+    return batches[0].num_seqs, metrics
 
 
 def test_fewer_samples_than_ranks():
@@ -85,18 +93,16 @@ def test_fewer_samples_than_ranks():
         assert results[0][1] == results[1][1] == results[2][1]
 
 
-def test_advantages_are_of_the_global_batch():
-    for estimator in ("grpo", "gae"):
-        want_metrics, want = run_ranks(1, advantages_on, estimator)[0]
-        for world in (2, 3):
-            results = run_ranks(world, advantages_on, estimator)
-            got = {k: v for _, part in results for k, v in part.items()}
-            assert got.keys() == want.keys()
-            for key, (advantages, weights) in want.items():
-                torch.testing.assert_close(got[key][0], advantages, rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(got[key][1], weights)
-            for metrics, _ in results:
-                for name, value in want_metrics.items():
-                    assert abs(metrics[name] - value) < 1e-6
-        assert float(want[1, 1][0].abs().sum()) == 0  # the invalid sample
-        assert sum(float(w.sum()) for _, w in want.values()) > 1.99  # two mini-batches, 1 each
+def kth_on(topology, values, ks):
+    from spmdrl.collectives import kth_largest
+
+    mine = torch.tensor(values[topology.rank :: topology.world], dtype=torch.float64)
+    return [kth_largest(mine, k, topology) for k in ks]
+
+
+def test_kth_largest_over_all_ranks():
+    values = [3.0, -1.5, 0.0, 2.25, -1e300, 1e-320, 7.0, 3.0, -0.25, 1e300, -float("inf")]
+    want = [*sorted(values, reverse=True), -float("inf")]
+    for world in (1, 3):
+        got = run_ranks(world, kth_on, values, list(range(1, 13)))
+        assert got == [want] * world

@@ -68,10 +68,10 @@ def hf_logprobs(model, batch, dtype):
 def test_packed_logprobs_match_transformers(topology, model):
     batch = batch_of([20, 33, 7, 120, 64])
     exact = hf_logprobs(model, batch, torch.float32)
-    got32 = engine_of(model, topology, dtype="float32").logprobs(batch, 1.0)
+    got32 = engine_of(model, topology, dtype="float32").logprobs(batch, 1.0).logprobs
     torch.testing.assert_close(got32, exact, rtol=1e-4, atol=1e-4)
     # the varlen kernel in bf16 is as near to the truth as transformers in bf16 is
-    got16 = engine_of(model, topology, dtype="bfloat16").logprobs(batch, 1.0)
+    got16 = engine_of(model, topology, dtype="bfloat16").logprobs(batch, 1.0).logprobs
     theirs = hf_logprobs(model, batch, torch.bfloat16)
     assert (got16 - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean() + 1e-3
 
@@ -148,7 +148,7 @@ def test_hf_rollout_and_trainer_agree(topology, model):
     batch.token_ids = torch.tensor(
         [t for r, c in zip(requests, done, strict=True) for t in r.prompt_ids + c.token_ids]
     )
-    got = actor.logprobs(batch, 1.0)
+    got = actor.logprobs(batch, 1.0).logprobs
     for i, c in enumerate(done):
         end = int(batch.cu_seqlens[i + 1])
         torch.testing.assert_close(got[end - 20 : end], torch.tensor(c.logprobs), rtol=0, atol=1e-3)

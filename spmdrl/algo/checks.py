@@ -1,0 +1,318 @@
+"""Which combinations of algorithms and options make sense; the others are refused with the reason.
+
+An option that the chosen algorithm does not read is refused too: a clip range or a coefficient that
+was set and has no effect is a run that is not what its config says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from spmdrl.algo.advantages import Estimator, estimator_of
+from spmdrl.algo.correction import TESTS
+from spmdrl.algo.losses import NO_RATIO, SEQUENCE_LOSSES, aggregation_of
+from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, PpoConfig
+
+CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
+SELECTING = ("clip_cov", "kl_cov")
+DISCOUNTED = ("gae", "reinforce_plus_plus", "remax", "prime")
+
+# option -> (who reads it, in words; whether this config's algorithm does)
+Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
+
+
+def loss_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
+    return f"policy_loss {', '.join(names)}", lambda a: a.policy_loss in names
+
+
+def advantage_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
+    return f"advantage {', '.join(names)}", lambda a: a.advantage in names
+
+
+READERS: Readers = {
+    "gamma": advantage_in(*DISCOUNTED),
+    "lam": advantage_in("gae"),
+    "lam_critic": advantage_in("gae"),
+    "lam_alpha": advantage_in("gae"),
+    "value_clip": advantage_in("gae"),
+    "reward_keys": advantage_in("gdpo"),
+    "otb_zero_tail": advantage_in("optimal_token_baseline", "tir_optimal_token_baseline"),
+    "prime_beta": advantage_in("prime"),
+    "clip_low": loss_in(*CLIPPED),
+    "clip_high": loss_in(*CLIPPED),
+    "dual_clip": loss_in("ppo", "vanilla"),
+    "sapo_tau_pos": loss_in("sapo"),
+    "sapo_tau_neg": loss_in("sapo"),
+    "cov_fraction": loss_in(*SELECTING),
+    "cov_low": loss_in("clip_cov"),
+    "cov_high": loss_in("clip_cov"),
+    "cov_kl_coef": loss_in("kl_cov"),
+    "dppo_ratio_cap": loss_in("dppo_tv", "dppo_kl"),
+    "dro_beta": loss_in("dro"),
+    "sppo_beta": loss_in("sppo"),
+    "norm_length": (
+        "aggregation seq_mean_token_sum_norm",
+        lambda a: aggregation_of(a) == "seq_mean_token_sum_norm",
+    ),
+    "kl_estimator": ("kl_coef above 0", lambda a: a.kl_coef > 0),
+    "kl_in": ("kl_coef above 0", lambda a: a.kl_coef > 0),
+    "kl_target": ("kl_coef above 0", lambda a: a.kl_coef > 0),
+    "kl_horizon": ("kl_target", lambda a: a.kl_target is not None),
+    "entropy_delta": ("entropy_target", lambda a: a.entropy_target is not None),
+    "overlong_penalty": ("overlong_buffer", lambda a: a.overlong_buffer > 0),
+    "filter_power": ("sample_filter 'pow'", lambda a: a.sample_filter == "pow"),
+    "replay_steps": ("sample_filter", lambda a: a.sample_filter is not None),
+}
+
+
+def check_algo(config: PpoConfig) -> None:
+    """Raises ConfigError with the options, their values and the remedy."""
+    algo = config.algo
+    check_ranges(algo)
+    check_read(algo)
+    check_estimator(config, estimator_of(algo))
+    check_loss(algo, estimator_of(algo))
+    check_kl_and_entropy(algo)
+    check_correction(config)
+    check_data(config)
+
+
+def check_ranges(algo: AlgoConfig) -> None:
+    for name in ("epochs", "mini_batches"):
+        require(getattr(algo, name) >= 1, f"algo.{name}={getattr(algo, name)}: at least 1")
+    for name in ("gamma", "lam", "lam_critic"):
+        value = getattr(algo, name)
+        require(value is None or 0 <= value <= 1, f"algo.{name}={value} must be in 0..1")
+    positive = (
+        "lam_alpha", "prime_beta", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
+        "cov_kl_coef", "dppo_ratio_cap", "dro_beta", "sppo_beta", "norm_length", "value_clip",
+        "kl_target", "kl_horizon", "entropy_delta", "overlong_penalty", "filter_power",
+    )  # fmt: skip
+    for name in positive:
+        value = getattr(algo, name)
+        require(value is None or value > 0, f"algo.{name}={value} must be above 0")
+    for name in (
+        "kl_coef", "positive_nll_coef", "dynamic_sampling", "overlong_buffer", "replay_steps",
+        "critic_warmup_steps", "entropy_target",
+    ):  # fmt: skip
+        value = getattr(algo, name)
+        require(value is None or value >= 0, f"algo.{name}={value} must not be negative")
+    for name in ("cov_fraction", "top_entropy_fraction"):
+        value = getattr(algo, name)
+        require(0 < value <= 1, f"algo.{name}={value} must be in (0, 1]")
+    require(
+        algo.clip_low < 1 or algo.policy_loss == "geo_mean",
+        f"algo.clip_low={algo.clip_low}: the ratio's lower bound 1 - clip_low would not be above 0",
+    )
+    require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
+    require(
+        algo.cov_low <= algo.cov_high,
+        f"algo.cov_low={algo.cov_low} is above cov_high={algo.cov_high}",
+    )
+
+
+def check_read(algo: AlgoConfig) -> None:
+    """Functions of the user's may read anything, so only built-in algorithms are held to this."""
+    own = not isinstance(algo.advantage, str) or not isinstance(algo.policy_loss, str)
+    default = AlgoConfig()
+    for name, (reader, is_read) in READERS.items():
+        value = getattr(algo, name)
+        require(
+            own or value == getattr(default, name) or is_read(algo),
+            f"algo.{name}={shown(value)} would have no effect: it is read by {reader}; here "
+            f"advantage={shown(algo.advantage)}, policy_loss={shown(algo.policy_loss)}",
+        )
+
+
+def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
+    algo, name = config.algo, shown(config.algo.advantage)
+    if estimator.critic:
+        require(config.critic is not None, f"algo.advantage={name} needs critic=TrainConfig(...)")
+    else:
+        require(
+            config.critic is None,
+            f"critic is set, but algo.advantage={name} has no use for one; leave it out or "
+            "choose 'gae'",
+        )
+    require(
+        algo.critic_warmup_steps == 0 or config.critic is not None,
+        f"algo.critic_warmup_steps={algo.critic_warmup_steps} without a critic: nothing learns",
+    )
+    require(
+        not estimator.groups or config.rollout.n > 1,
+        f"algo.advantage={name} compares samples of one prompt: rollout.n={config.rollout.n} gives "
+        "every sample advantage 0; use n of 2 or more",
+    )
+    require(
+        not estimator.greedy or config.rollout.greedy_baseline,
+        f"algo.advantage={name} needs the greedy answer to each prompt: set "
+        "rollout.greedy_baseline=True",
+    )
+    require(
+        estimator.greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
+        f"rollout.greedy_baseline is set, but algo.advantage={name} has no use for it (remax has)",
+    )
+    require(
+        estimator.prm == (config.prm is not None),
+        f"algo.advantage={name} "
+        + ("needs prm=TrainConfig(...)" if estimator.prm else "has no use for prm; 'prime' has"),
+    )
+    if estimator.prm:
+        require(
+            config.prm is not None and config.prm.model == config.ref.model,
+            "prime's reward is log pi_prm - log pi_ref: prm.model and ref.model must be the same, "
+            "the model that the prm starts from",
+        )
+        require(
+            algo.overlong_buffer == 0,
+            "algo.overlong_buffer changes the rewards, which advantage='prime' takes as labels",
+        )
+    require(
+        algo.advantage != "gdpo" or len(algo.reward_keys) > 0,
+        "algo.advantage='gdpo' needs algo.reward_keys={'key': weight, ...}, keys of what the "
+        "reward function returns beside 'score'",
+    )
+
+
+def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
+    name = algo.policy_loss
+    if name in SEQUENCE_LOSSES:
+        require(
+            aggregation_of(algo) == "seq_mean_token_mean",
+            f"algo.policy_loss={name!r} is one term per sequence: algo.aggregation must be "
+            f"'seq_mean_token_mean' (or None), not {shown(algo.aggregation)}",
+        )
+    require(
+        name not in ("geo_mean", "sppo") or estimator.sees == "outcomes",
+        f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
+        f"{shown(algo.advantage)} gives one per token",
+    )
+    if named(algo.advantage) and named(name):
+        require(
+            (name == "sppo") == (algo.advantage == "win_rate"),
+            f"algo.policy_loss={name!r} with advantage={algo.advantage!r}: sppo regresses on "
+            "the centred win probability, which is advantage='win_rate', and no other loss does",
+        )
+
+
+def check_kl_and_entropy(algo: AlgoConfig) -> None:
+    require(
+        not (algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1"),
+        "algo.kl_estimator='k1' in the loss has a gradient of 0 in expectation: use 'k2', 'k3', "
+        "'k1+' (its value with the gradient of k2), or kl_in='reward'",
+    )
+    plain = str(algo.kl_estimator).removesuffix("+")
+    require(
+        not (algo.kl_in == "reward" and named(algo.kl_estimator) and plain != algo.kl_estimator),
+        f"algo.kl_estimator={algo.kl_estimator!r} differs from {plain!r} in its gradient, and "
+        f"kl_in='reward' has none: use {plain!r}",
+    )
+    require(
+        not (algo.kl_in == "reward" and algo.advantage in ("gdpo", "win_rate")),
+        f"algo.kl_in='reward' is lost on advantage={algo.advantage!r}, which "
+        "ranks or normalises rewards by key: use kl_in='loss'",
+    )
+
+
+def check_correction(config: PpoConfig) -> None:
+    algo, correction = config.algo, config.algo.correction
+    for name, bound in correction.reject.items():
+        require(name in TESTS, f"algo.correction.reject: no test {name!r}; there are {list(TESTS)}")
+        pair = isinstance(bound, tuple | list)
+        if name.endswith("k1"):
+            require(
+                pair and len(bound) == 2 and 0 < bound[0] < bound[1],  # type: ignore[index,arg-type]
+                f"algo.correction.reject[{name!r}]={bound} must be (low, high) bounds of the "
+                "ratio, 0 < low < high, e.g. (0.5, 2.0)",
+            )
+        else:
+            require(
+                not pair and bound > 0,  # type: ignore[operator]
+                f"algo.correction.reject[{name!r}]={bound} must be one upper bound above 0",
+            )
+    require(
+        0 < correction.low <= correction.high,
+        f"algo.correction.low={correction.low} and high={correction.high}: 0 < low <= high",
+    )
+    default = CorrectionConfig()
+    for field in ("mode", "high", "normalize", "low"):
+        value = getattr(correction, field)
+        read = correction.level != "off" and (field != "low" or correction.mode == "mask")
+        require(
+            read or value == getattr(default, field),
+            f"algo.correction.{field}={value!r} would have no effect: it is read with "
+            + ("mode='mask'" if field == "low" else "level='token', 'sequence' or 'geometric'"),
+        )
+    if correction.bypass:
+        check_bypass(algo)
+    cut = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    require(
+        not cut or correction.bypass or correction.level != "off",
+        f"rollout.top_p={config.rollout.top_p}, top_k={config.rollout.top_k} sample from another "
+        "policy than the one that is trained: set algo.correction=CorrectionConfig(level='token') "
+        "to weigh for it, or sample from the whole distribution (top_p=1, top_k=0)",
+    )
+
+
+def check_bypass(algo: AlgoConfig) -> None:
+    """Old logprobs are the engine's then: what needs a pass of the trainer's own is not there."""
+    correction = algo.correction
+    require(
+        correction.level == "off" or algo.policy_loss in NO_RATIO or not named(algo.policy_loss),
+        f"algo.correction: bypass makes the ratio of policy_loss={algo.policy_loss!r} that of the "
+        f"trainer to the engine, so level={correction.level!r} would correct twice; use "
+        "level='off', or policy_loss='reinforce'",
+    )
+    require(
+        correction.level != "off" or bool(correction.reject) or algo.policy_loss not in NO_RATIO,
+        f"algo.correction.bypass with policy_loss={algo.policy_loss!r}, which has no ratio, "
+        "corrects nothing: set level='token'",
+    )
+    require(
+        not correction.normalize,
+        "algo.correction.normalize needs all weights before the update; bypass has them within it",
+    )
+    for holds, what in (
+        (algo.top_entropy_fraction == 1, "top_entropy_fraction"),
+        (not estimator_of(algo).token_sums, f"advantage={shown(algo.advantage)}"),
+    ):
+        require(holds, f"algo.correction.bypass leaves out the pass that algo.{what} needs")
+
+
+def check_data(config: PpoConfig) -> None:
+    algo, rollout = config.algo, config.rollout
+    require(
+        algo.overlong_buffer <= rollout.max_tokens,
+        f"algo.overlong_buffer={algo.overlong_buffer} is longer than rollout.max_tokens="
+        f"{rollout.max_tokens}",
+    )
+    require(
+        algo.dynamic_sampling == 0 or rollout.n > 1,
+        f"algo.dynamic_sampling={algo.dynamic_sampling} drops groups of equal rewards, and with "
+        f"rollout.n={rollout.n} every group is one",
+    )
+    stale = algo.correction.bypass or algo.correction.level != "off"
+    require(
+        algo.replay_steps == 0 or stale,
+        f"algo.replay_steps={algo.replay_steps} trains on samples of older weights: set "
+        "algo.correction=CorrectionConfig(level='token') or bypass=True to account for it",
+    )
+
+
+def named(value: Any) -> bool:
+    """Chosen by name, not a function of the user's."""
+    return isinstance(value, str)
+
+
+def shown(value: Any) -> str:
+    return repr(value) if not callable(value) else getattr(value, "__name__", "your function")
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)
+
+
+assert set(READERS) <= {f.name for f in fields(AlgoConfig)}

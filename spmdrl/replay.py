@@ -1,0 +1,48 @@
+"""Samples of earlier steps that may be trained on again (PF-PPO)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.packing import concatenate
+from spmdrl.types import Batch
+
+
+class ReplayBuffer:
+    """This rank's share of the samples of the last `steps` steps, as they were packed.
+
+    A replayed sample keeps the logprobs of the engine that sampled it, so that a rollout correction
+    sees how old it is. Steps are mixed so that every mini-batch has samples of each.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.past: list[Batch] = []  # newest first
+
+    def mix(self, new: Batch) -> Batch:
+        """`new` and the buffered samples as one Batch; `new` is then the newest in the buffer.
+
+        Group g of the samples that are a steps old becomes g * (steps + 1) + a.
+        """
+        ages = [new, *self.past]
+        renumbered = [
+            batch.select(list(range(batch.num_seqs))) for batch in ages
+        ]  # copies, so that the buffer keeps its own numbers
+        for age, batch in enumerate(renumbered):
+            batch.groups = batch.groups * (self.steps + 1) + age
+        self.past = ages[: self.steps]
+        return concatenate(renumbered)
+
+    def save(self, path: Path) -> None:
+        torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], path)
+
+    def load(self, paths: list[Path], rank: int, world: int) -> None:
+        """Takes this rank's part of what all ranks saved: files rank, rank + world, ..."""
+        shares = [torch.load(path, weights_only=True) for path in paths]
+        parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
+        ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
+                            [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip
+        self.past = ages[: self.steps]

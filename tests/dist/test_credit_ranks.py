@@ -1,0 +1,206 @@
+"""Advantages and weights against slow loops from the papers, on samples spread over gloo ranks."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from golden import batch_of, flat, random_trajectories
+from ranks import run_ranks
+
+from spmdrl.config import AlgoConfig, CorrectionConfig, DataConfig, PpoConfig, RolloutConfig
+
+BASE = PpoConfig(
+    model="-", data=DataConfig(train="-"), reward="gsm8k", rollout=RolloutConfig(n=4, max_tokens=12)
+)
+SEEDS = range(6)
+
+ESTIMATORS = {
+    "gae": ({"gamma": 0.97, "lam": 0.9}, lambda t: reference.gae(t, 0.97, 0.9)[0]),
+    "gae decoupled": (
+        {"gamma": 1.0, "lam": 0.95, "lam_critic": 1.0},
+        lambda t: reference.gae(t, 1.0, 0.95, 1.0)[0],
+    ),
+    "gae length-adaptive": (
+        {"lam_alpha": 0.3, "lam_critic": 1.0},
+        lambda t: reference.gae(t, 1.0, 1.0, 1.0, 0.3)[0],
+    ),
+    "grpo": ({}, reference.grpo),
+    "dr_grpo": ({}, reference.dr_grpo),
+    "grpo_passk": ({}, reference.grpo_passk),
+    "gdpo": (
+        {"reward_keys": {"format": 0.3, "correct": 1.0}},
+        lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}),
+    ),
+    "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
+    "reinforce_plus_plus_baseline": ({}, reference.reinforce_plus_plus_baseline),
+    "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),
+    "rloo": ({}, reference.rloo),
+    "opo": ({}, reference.opo),
+    "gpg": ({}, reference.gpg),
+    "optimal_token_baseline": ({}, reference.optimal_token_baseline),
+    "tir_optimal_token_baseline": ({}, lambda t: reference.optimal_token_baseline(t, True)),
+    "tir_optimal_token_baseline zero tail": (
+        {"otb_zero_tail": True},
+        lambda t: reference.optimal_token_baseline(t, True, True),
+    ),
+    "prime": ({"gamma": 0.9}, lambda t: reference.prime(t, 0.9)),
+    "win_rate": ({}, reference.win_rate),
+}
+
+
+def config_of(case):
+    changes, _ = ESTIMATORS[case]
+    return replace(BASE, algo=AlgoConfig(advantage=case.split()[0], **changes))
+
+
+def estimates_on(topology, cases):
+    """{(case, seed): (sequence numbers, advantages, returns, metrics)} of this rank."""
+    from spmdrl.credit import add_advantages
+
+    results = {}
+    for case in cases:
+        for seed in SEEDS:
+            trs = random_trajectories(seed, binary=seed % 2 == 1)
+            order = random.Random(seed).sample(range(len(trs)), len(trs))
+            mine = order[topology.rank :: topology.world]
+            batch = batch_of(trs).select(mine)
+            if config_of(case).algo.advantage != "prime":
+                batch.prm_logprobs = None
+            half = len(mine) // 2  # two mini-batches: statistics are of the step
+            parts = [batch.select(list(range(half))), batch.select(list(range(half, len(mine))))]
+            parts, metrics = add_advantages(
+                parts, config_of(case), 0.0, [p.loss_mask for p in parts], 1, topology
+            )
+            advantages = torch.cat([p.advantages for p in parts])
+            returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
+            results[case, seed] = (mine, advantages, returns, metrics)
+    return results
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    return {world: run_ranks(world, estimates_on, list(ESTIMATORS)) for world in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("case", ESTIMATORS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_advantages_are_those_of_the_paper(estimates, world, case):
+    largest = 0.0
+    for seed in SEEDS:
+        trs = random_trajectories(seed, binary=seed % 2 == 1)
+        want = ESTIMATORS[case][1](trs)
+        largest = max(largest, *(abs(x) for row in want for x in row))
+        for per_rank in estimates[world]:
+            mine, got, _, _ = per_rank[case, seed]
+            expected = flat([want[i] for i in mine])
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5, msg=f"{case} {seed}")
+    assert largest > 0.1
+
+
+def test_returns_of_the_critic_are_not_whitened(estimates):
+    for case, args in (("gae", (0.97, 0.9)), ("gae decoupled", (1.0, 0.95, 1.0))):
+        for seed in SEEDS:
+            want = reference.gae(random_trajectories(seed, seed % 2 == 1), *args)[1]
+            for per_rank in estimates[2]:
+                mine, _, got, _ = per_rank[case, seed]
+                torch.testing.assert_close(got, flat([want[i] for i in mine]), rtol=1e-5, atol=1e-5)
+
+
+def test_metrics_are_the_same_on_every_rank_and_for_any_number_of_them(estimates):
+    for case in ESTIMATORS:
+        for seed in SEEDS:
+            base = estimates[1][0][case, seed][3]
+            for world in (2, 3):
+                for per_rank in estimates[world]:
+                    assert per_rank[case, seed][3] == pytest.approx(base, rel=1e-6, abs=1e-9)
+
+
+# ---- KL in the reward, corrections, weights
+
+
+CORRECTIONS = [
+    CorrectionConfig(level="token"),
+    CorrectionConfig(level="token", mode="mask", low=0.8, high=1.2),
+    CorrectionConfig(level="sequence", high=1.5, normalize=True),
+    CorrectionConfig(level="geometric", mode="mask", low=0.9, high=1.2, normalize=True),
+    CorrectionConfig(level="token", normalize=True, reject={"token_k1": (0.7, 1.5)}),
+    CorrectionConfig(reject={"seq_sum_k1": (0.4, 2.5), "token_k2": 0.2, "token_k3": 0.3}),
+    CorrectionConfig(reject={"seq_mean_k1": (0.9, 1.2), "seq_sum_k2": 0.6, "seq_sum_k3": 0.7}),
+    CorrectionConfig(reject={"seq_mean_k2": 0.06, "seq_mean_k3": 0.08}),
+    CorrectionConfig(reject={"seq_max_k2": 0.15, "seq_max_k3": 0.2}),
+]
+
+
+def corrections_on(topology):
+    from spmdrl.credit import add_correction
+
+    results = []
+    for config in CORRECTIONS:
+        for seed in SEEDS:
+            trs = random_trajectories(seed)
+            mine = list(range(topology.rank, len(trs), topology.world))
+            batch = batch_of(trs).select(mine)
+            kept, metrics = add_correction([batch], AlgoConfig(correction=config), topology)
+            results.append((mine, batch.policy_weights, kept[0], metrics))
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_corrections_are_those_of_the_definition(world):
+    ranks = run_ranks(world, corrections_on)
+    cases = [(config, seed) for config in CORRECTIONS for seed in SEEDS]
+    rejected = set()
+    for number, (config, seed) in enumerate(cases):
+        trs = random_trajectories(seed)
+        keep = reference.reject(trs, dict(config.reject))
+        weights = [[float(m and tr.valid) for m in tr.mask] for tr in trs]
+        raw = weights
+        if config.level != "off":
+            bounds = (config.level, config.mode, config.low, config.high)
+            weights = reference.rollout_weights(trs, *bounds, config.normalize)
+            raw = reference.rollout_weights(trs, *bounds, False)
+        want_metrics = reference.mismatch_metrics(trs, raw)
+        for results in ranks:
+            mine, got_weights, got_keep, metrics = results[number]
+            assert got_keep.tolist() == [float(k) for i in mine for k in keep[i]], (config, seed)
+            rejected.add(metrics["correction/rejected"] > 0)
+            if config.level == "off":
+                assert got_weights is None
+            else:
+                torch.testing.assert_close(got_weights, flat([weights[i] for i in mine]))
+            for name, want in want_metrics.items():
+                assert metrics[f"correction/{name}"] == pytest.approx(want, rel=1e-4, abs=1e-6), (
+                    name
+                )
+    assert rejected == {True, False}
+
+
+def kl_in_reward_on(topology):
+    from spmdrl.credit import add_advantages
+
+    algo = AlgoConfig(advantage="dr_grpo", kl_coef=0.3, kl_in="reward", kl_estimator="k3")
+    trs = random_trajectories(4)
+    mine = list(range(topology.rank, len(trs), topology.world))
+    batch = batch_of(trs).select(mine)
+    batch.prm_logprobs = None
+    parts, metrics = add_advantages(
+        [batch], replace(BASE, algo=algo), 0.3, [batch.loss_mask], 1, topology
+    )
+    return mine, parts[0].advantages, metrics
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kl_in_the_reward_is_taken_off_before_the_group_mean(world):
+    trs = random_trajectories(4)
+    kls = []
+    for tr in trs:
+        chosen = reference.policy_tokens(tr)
+        pairs = [(tr.logprobs[t], tr.rollout[t]) for t in chosen]  # batch_of: ref is rollout
+        kls += [float(reference.kl("k3", torch.tensor(p).double(), q)) for p, q in pairs]
+        tr.reward -= 0.3 * sum(kls[len(kls) - len(pairs) :])
+    want = reference.dr_grpo(trs)
+    for mine, got, metrics in run_ranks(world, kl_in_reward_on):
+        torch.testing.assert_close(got, flat([want[i] for i in mine]), rtol=1e-5, atol=1e-5)
+        assert metrics["reward/kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-5)
