@@ -7,7 +7,7 @@ function is collective over `topology` and takes this rank's Batch of each mini-
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from spmdrl.algo.selection import (
     filter_weights,
     token_lottery,
 )
-from spmdrl.collectives import all_gather_rows, kth_largest, sum_over_ranks
+from spmdrl.collectives import all_gather_rows, kth_largest
 from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.packing import address_order, concatenate
 from spmdrl.topology import Topology
@@ -95,6 +95,18 @@ def add_correction(
 # ---- advantages
 
 
+@dataclass(frozen=True)
+class SampleTable:
+    """A row for every sample of the step, of all ranks: what the statistics are made of."""
+
+    outcomes: Outcomes
+    rows: Tensor  # (num_seqs,) int64: which rows are this rank's, mini-batch after mini-batch
+    mini: Tensor  # (n,) int64: its mini-batch
+    kept: Tensor  # (n,) float64: tokens that may be trained on
+    rewards: Tensor  # (n,) float64: before any KL is taken off
+    kl: Tensor  # (n,) float64: sum over its tokens, where the KL belongs to the reward
+
+
 def add_advantages(
     batches: list[Batch], config: PpoConfig, kl_coef: float, kept: list[Tensor], step: int,
     topology: Topology,
@@ -103,71 +115,75 @@ def add_advantages(
 
     Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples. Where
     a filter is on, samples that it did not draw are left out.
+    kept: (num_tokens,) per batch, the loss mask less what a rollout correction rejected.
     """
     algo = config.algo
     estimator = estimator_of(algo)
-    whole = concatenate(batches)
-    outcomes, rows, kl = gather_outcomes(whole, algo, kl_coef, topology)
-    tokens = tokens_of(whole, algo, outcomes, rows, kl_coef)
+    table = gather_samples(batches, algo, kl_coef, kept, topology)
+    tokens = tokens_of(concatenate(batches), algo, table, kl_coef)
     if estimator.token_sums:
         tokens = with_group_sums(tokens, algo.advantage == "tir_optimal_token_baseline", topology)
     returns = None
     if estimator.sees == "outcomes":
-        advantages = tokens.own(estimator(outcomes, algo)) * whole.loss_mask
-    elif estimator.critic:
-        advantages, returns = estimator(tokens, algo)
+        per_sample = estimator(table.outcomes, algo) * table.outcomes.valid
+        advantages = tokens.own(per_sample) * tokens.mask
+        moments = sample_moments(per_sample, table.outcomes.lengths)
     else:
         advantages = estimator(tokens, algo)
+        if estimator.critic:
+            advantages, returns = advantages
+        moments = summed(token_moments(advantages, tokens.mask), topology)
+    metrics = moment_metrics(moments)
     if estimator.whiten:
-        moments = summed(token_moments(advantages, whole.loss_mask), topology)
-        advantages = whiten(advantages, whole.loss_mask, moments)
-    metrics = advantage_metrics(advantages, whole.loss_mask, topology)
-    if algo.kl_coef and algo.kl_in == "reward":
-        metrics["reward/kl"] = kl
-    drawn = torch.ones(whole.num_seqs)
-    if algo.sample_filter is not None:
-        drawn = draw_samples(outcomes, rows, config, step)
-        metrics["filter/kept"] = sum_over_ranks(float((drawn > 0).sum()), topology)
-    sizes, counts = [b.num_tokens for b in batches], [b.num_seqs for b in batches]
+        advantages = whiten(advantages, tokens.mask, moments)
+    sizes = [batch.num_tokens for batch in batches]
     for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
         batch.advantages = part
-        batch.multiplicity = drawn.split(counts)[i]
-        if returns is not None:
-            batch.returns = returns.split(sizes)[i]
-        add_loss_weights(batch, kept[i], config, topology)
+        batch.returns = None if returns is None else returns.split(sizes)[i]
+    drawn = None
     if algo.sample_filter is not None:
+        drawn = draw_samples(table.outcomes, config, step)
+        metrics["filter/kept"] = float((drawn > 0).sum())
+    add_loss_weights(batches, kept, table, drawn, config, topology)
+    if algo.kl_coef and algo.kl_in == "reward":
+        metrics["reward/kl"] = float(table.kl.sum() / table.outcomes.lengths.sum().clamp(min=1))
+    if drawn is not None:
+        parts = drawn[table.rows].split([batch.num_seqs for batch in batches])
         batches = [
             batch.select(part.nonzero().flatten().tolist())
-            for batch, part in zip(batches, drawn.split(counts), strict=True)
+            for batch, part in zip(batches, parts, strict=True)
         ]
     return batches, metrics
 
 
-def gather_outcomes(
-    batch: Batch, algo: AlgoConfig, kl_coef: float, topology: Topology
-) -> tuple[Outcomes, Tensor, float]:
-    """All ranks' samples in order of (group, index), which rows are `batch`'s, and the mean KL."""
-    kl = kl_penalty(batch, algo)
-    lengths = segment_sum(batch.loss_mask.double(), batch.seq_lens)
-    own_kl = segment_sum(kl.double(), batch.seq_lens)
-    process = torch.zeros_like(lengths)
-    if batch.prm_logprobs is not None:
-        process = segment_sum(process_rewards(batch, algo).double(), batch.seq_lens)
+def gather_samples(
+    batches: list[Batch], algo: AlgoConfig, kl_coef: float, kept: list[Tensor], topology: Topology
+) -> SampleTable:
+    """The only exchange that most estimators need: a dozen numbers per sample."""
+    batch, mask = concatenate(batches), torch.cat(kept)
+    lengths, kept_lengths, kl, process = (
+        segment_sum(x.double(), batch.seq_lens)
+        for x in (batch.loss_mask, mask, kl_penalty(batch, algo), process_rewards(batch, algo))
+    )
+    counts = torch.tensor([b.num_seqs for b in batches])
     columns = [
-        batch.groups, batch.indices, batch.rewards - kl_coef * own_kl, batch.valid, lengths,
-        batch.greedy, process / lengths.clamp(min=1), own_kl, *batch.keys.unbind(1),
+        batch.groups, batch.indices, batch.rewards, batch.valid, lengths, kept_lengths, kl,
+        process / lengths.clamp(min=1), batch.greedy,
+        torch.repeat_interleave(torch.arange(len(batches)), counts), *batch.keys.unbind(1),
     ]  # fmt: skip
     tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
+    first = sum(len(t) for t in tables[: topology.rank])
     everyone = torch.cat(tables)
     order = address_order(everyone[:, :2])
-    first = sum(len(t) for t in tables[: topology.rank])
-    rows = torch.argsort(order)[first : first + batch.num_seqs]
-    c = everyone[order].unbind(1)
+    groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini = everyone[
+        order, :10
+    ].T.contiguous()
     outcomes = Outcomes(
-        groups=c[0].long(), scores=c[2] * c[3], valid=c[3], lengths=c[4], greedy=c[5],
-        process=c[6], keys=everyone[order][:, 8:],
+        groups=groups.long(), scores=(rewards - kl_coef * kl) * valid, valid=valid,
+        lengths=lengths, greedy=greedy, process=process, keys=everyone[order, 10:],
     )  # fmt: skip
-    return outcomes, rows, float(c[7].sum() / c[4].sum().clamp(min=1))
+    rows = torch.argsort(order)[first : first + batch.num_seqs]
+    return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
 
 
 def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
@@ -179,20 +195,21 @@ def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
 
 
 def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
-    assert batch.prm_logprobs is not None and batch.ref_logprobs is not None
+    """(num_tokens,): the implicit process reward of each unmasked token, 0 without a prm."""
+    if batch.prm_logprobs is None:
+        return torch.zeros_like(batch.loss_mask)
+    assert batch.ref_logprobs is not None
     reward = process_reward(batch.prm_logprobs, batch.ref_logprobs, algo.prime_beta)
     return reward * batch.loss_mask
 
 
-def tokens_of(
-    batch: Batch, algo: AlgoConfig, outcomes: Outcomes, rows: Tensor, kl_coef: float
-) -> Tokens:
+def tokens_of(batch: Batch, algo: AlgoConfig, table: SampleTable, kl_coef: float) -> Tokens:
     penalty = kl_coef * kl_penalty(batch, algo)
     return Tokens(
         rewards=token_rewards(batch.rewards, batch.loss_mask, batch.seq_lens, penalty),
-        mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=outcomes, rows=rows,
+        mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
         values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
-        process=None if batch.prm_logprobs is None else process_rewards(batch, algo),
+        process=process_rewards(batch, algo),
     )  # fmt: skip
 
 
@@ -204,16 +221,22 @@ def with_group_sums(tokens: Tokens, by_turn: bool, topology: Topology) -> Tokens
     return replace(tokens, group_sums=summed(sums, topology))
 
 
-def draw_samples(o: Outcomes, rows: Tensor, config: PpoConfig, step: int) -> Tensor:
-    """(num_seqs,) float32: how often each of this rank's samples was drawn for training."""
+def draw_samples(o: Outcomes, config: PpoConfig, step: int) -> Tensor:
+    """(n,) float64: how often each sample of the step was drawn for training."""
     assert config.algo.sample_filter is not None
     weights = filter_weights(o.scores, o.valid, config.algo.sample_filter, config.algo.filter_power)
     new = int((o.groups % (1 + config.algo.replay_steps) == 0).sum())  # replay.ReplayBuffer.mix
-    return draw(weights, new, config.seed, step)[rows].float()
+    return draw(weights, new, config.seed, step).double()
 
 
-def advantage_metrics(advantages: Tensor, mask: Tensor, topology: Topology) -> dict[str, float]:
-    count, total, squares = summed(token_moments(advantages, mask), topology).tolist()
+def sample_moments(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """As `token_moments` of (n,) advantages that stand on all tokens of their sample."""
+    return torch.stack([lengths, lengths * advantages, lengths * advantages**2]).sum(1)
+
+
+def moment_metrics(moments: Tensor) -> dict[str, float]:
+    """Of the advantages as they are, before any whitening."""
+    count, total, squares = moments.tolist()
     mean = total / max(count, 1)
     std = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     return {"advantage/mean": mean, "advantage/std": std, "rollout/loss_tokens": count}
@@ -222,30 +245,45 @@ def advantage_metrics(advantages: Tensor, mask: Tensor, topology: Topology) -> d
 # ---- weights of a mini-batch
 
 
-def add_loss_weights(batch: Batch, kept: Tensor, config: PpoConfig, topology: Topology) -> None:
-    """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask."""
-    algo, lens = config.algo, batch.seq_lens
-    counts = summed(loss_counts(kept, lens, batch.multiplicity), topology)
+def add_loss_weights(
+    batches: list[Batch], kept: list[Tensor], table: SampleTable, drawn: Tensor | None,
+    config: PpoConfig, topology: Topology,
+) -> None:  # fmt: skip
+    """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask.
+
+    drawn: (n,) how often each sample of the table weighs; None: once.
+    """
+    algo = config.algo
     norm_length = algo.norm_length or config.rollout.max_tokens
-    batch.loss_weights = loss_weights(kept, lens, counts, algo, norm_length, batch.multiplicity)
-    if algo.positive_nll_coef:
-        positive = torch.repeat_interleave(batch.rewards > 0, lens) * batch.loss_mask
-        total = sum_over_ranks(float(positive.sum(dtype=torch.float64)), topology)
-        batch.nll_weights = positive / max(total, 1.0)
-    if algo.top_entropy_fraction < 1:
-        top = top_entropy(batch, algo.top_entropy_fraction, topology)
-        batch.policy_weights = top if batch.policy_weights is None else top * batch.policy_weights
+    times = torch.ones_like(table.kept) if drawn is None else drawn
+    positive = table.outcomes.lengths * (table.rewards > 0)
+    own_times = times[table.rows].float().split([batch.num_seqs for batch in batches])
+    for i, batch in enumerate(batches):
+        mine = (table.mini == i) * times
+        counts = torch.stack([(table.kept * mine).sum(), ((table.kept > 0) * mine).sum()])
+        multiplicity = None if drawn is None else own_times[i]
+        batch.loss_weights = loss_weights(
+            kept[i], batch.seq_lens, counts, algo, norm_length, multiplicity
+        )
+        if algo.positive_nll_coef:
+            right = torch.repeat_interleave((batch.rewards > 0) * own_times[i], batch.seq_lens)
+            total = float((positive * mine).sum().clamp(min=1))
+            batch.nll_weights = right * batch.loss_mask / total
+        if algo.top_entropy_fraction < 1:
+            count = float((table.outcomes.lengths * (table.mini == i)).sum())
+            top = top_entropy(batch, math.ceil(algo.top_entropy_fraction * count), topology)
+            weights = batch.policy_weights
+            batch.policy_weights = top if weights is None else top * weights
 
 
-def top_entropy(batch: Batch, fraction: float, topology: Topology) -> Tensor:
-    """(num_tokens,) float32: 1 on the given fraction of the mini-batch's tokens, least sure first.
+def top_entropy(batch: Batch, count: int, topology: Topology) -> Tensor:
+    """(num_tokens,) float32: 1 on the `count` tokens of the mini-batch that are least sure.
 
     Source: arXiv 2506.01939, eq. 5. The entropy is that of the policy the step starts from.
     """
     assert batch.old_entropy is not None
     entropy = torch.where(batch.loss_mask > 0, batch.old_entropy.double(), -torch.inf)
-    count = sum_over_ranks(float(batch.loss_mask.sum(dtype=torch.float64)), topology)
-    cut = kth_largest(entropy, max(math.ceil(fraction * count), 1), topology)
+    cut = kth_largest(entropy, max(count, 1), topology)
     return (entropy >= cut).float() * batch.loss_mask
 
 

@@ -92,7 +92,6 @@ class Batch:
     # rollout correction times the top-entropy mask
     nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL
     selected: Tensor | None = None  # (num_tokens,) float32, 1 on the tokens of clip_cov, kl_cov
-    multiplicity: Tensor | None = None  # (num_seqs,) float32, how often a filter drew the sample
 
     @property
     def num_seqs(self) -> int:
@@ -144,7 +143,7 @@ class PolicyStats(NamedTuple):
     pi_squared: Tensor | None = None  # sum of that distribution's squared probabilities
 
 
-SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid", "greedy", "keys", "multiplicity"})
+SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid", "greedy", "keys"})
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 
 

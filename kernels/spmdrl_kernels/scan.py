@@ -1,19 +1,23 @@
 """Backward scans over packed sequences with masked tokens.
 
-Compiled once per process (numba, about a second), so the loops below are the recurrences of the
-papers and yet run at the speed of memory, one sequence per thread. Numba is imported when a scan is
-first asked for: most algorithms need none.
+Compiled once per process (numba, half a second), so the loops below are the recurrences of the
+papers and yet run at the speed of memory. Numba is imported when a scan is first asked for: most
+algorithms need none. Its own thread pool is not used: it would change the number of threads of
+every torch operation after it; the loops let go of the GIL instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+TOKENS_PER_THREAD = 1 << 18  # at least; below that starting a thread costs more than it saves
 
 
 def gae(
@@ -27,14 +31,15 @@ def gae(
     """
     out = torch.empty(2, len(values))
     inputs = arrays(rewards, values, mask, cu_seqlens)
-    scans()[0](*inputs, gamma, lam.double().numpy(), *out.numpy())
+    over_sequences(scans()[0], *inputs, gamma, lam.double().numpy(), *out.numpy())
     return out[0], out[1]
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + gamma G_{t'}, t' the next unmasked token. Shapes and dtypes as in `gae`."""
-    out = torch.empty_like(rewards)
-    scans()[1](*arrays(rewards, mask, cu_seqlens), gamma, out.numpy())
+    out = torch.empty(len(rewards))
+    inputs = arrays(rewards, mask, cu_seqlens)
+    over_sequences(scans()[1], *inputs, gamma, out.numpy())
     return out
 
 
@@ -42,18 +47,37 @@ def arrays(*tensors: Tensor) -> list[np.ndarray]:
     return [t.detach().contiguous().numpy() for t in tensors]
 
 
+def over_sequences(loop: Callable[..., None], *args: Any) -> None:
+    """loop(first, end, *args) over all sequences, parts of even size on torch's threads.
+
+    args: cu_seqlens is the only int64 array among them.
+    """
+    cu_seqlens = next(a for a in args if isinstance(a, np.ndarray) and a.dtype == np.int64)
+    num_tokens = int(cu_seqlens[-1])
+    threads = max(1, min(torch.get_num_threads(), num_tokens // TOKENS_PER_THREAD))
+    cuts = np.searchsorted(cu_seqlens, np.linspace(0, num_tokens, threads + 1))
+    cuts[0], cuts[-1] = 0, len(cu_seqlens) - 1
+    spans = list(zip(cuts[:-1], cuts[1:], strict=True))
+    if threads == 1:
+        loop(*spans[0], *args)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(loop, first, end, *args) for first, end in spans]:
+            done.result()
+
+
 @cache
-def scans() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The compiled loops, on as many threads as torch has."""
+def scans() -> tuple[Callable[..., None], Callable[..., None]]:
+    """The compiled loops; f(first, end, ...) goes over sequences first .. end - 1."""
     import numba
 
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-
-    compiled = numba.njit(parallel=True, fastmath={"contract"})  # a * b + c may be one rounding
+    compiled = numba.njit(nogil=True, fastmath={"contract"})  # a * b + c may be one rounding
 
     @compiled
-    def gae_loop(rewards, values, mask, cu_seqlens, gamma, lam, advantages, returns):  # type: ignore[no-untyped-def]
-        for seq in numba.prange(len(cu_seqlens) - 1):
+    def gae_loop(  # type: ignore[no-untyped-def]
+        first, end, rewards, values, mask, cu_seqlens, gamma, lam, advantages, returns
+    ):
+        for seq in range(first, end):
             next_value, advantage = 0.0, 0.0
             for t in range(cu_seqlens[seq + 1] - 1, cu_seqlens[seq] - 1, -1):
                 if mask[t] == 0:
@@ -65,8 +89,8 @@ def scans() -> tuple[Callable[..., Any], Callable[..., Any]]:
                 advantages[t], returns[t] = advantage, advantage + next_value
 
     @compiled
-    def returns_loop(rewards, mask, cu_seqlens, gamma, out):  # type: ignore[no-untyped-def]
-        for seq in numba.prange(len(cu_seqlens) - 1):
+    def returns_loop(first, end, rewards, mask, cu_seqlens, gamma, out):  # type: ignore[no-untyped-def]
+        for seq in range(first, end):
             total = 0.0
             for t in range(cu_seqlens[seq + 1] - 1, cu_seqlens[seq] - 1, -1):
                 if mask[t] == 0:

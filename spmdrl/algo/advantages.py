@@ -129,15 +129,15 @@ def win_rate(o: Outcomes, algo: AlgoConfig) -> Tensor:
 
     An estimate of P(y beats the policy | x) - 1/2 of SPPO, arXiv 2405.00675, eq. 4.2.
     """
-    wins = torch.zeros_like(o.scores)
-    for group in o.groups.unique():
-        own = (o.groups == group) & (o.valid > 0)
-        scores = o.scores[own]
-        if len(scores) < 2:
-            continue
-        above = torch.sign(scores[:, None] - scores[None, :]).sum(1)  # wins less losses
-        wins[own] = above / (len(scores) - 1) / 2
-    return wins
+    slots, count = group_slots(o)
+    members = torch.bincount(slots)
+    place = torch.arange(len(slots)) - (members.cumsum(0) - members)[slots]  # rows are by group
+    table = torch.zeros(len(members), int(members.max()) if len(members) else 0).double()
+    there = table.clone()
+    table[slots, place], there[slots, place] = o.scores, o.valid
+    above = torch.sign(table[:, :, None] - table[:, None, :]) * there[:, None, :]
+    wins_less_losses = above.sum(2)[slots, place]
+    return wins_less_losses / (count[slots] - 1).clamp(min=1) / 2 * o.valid
 
 
 # ---- tokens
