@@ -168,7 +168,7 @@ class AlgoConfig:
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     kl_target: float | None = None  # adaptive: kl_coef rises above it and falls below it
-    kl_horizon: int = 10_000  # samples in which an adaptive kl_coef may change e-fold at error 1
+    kl_horizon: int = 10_000  # samples in which an adaptive kl_coef changes by a fifth at most
     entropy_coef: float = 0.0
     entropy_target: float | None = None  # adaptive: nats per token that are not to be fallen below
     entropy_delta: float = 0.005  # change of an adaptive entropy_coef per step

@@ -279,7 +279,7 @@ def add_loss_weights(
 def top_entropy(batch: Batch, count: int, topology: Topology) -> Tensor:
     """(num_tokens,) float32: 1 on the `count` tokens of the mini-batch that are least sure.
 
-    Source: arXiv 2506.01939, eq. 5. The entropy is that of the policy the step starts from.
+    Source: arXiv 2506.01939. The entropy is that of the policy the step starts from.
     """
     assert batch.old_entropy is not None
     entropy = torch.where(batch.loss_mask > 0, batch.old_entropy.double(), -torch.inf)

@@ -16,6 +16,7 @@ from spmdrl.topology import Topology
 from spmdrl.types import Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
+RESERVED = ("mean", "std", "invalid", "kl")  # reward/... of our own
 
 
 class RunLog:
@@ -172,7 +173,7 @@ def sample_metrics(
         if by_source:
             add(f"{s.prompt.data_source}/reward/mean", s.reward)
         for name, value in s.reward_info.items():
-            add(f"reward/{name}", value)
+            add(f"reward/info_{name}" if name in RESERVED else f"reward/{name}", value)
     everyone: list[Any] = [None] * topology.world
     longest = max((len(s.response_ids) for s in samples), default=0)
     dist.all_gather_object(everyone, (sums, longest), group=topology.group)  # a few numbers

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def over_sequences(loop: Callable[..., None], *args: Any) -> None:
     threads = max(1, min(torch.get_num_threads(), num_tokens // TOKENS_PER_THREAD))
     cuts = np.searchsorted(cu_seqlens, np.linspace(0, num_tokens, threads + 1))
     cuts[0], cuts[-1] = 0, len(cu_seqlens) - 1
-    spans = list(zip(cuts[:-1], cuts[1:], strict=True))
+    spans = list(pairwise(cuts.tolist()))
     if threads == 1:
         loop(*spans[0], *args)
         return

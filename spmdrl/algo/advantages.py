@@ -7,7 +7,7 @@ outcomes: f(tokens, algo) -> (num_tokens,) float32.
 
 R is the reward of a sample (less its KL penalty where that belongs to the reward), g its group,
 mu_g and sigma_g the mean and unbiased standard deviation over the group's valid samples. An invalid
-sample has no say in any statistic and gets 0; so does a group of one.
+sample has no say in any statistic and gets 0; so does a group of one, before any whitening.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ def grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
 
 
 def dr_grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
-    """R - mu_g. Source: arXiv 2503.20783, section 3.2."""
+    """R - mu_g. Source: arXiv 2503.20783."""
     return centred(o.scores, o)
 
 
 def grpo_passk(o: Outcomes, algo: AlgoConfig) -> Tensor:
     """(R_1 - R_2) / (sigma_g + 1e-6) for the best sample of a group, 0 for the others.
 
-    Of equally good ones none has an advantage over the next. Source: arXiv 2503.19595.
+    Of equally good ones none has an advantage over the next. Source: arXiv 2503.19595; see also
+    PKPO, arXiv 2505.15201.
     """
     slots, count = group_slots(o)
     best, second = torch.full((2, len(count)), -torch.inf, dtype=torch.float64)
@@ -94,7 +95,7 @@ def grpo_passk(o: Outcomes, algo: AlgoConfig) -> Tensor:
 
 
 def gdpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
-    """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242, section 3.
+    """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242.
 
     The keys and weights are algo.reward_keys.
     """
@@ -103,12 +104,12 @@ def gdpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
 
 
 def rloo(o: Outcomes, algo: AlgoConfig) -> Tensor:
-    """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740, section 2.3."""
+    """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740."""
     return leave_one_out(o.scores, o)
 
 
 def opo(o: Outcomes, algo: AlgoConfig) -> Tensor:
-    """R - sum_g(len R) / sum_g len. Source: arXiv 2505.23585, eq. 7."""
+    """R - sum_g(len R) / sum_g len. Source: arXiv 2505.23585."""
     weights = o.lengths * o.valid
     baseline = group_sum(weights * o.scores, o) / group_sum(weights, o).clamp(min=1)
     alone = (group_sum(o.valid, o) < 2) | (group_sum(weights, o) == 0)
@@ -118,7 +119,7 @@ def opo(o: Outcomes, algo: AlgoConfig) -> Tensor:
 def gpg(o: Outcomes, algo: AlgoConfig) -> Tensor:
     """alpha (R - mu_g), alpha = samples / samples with a reward that is not 0, over the step.
 
-    Source: arXiv 2504.02546, eq. 6.
+    Source: arXiv 2504.02546, with the alpha that its implementations have.
     """
     rewarded = ((o.scores != 0) & (o.valid > 0)).sum().clamp(min=1)
     return o.valid.sum() / rewarded * centred(o.scores, o)
@@ -127,7 +128,7 @@ def gpg(o: Outcomes, algo: AlgoConfig) -> Tensor:
 def win_rate(o: Outcomes, algo: AlgoConfig) -> Tensor:
     """Share of the group's other samples that it beats, a tie counting half, less 1/2.
 
-    An estimate of P(y beats the policy | x) - 1/2 of SPPO, arXiv 2405.00675, eq. 4.2.
+    An estimate of P(y beats the policy | x) - 1/2 of SPPO, arXiv 2405.00675.
     """
     slots, count = group_slots(o)
     members = torch.bincount(slots)
@@ -150,7 +151,7 @@ def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     A masked token (prompt, tool) is skipped: t + 1 is the next token that the policy chose; V after
     the last is 0. Source: Schulman 2015, arXiv 1506.02438.
     lam_critic decouples the critic's lambda; lam_alpha makes the actor's 1 - 1 / (lam_alpha length)
-    of the answer, at least 0. Source: VAPO, arXiv 2504.05118, section 4.1.
+    of the answer, at least 0. Source: VAPO, arXiv 2504.05118, section 4.
     """
     assert t.values is not None
     cu_seqlens = lengths_to_cu_seqlens(t.seq_lens)
@@ -167,12 +168,12 @@ def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus(t: Tokens, algo: AlgoConfig) -> Tensor:
-    """Discounted return-to-go; then whitened. Source: arXiv 2501.03262, section 3."""
+    """Discounted return-to-go; then whitened. Source: arXiv 2501.03262."""
     return scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
 
 
 def remax(t: Tokens, algo: AlgoConfig) -> Tensor:
-    """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505, eq. 4."""
+    """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505."""
     return (reinforce_plus_plus(t, algo) - t.own(t.outcomes.greedy)) * t.mask
 
 

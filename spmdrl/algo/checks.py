@@ -170,6 +170,16 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
             "algo.overlong_buffer changes the rewards, which advantage='prime' takes as labels",
         )
     require(
+        algo.lam == AlgoConfig().lam or algo.lam_critic is None or algo.lam_alpha is None,
+        f"algo.lam={algo.lam} would have no effect: lam_alpha={algo.lam_alpha} makes the actor's "
+        f"lambda, lam_critic={algo.lam_critic} is the critic's",
+    )
+    require(
+        algo.advantage != "gdpo" or algo.overlong_buffer == 0,
+        "algo.overlong_buffer is added to the reward, and advantage='gdpo' reads only "
+        f"algo.reward_keys={list(algo.reward_keys)}",
+    )
+    require(
         algo.advantage != "gdpo" or len(algo.reward_keys) > 0,
         "algo.advantage='gdpo' needs algo.reward_keys={'key': weight, ...}, keys of what the "
         "reward function returns beside 'score'",
@@ -188,6 +198,11 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
         name not in ("geo_mean", "sppo") or estimator.sees == "outcomes",
         f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
         f"{shown(algo.advantage)} gives one per token",
+    )
+    require(
+        name != "kl_cov" or algo.epochs * algo.mini_batches > 1,
+        "algo.policy_loss='kl_cov' with one update per rollout: the ratio is 1 and the penalty's "
+        "gradient 0; raise algo.epochs or algo.mini_batches",
     )
     if named(algo.advantage) and named(name):
         require(
@@ -210,7 +225,7 @@ def check_kl_and_entropy(algo: AlgoConfig) -> None:
         f"kl_in='reward' has none: use {plain!r}",
     )
     require(
-        not (algo.kl_in == "reward" and algo.advantage in ("gdpo", "win_rate")),
+        not (algo.kl_coef and algo.kl_in == "reward" and algo.advantage in ("gdpo", "win_rate")),
         f"algo.kl_in='reward' is lost on advantage={algo.advantage!r}, which "
         "ranks or normalises rewards by key: use kl_in='loss'",
     )
@@ -277,6 +292,7 @@ def check_bypass(algo: AlgoConfig) -> None:
     for holds, what in (
         (algo.top_entropy_fraction == 1, "top_entropy_fraction"),
         (not estimator_of(algo).token_sums, f"advantage={shown(algo.advantage)}"),
+        (not algo.kl_coef or algo.kl_in != "reward", "kl_in='reward'"),
     ):
         require(holds, f"algo.correction.bypass leaves out the pass that algo.{what} needs")
 
@@ -307,7 +323,8 @@ def named(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    return repr(value) if not callable(value) else getattr(value, "__name__", "your function")
+    function = value.function if isinstance(value, Estimator) else value
+    return getattr(function, "__name__", "your function") if callable(value) else repr(value)
 
 
 def require(holds: bool, problem: str) -> None:

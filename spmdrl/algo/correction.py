@@ -92,7 +92,7 @@ def rejection_keep(
             largest = torch.segment_reduce(value * mask, "max", lengths=seq_lens.to(value.device),
                                            unsafe=True)  # fmt: skip
             value = segment_expand(largest, seq_lens)
-        if isinstance(bound, tuple):
+        if isinstance(bound, tuple | list):
             low, high = torch.tensor(bound).log().tolist()
             keep = keep * ((value >= low) & (value <= high))
         else:

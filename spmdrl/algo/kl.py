@@ -62,7 +62,7 @@ def next_kl_coef(coef: float, kl: float, target: float, horizon: int, num_sample
 def next_entropy_coef(coef: float, entropy: float, target: float, delta: float) -> float:
     """Up by delta where the step's mean entropy is below its target, else down, to 0 at least.
 
-    Source: Skywork-OR1, arXiv 2505.22312, section 4 (adaptive entropy control); the bonus is used
+    Source: Skywork-OR1, arXiv 2505.22312 (adaptive entropy control); the bonus is used
     only while the entropy is at or below the target.
     """
     return coef + delta if entropy < target else max(coef - delta, 0.0)

@@ -46,7 +46,7 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) ->
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
-    """-stopgrad(clip(r, 1 - low, 1 + high)) A log pi. Source: MiniMax-M1, arXiv 2506.13585, eq. 4.
+    """-stopgrad(clip(r, 1 - low, 1 + high)) A log pi. Source: MiniMax-M1, arXiv 2506.13585.
 
     Clipped tokens keep their gradient.
     """
@@ -58,7 +58,7 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -
 def sapo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
     """-A sigmoid(tau (r - 1)) 4 / tau, tau_pos where A > 0, else tau_neg.
 
-    Source: arXiv 2511.20347, eq. 6.
+    Source: arXiv 2511.20347.
     """
     advantages = advantages_of(mb)
     tau = torch.where(advantages > 0, algo.sapo_tau_pos, algo.sapo_tau_neg)
@@ -69,7 +69,7 @@ def sapo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) ->
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
     """-A log pi; the weight of a rollout correction makes it -stopgrad(w) A log pi.
 
-    Source: Williams 1992; as `gpg`: arXiv 2504.02546, eq. 5.
+    Source: Williams 1992; as `gpg`: arXiv 2504.02546.
     """
     return -advantages_of(mb) * logprobs, {}
 
@@ -77,7 +77,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfi
 def clip_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on the tokens that were selected.
 
-    Selected are some of high covariance (algo.selection). Source: arXiv 2505.22617, eq. 11 and 12.
+    Selected are some of high covariance (algo.selection). Source: arXiv 2505.22617.
     """
     assert mb.selected is not None
     ratio = ratio_of(logprobs, old_logprobs)
@@ -88,7 +88,7 @@ def clip_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig
 def kl_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
     """-A r, plus cov_kl_coef |log r| on the tokens of highest covariance (algo.selection).
 
-    Source: arXiv 2505.22617, eq. 13 and 14.
+    Source: arXiv 2505.22617.
     """
     assert mb.selected is not None
     log_ratio = logprobs - old_logprobs
@@ -101,7 +101,7 @@ def geo_mean(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig
     """-A exp(mean_t clipped log r) of a sequence; A the mean of its tokens' advantages.
 
     log r is clipped to [-low, high] on the side where clipping lowers the objective.
-    Source: GMPO, arXiv 2507.20673, eq. 4.
+    Source: GMPO, arXiv 2507.20673.
     """
     advantages, log_ratio = sequence_mean(advantages_of(mb), mb), logprobs - old_logprobs
     clipped = log_ratio.clamp(-algo.clip_low, algo.clip_high)
@@ -116,14 +116,15 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig)
     """-A r, 0 where the token's probability has moved too far in the direction of A.
 
     Too far: by more than high upwards for A > 0, low downwards otherwise; total variation of
-    (token, any other). Source: DPPO, arXiv 2602.04879, eq. 9 and 11.
+    (token, any other). The paper measures from the policy that sampled: that is correction.bypass.
+    Source: DPPO, arXiv 2602.04879.
     """
     moved = (logprobs.exp() - old_logprobs.exp()).detach()
     return trust_region(logprobs, old_logprobs, moved.abs(), mb, algo)
 
 
 def dppo_kl(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
-    """As dppo_tv, the distance being the KL of (token, any other), old to new: eq. 12 there."""
+    """As dppo_tv, the distance being the KL of (token, any other), old to new."""
     new, old = (x.detach().double().clamp(max=-1e-12) for x in (logprobs, old_logprobs))
     others = torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new))
     divergence = old.exp() * (old - new) - torch.expm1(old) * others
@@ -131,7 +132,7 @@ def dppo_kl(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig)
 
 
 def dro(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
-    """-(A log pi - beta / 2 log^2 r). Source: arXiv 2405.19107, eq. 9."""
+    """-(A log pi - beta / 2 log^2 r). Source: arXiv 2405.19107."""
     penalty = algo.dro_beta / 2 * (logprobs - old_logprobs) ** 2
     return penalty - advantages_of(mb) * logprobs, {}
 
@@ -139,7 +140,7 @@ def dro(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> 
 def sppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
     """(beta sum_t log r - A)^2 of a sequence, A its centred win probability (`win_rate`).
 
-    Source: SPPO, arXiv 2405.00675, eq. 4.4, with beta = 1 / eta and the whole divided by eta^2.
+    Source: SPPO, arXiv 2405.00675, with beta = 1 / eta and the whole divided by eta^2.
     """
     log_ratio = segment_sum((logprobs - old_logprobs) * mb.loss_mask, mb.seq_lens)
     target = sequence_mean(advantages_of(mb), mb)
@@ -308,12 +309,13 @@ def policy_objective(
         with torch.no_grad():
             metrics["entropy"] = entropy
             metrics["ppo_kl"] = k1(old, logprobs)
-            metrics |= rollout_difference(old, mb.rollout_logprobs)
+            ours = logprobs.detach() if algo.correction.bypass else old
+            metrics |= rollout_difference(ours, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
                 metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
             sums = {name: (value.detach() * mb.loss_mask).sum() for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
-            sums["logprob_diff_max"] = masked_max((old - mb.rollout_logprobs).abs(), mb.loss_mask)
+            sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
         return loss, sums
 
     return objective
@@ -345,11 +347,11 @@ def bypass_weights(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Tensor:
     return weights
 
 
-def rollout_difference(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """How far the engine that sampled is from the trainer, per token: |difference| and k3."""
     return {
-        "logprob_diff_mean": (old_logprobs - rollout_logprobs).abs(),
-        "rollout_kl": k3(rollout_logprobs, old_logprobs),
+        "logprob_diff_mean": (logprobs - rollout_logprobs).abs(),
+        "rollout_kl": k3(rollout_logprobs, logprobs),
     }
 
 

@@ -16,7 +16,7 @@ from spmdrl.types import Batch
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """(num_tokens,) float64 (A - mean A) (log pi - mean log pi), -inf where masked.
 
-    moments: `covariance_moments`, added up over all ranks. Source: arXiv 2505.22617, eq. 9.
+    moments: `covariance_moments`, added up over all ranks. Source: arXiv 2505.22617.
     """
     count, sum_advantages, sum_logprobs = moments.tolist()
     a = advantages.double() - sum_advantages / max(count, 1)
@@ -86,7 +86,7 @@ FILTERS = {"pow": by_power, "max_min": best_and_worst, "max_random": best_and_ra
 def filter_weights(scores: Tensor, valid: Tensor, name: str, power: float) -> Tensor:
     """(n,) float64 weights with which samples are drawn; 0 for invalid ones, more for all others.
 
-    Source: PF-PPO, arXiv 2409.06957, section 3.
+    Source: PF-PPO, arXiv 2409.06957.
     """
     weights = torch.zeros_like(scores)
     kept = valid > 0
@@ -117,6 +117,6 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 def unequal(rewards: list[float]) -> bool:
     """Whether a group has something to tell: its rewards are not all the same.
 
-    Source: DAPO, arXiv 2503.14476, section 3.2.
+    Source: DAPO, arXiv 2503.14476.
     """
     return len(rewards) > 1 and max(rewards) > min(rewards)

@@ -1,0 +1,205 @@
+"""Loss, gradient norm and every metric of a step do not depend on how its work is split.
+
+Every estimator with every policy loss that goes with it, and every option that has a statistic of
+the batch in it, through the step's own code, on 1, 2 and 3 gloo ranks, with three micro-batch
+budgets and with the samples in another order on other ranks.
+"""
+
+import random
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from ranks import run_ranks
+from tiny import save_qwen3
+
+from spmdrl.algo.checks import check_algo
+from spmdrl.config import (
+    Advantage,
+    AlgoConfig,
+    ConfigError,
+    CorrectionConfig,
+    DataConfig,
+    OptimConfig,
+    PolicyLoss,
+    PpoConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+NUM_GROUPS, SAMPLES = 6, 4
+TRAIN = TrainConfig(
+    dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=0.0, weight_decay=0.0)
+)
+BASE = PpoConfig(
+    model="-",
+    data=DataConfig(train="-", prompts_per_step=NUM_GROUPS, max_prompt_tokens=8),
+    reward="gsm8k",
+    rollout=RolloutConfig(n=SAMPLES, max_tokens=24),
+    actor=TRAIN,
+)
+# (world, micro-batch budget, order of the samples); the first is what the others are held to
+SPLITS = [
+    (1, 64, "given"), (1, 1000, "shuffled"), (2, 40, "shuffled"), (2, 1000, "given"),
+    (3, 64, "shuffled"),
+]  # fmt: skip
+pytestmark = pytest.mark.timeout(600)
+
+
+def config_of(advantage="grpo", policy_loss="ppo", **options):
+    """A config in which the two make sense together; raises ConfigError where there is none."""
+    algo = {"advantage": advantage, "policy_loss": policy_loss, "mini_batches": 2} | options
+    if advantage == "gdpo":
+        algo["reward_keys"] = {"format": 0.5, "correct": 1.0}
+    if policy_loss in ("clip_cov", "kl_cov"):
+        algo["cov_fraction"] = 0.1
+    if policy_loss == "clip_cov":
+        algo |= {"cov_low": 0.01, "cov_high": 0.5}
+    if policy_loss in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean"):
+        wide = 3 if policy_loss == "gspo" else 1  # else every sequence would be clipped
+        algo |= {"clip_low": 0.02 * wide, "clip_high": 0.03 * wide}
+    if policy_loss in ("dppo_tv", "dppo_kl"):
+        algo |= {"clip_low": 1e-3, "clip_high": 1e-3}
+    config = replace(
+        BASE,
+        algo=AlgoConfig(**algo),
+        critic=TRAIN if advantage == "gae" else None,
+        prm=TRAIN if advantage == "prime" else None,
+        rollout=replace(BASE.rollout, greedy_baseline=advantage == "remax"),
+    )
+    check_algo(config)
+    return config
+
+
+def pairs():
+    found = {}
+    for advantage in get_args(Advantage):
+        for policy_loss in sorted(set(get_args(PolicyLoss)) - {"vanilla"}):  # an alias of ppo
+            try:
+                found[f"{advantage} {policy_loss}"] = config_of(advantage, policy_loss)
+            except ConfigError:
+                continue
+    return found
+
+
+OPTIONS = {
+    "kl in loss": {"kl_coef": 0.1, "kl_estimator": "k3+"},
+    "kl in reward": {"advantage": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.01},
+    "entropy": {"entropy_coef": 0.01, "entropy_target": 10.0},
+    "top entropy": {"top_entropy_fraction": 0.2},
+    "positive nll": {"positive_nll_coef": 0.1},
+    "overlong": {"overlong_buffer": 10},
+    "filter": {"advantage": "gae", "sample_filter": "max_random"},
+    "filter by power": {"advantage": "reinforce_plus_plus", "sample_filter": "pow"},
+    "token weights": {"correction": CorrectionConfig(
+        level="token", high=1.1, normalize=True, reject={"token_k1": (0.8, 1.3)})},
+    "sequence masks": {"correction": CorrectionConfig(
+        level="sequence", mode="mask", normalize=True, reject={"seq_mean_k3": 0.02})},
+    "geometric": {"correction": CorrectionConfig(level="geometric", reject={"seq_max_k2": 0.05})},
+    "bypass": {"correction": CorrectionConfig(bypass=True, reject={"seq_sum_k2": 0.2})},
+    "bypass reinforce": {
+        "policy_loss": "reinforce", "correction": CorrectionConfig(bypass=True, level="sequence")},
+    "token_sum": {"aggregation": "token_sum"},
+    "seq_mean_token_sum": {"aggregation": "seq_mean_token_sum"},
+    "seq_mean_token_mean": {"aggregation": "seq_mean_token_mean"},
+    "seq_mean_token_sum_norm": {"aggregation": "seq_mean_token_sum_norm", "norm_length": 40},
+    "two epochs": {"epochs": 2, "policy_loss": "clip_cov"},
+}  # fmt: skip
+CASES = pairs() | {name: config_of(**options) for name, options in OPTIONS.items()}
+
+
+def sample_of(group, index, overlong_buffer):
+    """Prompt, answer with tool tokens in the middle; an empty one and two invalid ones."""
+    from spmdrl.types import Prompt, Sample
+
+    rng = random.Random(100 * group + index)
+    n = 0 if (group, index) == (2, 1) else rng.randint(1, 24)
+    mask = [1] * min(n, 3) + [int(rng.random() > 0.25) for _ in range(n - 3)]
+    invalid = "boom" if (group, index) in ((1, 1), (4, 0)) else None
+    correct = float(rng.random() > 0.4)
+    return Sample(
+        prompt=Prompt(group, [5 + group] * (1 + group), "d", "1", "p"), group=group, index=index,
+        response_ids=[rng.randint(3, 60) for _ in range(n)], loss_mask=mask,
+        rollout_logprobs=[-4.4 + rng.gauss(0, 0.15) for _ in range(n)], policy_version=[1] * n,
+        finish_reason="stop", reward=None if invalid else correct, invalid=invalid,
+        greedy_reward=float(group % 2), reward_info={"format": rng.random(), "correct": correct},
+        penalty=-0.1 if overlong_buffer and n > 14 else 0.0,
+    )  # fmt: skip
+
+
+class Moved:
+    """A policy that has moved on since it sampled: old logprobs are those of another model."""
+
+    def __init__(self, now, before):
+        self.update, self.onload, self.offload = now.update, now.onload, now.offload
+        self.logprobs = before.logprobs
+
+
+def steps_on(topology, cases, splits, models):
+    """{(case, split): metrics} of this rank, one step each; nothing moves, the rates are 0."""
+    import torch.distributed as dist
+
+    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.phases import Phases
+    from spmdrl.step import Collected, Roles, learn
+    from spmdrl.topology import Topology
+
+    ranks = Topology.build(topology.device, dp=1, fsdp=-1)
+    now, before, prm = (FsdpEngine("policy", m, TRAIN, ranks) for m in (*models, models[1]))
+    critic = FsdpEngine("value", models[0], TRAIN, ranks)
+    phases = Phases(topology, dist.new_group())
+    results = {}
+    for split in splits:
+        _, budget, order = split
+        for engine in (now, before, prm, critic):
+            engine.config = replace(TRAIN, micro_batch_tokens=budget)
+        places = [(g, i) for g in range(NUM_GROUPS) for i in range(SAMPLES)]
+        if order == "shuffled":
+            random.Random(budget).shuffle(places)
+        mine = places[topology.rank :: topology.world]
+        for name, config in cases.items():
+            samples = [sample_of(*place, config.algo.overlong_buffer) for place in mine]
+            needs_ref = config.algo.kl_coef > 0 or config.prm is not None
+            roles = Roles(
+                config, topology, phases, tokenizer=None, rollout_topology=topology, rollout=None,
+                rewards=None, actor=Moved(now, before), ref=now if needs_ref else None,
+                critic=critic if config.critic else None, prm=prm if config.prm else None,
+                kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
+            )  # fmt: skip
+            metrics = learn(roles, Collected(samples, NUM_GROUPS, samples), step=1)
+            metrics |= {"next/kl_coef": roles.kl_coef, "next/entropy_coef": roles.entropy_coef}
+            del metrics["balance/imbalance"]  # how even the ranks' work is
+            results[name, split] = metrics
+    return results
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """{(case, split): [metrics of each rank]} for all cases and splits; each world starts once."""
+    folder = tmp_path_factory.mktemp("models")
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    models = [str(save_qwen3(folder / str(seed), seed, **small)) for seed in (0, 1)]
+    found = {}
+    for world in (1, 2, 3):
+        splits = [split for split in SPLITS if split[0] == world]
+        per_rank = run_ranks(world, steps_on, CASES, splits, models, timeout_s=300)
+        for key in per_rank[0]:
+            found[key] = [results[key] for results in per_rank]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
+    want = steps[name, SPLITS[0]][0]
+    assert want["actor/grad_norm"] > 0
+    for split in SPLITS:
+        for got in steps[name, split]:
+            assert got.keys() == want.keys()
+            for key, value in want.items():
+                assert got[key] == pytest.approx(value, rel=1e-6, abs=3e-7), (split, key)
+
+
+def test_every_pair_that_makes_sense_is_held_to_it():
+    """Of 15 x 13: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
+    per_sequence, per_token = 8, 6
+    assert len(pairs()) == per_sequence * 12 + per_token * 11 + 1

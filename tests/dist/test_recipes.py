@@ -1,0 +1,144 @@
+"""Every recipe of configs/ as a user runs it, and what the recipes carry from step to step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import CONFIG, metrics_of, torchrun, write_task
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(p.stem.split("_")[3] for p in Path(ROOT, "configs").glob("*arithmetic*_cpu.py"))
+SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
+         "0", "--checkpoint.every_steps", "0", "--tensorboard", "False",
+         "--data.max_eval_prompts", "8"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory):
+    """The arithmetic task with a model that nobody has trained."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    script = ROOT / "examples" / "arithmetic" / "make_assets.py"
+    command = [sys.executable, str(script), "--out", "runs/arithmetic"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    os.rename(folder / "runs/arithmetic/model", folder / "runs/arithmetic/sft_model")
+    return folder
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in ("sft", "bench")])
+def test_recipe_runs_end_to_end(arithmetic, recipe):
+    (config,) = Path(ROOT, "configs").glob(f"*arithmetic_{recipe}*_cpu.py")
+    done = torchrun(arithmetic, 2, "--config", str(config), "--run_dir", f"run_{recipe}", *SMALL)
+    assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(arithmetic / f"run_{recipe}")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    expected = {
+        "dapo": ["dynamic_sampling/rounds"], "vapo": ["critic/loss"], "prime": ["prm/loss"],
+        "pf": ["filter/kept", "correction/ess", "critic/loss"], "ppo": ["critic/loss"],
+    }  # fmt: skip
+    for key in ["rollout/loss_tokens", *expected.get(recipe, [])]:
+        assert key in rows[-1], key
+
+
+SPREAD = CONFIG.replace(
+    "def reward(response, ground_truth):\n    return float(response.startswith(ground_truth))"
+    " + 0.01 * len(response)",
+    "def reward(response, ground_truth):\n    return float(sum(map(ord, response)) % 5 == 0)",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = tmp_path_factory.mktemp("runs")
+    Path(path, "model").symlink_to(qwen3)
+    write_task(path)
+    Path(path, "cfg.py").write_text(SPREAD)
+    return path
+
+
+def run(folder, ranks, name, *args):
+    done = torchrun(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+    assert done.code == 0, done.output[-4000:]
+    return metrics_of(folder / name)
+
+
+def test_dynamic_sampling_fills_the_step_with_unequal_groups(folder):
+    args = ["--algo.dynamic_sampling", "6", "--log_samples", "1000", "--algo.advantage", "dr_grpo"]
+    results = [run(folder, ranks, f"dapo{ranks}", *args) for ranks in (1, 2)]
+    for row in results[0][1:3]:
+        assert row["dynamic_sampling/groups"] == 8
+        assert row["dynamic_sampling/rounds"] > 1
+    for one, two in zip(*results, strict=True):
+        one.pop("balance/imbalance", None), two.pop("balance/imbalance", None)
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5)  # the same prompts for 1 and 2 ranks
+    asked = [json.loads(line) for line in (folder / "dapo1/samples/step_1.jsonl").open()]
+    assert len(asked) > 8 * 4  # the left out ones are shown too
+    by_prompt = {}
+    for row in asked:
+        by_prompt.setdefault(row["prompt_id"], set()).add(row["reward"])
+    assert sum(len(rewards) > 1 for rewards in by_prompt.values()) >= 8
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(folder):
+    Path(folder, "same.py").write_text(SPREAD.replace("% 5 == 0", "% 5 == 9"))
+    done = torchrun(
+        folder, 2, "--config", "same.py", "--run_dir", "same", "--algo.dynamic_sampling", "2"
+    )
+    assert done.code == 0, done.output[-4000:]
+    for row in metrics_of(folder / "same")[1:]:
+        assert row["dynamic_sampling/groups"] == 0
+        assert row["dynamic_sampling/rounds"] == 2
+        assert "actor/loss" not in row  # nothing to learn from, nothing learnt
+
+
+def test_the_greedy_answer_is_the_baseline_of_remax(folder):
+    """Temperature near 0 samples the greedy answer, so nothing is better than the baseline."""
+    args = ["--algo.advantage", "remax", "--rollout.greedy_baseline", "--steps", "1"]
+    cold = run(folder, 2, "remax_cold", *args, "--rollout.temperature", "0.001")[1]
+    assert cold["reward/mean"] in (0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1)
+    assert (cold["advantage/mean"], cold["advantage/std"], cold["actor/grad_norm"]) == (0, 0, 0)
+    warm = run(folder, 2, "remax_warm", *args)[1]
+    assert warm["advantage/std"] > 0
+    assert warm["actor/grad_norm"] > 0
+
+
+STATEFUL = [
+    "--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "pow",
+    "--algo.replay_steps", "1", "--algo.correction.level", "token", "--algo.kl_coef", "0.05",
+    "--algo.kl_target", "0.001", "--algo.kl_horizon", "100", "--algo.entropy_target", "9.0",
+    "--checkpoint.every_steps", "2", "--checkpoint.keep", "5",
+]  # fmt: skip
+
+
+def test_replay_and_coefficients_resume_bit_for_bit(folder):
+    whole = run(folder, 2, "whole", *STATEFUL, "--steps", "4")
+    coefs = [(row["actor/kl_coef"], row["actor/entropy_coef"]) for row in whole[1:]]
+    assert len({c for pair in coefs for c in pair}) == 8  # they move in every step
+    run(folder, 2, "resumed", *STATEFUL, "--steps", "2")
+    resumed = run(folder, 2, "resumed", *STATEFUL, "--steps", "4", "--resume", "auto")
+    assert resumed[3:] == whole[3:]
+    other = run(folder, 1, "one_rank", *STATEFUL, "--steps", "4", "--resume",
+                "whole/checkpoints/step_00000002")  # fmt: skip
+    for want, got in zip(whole[3:], other[-2:], strict=True):
+        for name in ("reward/mean", "filter/kept", "actor/loss", "actor/kl_coef", "correction/ess"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+def test_replayed_samples_are_weighed_for_their_age(folder):
+    rows = run(folder, 2, "replay", *STATEFUL, "--steps", "3")
+    assert rows[1]["correction/ess"] == pytest.approx(1, abs=1e-6)  # all are new
+    assert rows[2]["correction/ess"] < 0.9999  # half are a step old
+    assert rows[2]["actor/ratio_max"] == 1.0  # the ratio is to the policy the step starts from
+    assert rows[2]["rollout/loss_tokens"] > 1.5 * rows[1]["rollout/loss_tokens"]
+
+
+def test_old_and_new_logprobs_are_equal_in_the_first_update(folder):
+    """Computed in a pass of their own, with the same packing: the ratio is exactly 1."""
+    args = ["--algo.correction.level", "token", "--rollout.top_p", "0.9", "--steps", "2"]
+    for row in run(folder, 2, "first", *args)[1:]:
+        assert row["actor/ratio_max"] == 1.0
+        assert row["actor/ppo_kl"] == 0.0
+        assert row["correction/kl"] > 0.01  # the engine's distribution was cut
+        assert row["correction/weight_mean"] < 0.99

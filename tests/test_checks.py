@@ -1,0 +1,163 @@
+"""Combinations of algorithms and options that make no sense are refused at start, with a remedy."""
+
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from spmdrl.algo.advantages import ESTIMATORS, Estimator
+from spmdrl.algo.checks import READERS, check_algo
+from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.config import (
+    Advantage,
+    AlgoConfig,
+    ConfigError,
+    CorrectionConfig,
+    DataConfig,
+    PolicyLoss,
+    PpoConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+
+def config_of(roles=None, rollout=None, **algo):
+    rollout = {"n": 4, "max_tokens": 50} | (rollout or {})
+    return PpoConfig(
+        "m", DataConfig("t"), "gsm8k", algo=AlgoConfig(**algo), rollout=RolloutConfig(**rollout),
+        **(roles or {}),
+    )  # fmt: skip
+
+
+def on(**changes):
+    return CorrectionConfig(**{"level": "token"} | changes)
+
+
+CRITIC, PRM = {"critic": TrainConfig()}, {"prm": TrainConfig()}
+NONSENSE = [
+    # (what is set, words of the refusal)
+    ({"advantage": "gae"}, ["'gae'", "needs critic="]),
+    *[({"roles": CRITIC, "advantage": a}, ["no use for one", repr(a)])
+      for a in ("grpo", "rloo", "reinforce_plus_plus", "opo")],
+    *[({"rollout": {"n": 1}, "advantage": a}, ["rollout.n=1", "advantage 0"])
+      for a in ("grpo", "dr_grpo", "rloo", "grpo_passk", "optimal_token_baseline")],
+    ({"advantage": "remax"}, ["greedy answer", "rollout.greedy_baseline=True"]),
+    ({"rollout": {"greedy_baseline": True}}, ["greedy_baseline", "no use", "remax"]),
+    ({"advantage": "prime"}, ["needs prm="]),
+    ({"roles": PRM}, ["no use for prm"]),
+    ({"advantage": "prime", "roles": PRM | {"ref": TrainConfig(model="other")}}, ["same"]),
+    ({"advantage": "prime", "roles": PRM, "overlong_buffer": 5}, ["labels"]),
+    ({"advantage": "gdpo"}, ["reward_keys"]),
+    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "overlong_buffer": 5}, ["overlong_buffer"]),
+    ({"policy_loss": "sppo"}, ["win_rate"]),
+    ({"advantage": "win_rate"}, ["sppo"]),
+    ({"advantage": "reinforce_plus_plus", "policy_loss": "geo_mean"}, ["one per token"]),
+    ({"policy_loss": "gspo", "aggregation": "token_mean"}, ["seq_mean_token_mean"]),
+    ({"policy_loss": "kl_cov"}, ["one update per rollout"]),
+    ({"critic_warmup_steps": 3}, ["critic_warmup_steps=3", "nothing learns"]),
+    ({"advantage": "gae", "roles": CRITIC, "lam": 0.9, "lam_critic": 1.0, "lam_alpha": 0.05},
+     ["algo.lam=0.9", "no effect"]),
+    # KL
+    ({"kl_coef": 0.1, "kl_estimator": "k1"}, ["gradient of 0", "k1+"]),
+    ({"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, ["gradient", "'k3'"]),
+    ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo", "reward_keys": {"a": 1.0}}, ["lost"]),
+    ({"kl_coef": -0.1}, ["kl_coef=-0.1"]),
+    # options without effect
+    ({"clip_high": 0.28, "policy_loss": "gpg"}, ["clip_high=0.28", "no effect", "ppo"]),
+    ({"dual_clip": 5.0, "policy_loss": "gspo"}, ["dual_clip=5.0", "no effect"]),
+    ({"gamma": 0.9}, ["gamma=0.9", "no effect", "gae"]),
+    ({"lam": 0.9}, ["lam=0.9", "no effect"]),
+    ({"kl_target": 0.1}, ["kl_target=0.1", "kl_coef above 0"]),
+    ({"reward_keys": {"a": 1.0}}, ["reward_keys", "gdpo"]),
+    ({"norm_length": 100}, ["norm_length=100", "seq_mean_token_sum_norm"]),
+    ({"replay_steps": 2}, ["replay_steps=2", "sample_filter"]),
+    ({"filter_power": 3.0, "sample_filter": "max_min"}, ["filter_power=3.0", "'pow'"]),
+    # corrections
+    ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "algo.correction", "another policy"]),
+    ({"rollout": {"top_k": 20}}, ["top_k=20", "algo.correction"]),
+    ({"correction": CorrectionConfig(high=3.0)}, ["correction.high=3.0", "no effect"]),
+    ({"correction": on(low=0.1)}, ["correction.low=0.1", "mode='mask'"]),
+    ({"correction": on(mode="mask", low=3.0)}, ["low=3.0", "high=2.0"]),
+    ({"correction": on(bypass=True)}, ["correct twice", "reinforce"]),
+    ({"correction": CorrectionConfig(bypass=True), "policy_loss": "gpg"}, ["corrects nothing"]),
+    ({"correction": on(bypass=True, normalize=True), "policy_loss": "gpg"}, ["normalize"]),
+    ({"correction": CorrectionConfig(bypass=True), "top_entropy_fraction": 0.2}, ["leaves out"]),
+    ({"correction": CorrectionConfig(bypass=True), "advantage": "optimal_token_baseline"},
+     ["leaves out"]),
+    ({"correction": CorrectionConfig(bypass=True), "kl_coef": 0.1, "kl_in": "reward"},
+     ["leaves out"]),
+    ({"correction": on(reject={"token_k4": 1.0})}, ["token_k4", "seq_mean_k3"]),
+    ({"correction": on(reject={"token_k1": 2.0})}, ["token_k1", "(low, high)"]),
+    ({"correction": on(reject={"token_k1": (2.0, 0.5)})}, ["token_k1", "low < high"]),
+    ({"correction": on(reject={"seq_sum_k3": (0.1, 0.5)})}, ["seq_sum_k3", "one upper bound"]),
+    ({"sample_filter": "pow", "replay_steps": 1}, ["older weights", "level='token'"]),
+    # ranges
+    ({"dual_clip": 1.0}, ["dual_clip=1.0", "above 1"]),
+    ({"clip_low": 1.5}, ["clip_low=1.5"]),
+    ({"clip_high": -0.1}, ["clip_high=-0.1"]),
+    ({"advantage": "reinforce_plus_plus", "gamma": 1.1}, ["gamma=1.1", "0..1"]),
+    ({"top_entropy_fraction": 0.0}, ["top_entropy_fraction=0.0", "(0, 1]"]),
+    ({"dynamic_sampling": -1}, ["dynamic_sampling=-1"]),
+    ({"dynamic_sampling": 3, "rollout": {"n": 1}, "advantage": "reinforce_plus_plus"},
+     ["every group is one"]),
+    ({"overlong_buffer": 60}, ["overlong_buffer=60", "max_tokens=50"]),
+    ({"epochs": 0}, ["epochs=0"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "words"), NONSENSE, ids=lambda x: str(x)[:60])
+def test_nonsense_is_refused(setting, words):
+    with pytest.raises(ConfigError) as error:
+        check_algo(config_of(**setting))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+SENSE = [
+    {},
+    {"advantage": "gae", "roles": CRITIC, "rollout": {"n": 1}, "lam": 0.95},
+    {"advantage": "reinforce_plus_plus", "rollout": {"n": 1}, "gamma": 0.99},
+    {"advantage": "remax", "rollout": {"n": 1, "greedy_baseline": True}},
+    {"advantage": "prime", "roles": PRM},
+    {"advantage": "win_rate", "policy_loss": "sppo"},
+    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 3e-4},
+    {"rollout": {"top_p": 0.9}, "correction": on()},
+    {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},
+    {"correction": on(bypass=True), "policy_loss": "reinforce"},
+    {"sample_filter": "pow", "filter_power": 3.0, "replay_steps": 1, "correction": on()},
+    {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward", "kl_target": 0.1},
+]
+
+
+@pytest.mark.parametrize("setting", SENSE, ids=str)
+def test_sense_is_not_refused(setting):
+    check_algo(config_of(**setting))
+
+
+def test_every_option_of_one_algorithm_alone_has_its_reader():
+    """An option that some built-in algorithm does not read is in READERS, so none is silent."""
+    for_all = {
+        "advantage", "policy_loss", "aggregation", "kl_coef", "entropy_coef", "entropy_target",
+        "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
+        "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
+    }  # fmt: skip
+    assert for_all | set(READERS) == {f.name for f in fields(AlgoConfig)}
+    assert not for_all & set(READERS)
+
+
+def test_functions_of_the_users_may_read_anything():
+    def mine(*args):
+        return None
+
+    check_algo(config_of(advantage=mine, gamma=0.9, lam=0.8))
+    check_algo(config_of(policy_loss=mine, clip_high=0.3, rollout={"greedy_baseline": False}))
+    check_algo(config_of(advantage=mine, rollout={"greedy_baseline": True}))
+    with pytest.raises(ConfigError, match="mine needs critic"):
+        check_algo(config_of(advantage=Estimator(mine, "tokens", critic=True)))
+
+
+def test_there_is_one_name_for_each_thing():
+    assert set(ESTIMATORS) == set(get_args(Advantage))
+    assert set(POLICY_LOSSES) == set(get_args(PolicyLoss))
+    # no second way to leave out the division by the standard deviation, so none can be forgotten
+    assert ESTIMATORS["dr_grpo"].function is not ESTIMATORS["grpo"].function
+    assert not [f.name for f in fields(AlgoConfig) if "std" in f.name or "norm_adv" in f.name]
