@@ -19,9 +19,9 @@ from spmdrl.exits import exit_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.data import SftDataset
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.program import Runtime
+    from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology
     from spmdrl.types import Batch
 
@@ -45,11 +45,12 @@ def main(config: str = "", **overrides: Any) -> None:
 
 def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
-    from spmdrl.data import PromptOrder, SftDataset
+    from spmdrl.data import PromptOrder
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.plan import check_sft
     from spmdrl.program import load_tokenizer, write_config
+    from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology, train_degrees
 
     phases, topology = runtime.phases, runtime.topology

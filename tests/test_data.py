@@ -19,8 +19,9 @@ from tiny import save_tokenizer
 from transformers import AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
-from spmdrl.data import PromptDataset, PromptOrder, SftDataset
+from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.rewards.functions import gsm8k
+from spmdrl.sft_data import SftDataset
 from spmdrl.topology import Topology
 
 
@@ -254,7 +255,7 @@ def test_template_that_refuses_a_chat(topology, tokenizer, tmp_path, monkeypatch
 # The template adds 9 tokens to a question.
 def test_overlong_filter(topology, tokenizer, tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", [row("x" * n) for n in (1, 50, 3, 11, 12, 60)])
-    with caplog.at_level(logging.INFO, "spmdrl.data"):
+    with caplog.at_level(logging.INFO, "spmdrl"):
         data = load(topology, tokenizer, path, max_prompt_tokens=20)
     assert "3 of 6 prompts are longer than max_prompt_tokens=20 and were left out" in caplog.text
     assert (len(data), data.num_overlong) == (3, 3)

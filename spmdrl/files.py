@@ -1,0 +1,241 @@
+"""Rows of Parquet and JSONL files, kept in Arrow; a row becomes Python objects when asked for.
+
+Every row is checked at load, which is split over the ranks, and a bad row raises the same
+ConfigError on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+
+from spmdrl.collectives import all_gather_rows
+from spmdrl.config import ConfigError
+from spmdrl.topology import Topology
+
+T = TypeVar("T")
+
+CHUNK_ROWS = 1024  # rows that are Python objects at the same time while a file is checked
+MISSING = object()
+BAD_ROW = -1  # stands for a length where a row cannot be used
+
+
+class BadRow(ValueError):
+    """One row is wrong; whoever knows the file and the row number makes a ConfigError of it."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file in Arrow. Parquet: the columns that are read. JSONL: `line` and `number`."""
+
+    path: Path
+    table: pa.Table
+    is_json: bool
+
+    def decode(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """The row as a mapping of columns; raises BadRow where a line is not a JSON object."""
+        if not self.is_json:
+            return raw
+        try:
+            row = json.loads(raw["line"])
+        except json.JSONDecodeError as error:
+            raise BadRow(f"not valid JSON: {error.msg} at column {error.colno}") from error
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not valid UTF-8: {error}") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"a JSON {describe(row)}, expected an object {{column: value}}")
+        return row
+
+    def where(self, row: int) -> str:
+        if self.is_json:
+            return f"{self.path}, line {self.table['number'][row].as_py()}"
+        return f"{self.path}, row {row} (counted from 0)"
+
+
+class Files:
+    """Several data files, their rows numbered through."""
+
+    def __init__(self, files: list[DataFile]) -> None:
+        self.files = files
+        self.starts = np.cumsum([0, *(file.table.num_rows for file in files)])  # (num_files + 1,)
+
+    @classmethod
+    def open(cls, paths: str | tuple[str, ...], columns: tuple[str, ...]) -> Files:
+        """Reads `columns` (those that exist). Raises ConfigError for what cannot be read."""
+        paths = (paths,) if isinstance(paths, str) else tuple(paths)
+        if not paths:
+            raise ConfigError("no data file is given: set data.train to one path or several")
+        return cls([open_file(Path(path), columns) for path in paths])
+
+    @property
+    def names(self) -> str:
+        return ", ".join(str(file.path) for file in self.files)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def locate(self, row: int) -> tuple[DataFile, int]:
+        index = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.files[index], row - int(self.starts[index])
+
+    def where(self, row: int) -> str:
+        file, local = self.locate(row)
+        return file.where(local)
+
+    def row(self, row: int) -> dict[str, Any]:
+        """The columns of one row. Raises BadRow."""
+        file, local = self.locate(row)
+        return file.decode(file.table.slice(local, 1).to_pylist()[0])
+
+    def share(self, rank: int, world: int) -> Iterator[tuple[DataFile, dict[str, Any]]]:
+        """Rows rank::world in order, undecoded; a chunk of them at a time is Python objects."""
+        for file, start in zip(self.files, self.starts, strict=False):
+            for batch in file.table.to_batches(max_chunksize=CHUNK_ROWS):
+                picks = np.arange((rank - start) % world, batch.num_rows, world)
+                start += batch.num_rows
+                yield from ((file, raw) for raw in batch.take(pa.array(picks)).to_pylist())
+
+
+def open_file(path: Path, columns: tuple[str, ...]) -> DataFile:
+    if path.suffix not in (".parquet", ".jsonl"):
+        what = "is a folder" if path.is_dir() else f"has the unknown extension '{path.suffix}'"
+        raise ConfigError(f"data file '{path}' {what}: expected a .parquet or .jsonl file")
+    if not path.is_file():
+        raise ConfigError(f"data file '{path}' does not exist (looked from {Path.cwd()})")
+    is_json = path.suffix == ".jsonl"
+    table = read_lines(path) if is_json else read_parquet(path, columns)
+    if table.num_rows == 0:
+        raise ConfigError(f"data file '{path}' has no rows")
+    return DataFile(path, table, is_json)
+
+
+def read_parquet(path: Path, columns: tuple[str, ...]) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            found = [name for name in file.schema_arrow.names if name in columns]
+            if not found and file.metadata.num_rows:
+                raise ConfigError(
+                    f"data file '{path}' has none of the columns {', '.join(columns)}; "
+                    f"it has {', '.join(file.schema_arrow.names)}"
+                )
+            return file.read(columns=found)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"data file '{path}' cannot be read as Parquet: {error}") from error
+
+
+def read_lines(path: Path) -> pa.Table:
+    """The lines of a JSONL file, unparsed, with their numbers from 1; blank ones are skipped."""
+    schema = pa.schema({"line": pa.large_binary(), "number": pa.int64()})
+    batches, lines, numbers = [], [], []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                lines.append(line)
+                numbers.append(number)
+            if len(lines) == CHUNK_ROWS:
+                batches.append(pa.record_batch([lines, numbers], schema))
+                lines, numbers = [], []
+    batches.append(pa.record_batch([lines, numbers], schema))
+    return pa.Table.from_batches(batches)
+
+
+def measure_rows(
+    files: Files, length: Callable[[dict[str, Any]], int], topology: Topology
+) -> np.ndarray:
+    """Calls `length` on every row, split over the ranks: -> (num_rows,) int64, the same everywhere.
+
+    Raises ConfigError for the lowest row in which `length` raised BadRow; on every rank, because
+    each then calls it on that row itself.
+    """
+
+    def measure_share() -> list[int]:
+        return [
+            measure_row(file, raw, length)
+            for file, raw in files.share(topology.rank, topology.world)
+        ]
+
+    own = torch.tensor(load_together(topology, measure_share), dtype=torch.int64)
+    lengths = np.empty(len(files), dtype=np.int64)
+    for rank, part in enumerate(all_gather_rows(own, topology)):
+        lengths[rank :: topology.world] = part.numpy()
+    bad = np.flatnonzero(lengths == BAD_ROW)
+    if len(bad):
+        try:
+            length(files.row(int(bad[0])))
+        except BadRow as error:
+            more = f" ({len(bad)} of {len(files)} rows are bad)" if len(bad) > 1 else ""
+            raise ConfigError(f"{files.where(int(bad[0]))}: {error}{more}") from error
+        raise ConfigError(f"{files.where(int(bad[0]))} differs between ranks' copies of the file")
+    return lengths
+
+
+def measure_row(file: DataFile, raw: dict[str, Any], length: Callable[[dict], int]) -> int:
+    try:
+        return length(file.decode(raw))
+    except BadRow:
+        return BAD_ROW
+
+
+def load_together(topology: Topology, work: Callable[[], T]) -> T:
+    """Runs `work`, which holds no collective, on every rank; a failure on any is one on all.
+
+    A ConfigError becomes a ConfigError on all ranks, anything else a RuntimeError that names the
+    rank, so that no rank is left alone in the collective that follows.
+    """
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  raised again on every rank below
+        failure = error
+    wrong = isinstance(failure, ConfigError)
+    mine = None if failure is None else (wrong, str(failure) if wrong else repr(failure))
+    problems: list[Any] = [None] * topology.world
+    dist.all_gather_object(problems, mine, group=topology.group)
+    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
+    if not failed:
+        return result
+    some = "" if len(failed) == topology.world else f" (on ranks {failed} of {topology.world})"
+    wrong, text = problems[failed[0]]
+    if wrong:
+        raise ConfigError(text + some) from failure
+    raise RuntimeError(f"rank {failed[0]} cannot read the data: {text}{some}") from failure
+
+
+def lookup(row: dict[str, Any], key: str) -> Any:
+    """The value at a dotted key, or MISSING. A column whose name has the dots in it wins."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def without_nulls(turn: dict[str, Any]) -> dict[str, Any]:
+    """A chat turn as it was written: Arrow gives every turn the keys of all others, with null."""
+    return {key: value for key, value in turn.items() if value is not None}
+
+
+def bad_field(field: str, found: Any, expected: str, row: dict[str, Any] | None = None) -> BadRow:
+    fields = "" if row is None else f"; the row has {', '.join(row)}"
+    shown = f"missing{fields}" if found is MISSING else f"found {describe(found)}"
+    return BadRow(f"field '{field}': {shown}, expected {expected}")
+
+
+def describe(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,144 @@
+"""Rows to learn from by supervised fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmdrl.config import ConfigError, SftDataConfig
+from spmdrl.data import check_prompt, encode, prompt_tokens
+from spmdrl.files import (
+    MISSING,
+    Files,
+    bad_field,
+    load_together,
+    lookup,
+    measure_rows,
+    without_nulls,
+)
+from spmdrl.topology import Topology
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SftExample:
+    """One row to learn: loss on `response_ids`, which end in EOS unless they were cut."""
+
+    id: int  # row number in the concatenated files
+    prompt_ids: list[int]
+    response_ids: list[int]
+
+
+class SftDataset:
+    """Rows for supervised fine-tuning.
+
+    A row with `response_key` is a prompt and a response: a string prompt becomes one user turn
+    (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
+    without takes the chat in `messages`, whose last turn, by the assistant, is learnt. The end of a
+    row over max_tokens is cut; where that leaves no response token the row is left out. Both are
+    counted in `num_overlong`.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        rows: np.ndarray,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SftDataConfig,
+        num_overlong: int,
+    ) -> None:
+        self.files, self.rows = files, rows
+        self.tokenizer, self.config, self.num_overlong = tokenizer, config, num_overlong
+
+    @classmethod
+    def load(
+        cls,
+        paths: str | tuple[str, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SftDataConfig,
+        topology: Topology,
+    ) -> SftDataset:
+        """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer of '{tokenizer.name_or_path}' has no eos_token, so a model could "
+                "not learn to stop. Set eos_token in its tokenizer_config.json."
+            )
+        keys = (config.prompt_key, config.response_key, "messages")
+        columns = tuple(key.split(".")[0] for key in keys)
+        files = load_together(topology, lambda: Files.open(paths, columns))
+
+        def length(row: dict[str, Any]) -> int:
+            prompt_ids, response_ids = sft_tokens(row, tokenizer, config)
+            total = len(prompt_ids) + len(response_ids)
+            # A prompt without room for a response is told from a row that is only cut.
+            return NO_ROOM if len(prompt_ids) >= config.max_tokens else total
+
+        lengths = measure_rows(files, length, topology)
+        num_overlong = int((lengths > config.max_tokens).sum())
+        rows = np.flatnonzero(lengths != NO_ROOM)
+        if len(rows) == 0:
+            raise ConfigError(
+                f"{files.names}: in all {len(files)} rows the prompt alone has at least "
+                f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
+            )
+        if num_overlong and topology.rank == 0:
+            logger.info(
+                "%d of %d rows are longer than max_tokens=%d: %d were cut, %d left out",
+                *(num_overlong, len(files), config.max_tokens),
+                *(num_overlong - (len(files) - len(rows)), len(files) - len(rows)),
+            )
+        return cls(files, rows, tokenizer, config, num_overlong)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int) -> SftExample:
+        row = int(self.rows[index])
+        prompt_ids, response_ids = sft_tokens(self.files.row(row), self.tokenizer, self.config)
+        room = self.config.max_tokens - len(prompt_ids)
+        return SftExample(row, prompt_ids, response_ids[:room])
+
+
+NO_ROOM = 2**62  # a length no row has
+
+
+def sft_tokens(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: SftDataConfig
+) -> tuple[list[int], list[int]]:
+    """(prompt_ids, response_ids with EOS), not truncated. Raises BadRow."""
+    prompt, response = sft_fields(row, config)
+    if isinstance(prompt, str) and tokenizer.chat_template is not None:
+        prompt = [{"role": "user", "content": prompt}]
+    prompt_ids, _ = prompt_tokens(prompt, tokenizer, config)
+    response_ids = encode(tokenizer, response, special=False)
+    return prompt_ids, [*response_ids, int(tokenizer.eos_token_id)]
+
+
+def sft_fields(
+    row: dict[str, Any], config: SftDataConfig
+) -> tuple[list[dict[str, Any]] | str, str]:
+    """(prompt, response) of a row, checked. Raises BadRow."""
+    response = lookup(row, config.response_key)
+    if response is MISSING and "messages" in row:
+        chat = row["messages"]
+        check_prompt("messages", chat)
+        if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
+            expected = "a chat list of at least two turns, the last by the assistant"
+            raise bad_field("messages", chat, expected)
+        return [without_nulls(turn) for turn in chat[:-1]], chat[-1]["content"]
+    prompt = lookup(row, config.prompt_key)
+    check_prompt(config.prompt_key, prompt)
+    if not isinstance(response, str) or not response:
+        expected = "a non-empty string (data.response_key), or a column 'messages'"
+        raise bad_field(config.response_key, response, expected, row)
+    return (
+        prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
+    ), response
