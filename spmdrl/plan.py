@@ -11,7 +11,9 @@ from math import prod
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from spmdrl.algo.checks import check_algo, require
+from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.checks import check_algo, require, shown
+from spmdrl.algo.losses import aggregation_of, needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.models import load_hf_config
@@ -183,6 +185,7 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
         f"steps an epoch: {config.steps * d.prompts_per_step / max(num_prompts, 1):.2f} epochs",
         f"  longest sequence {d.max_prompt_tokens} + {r.max_tokens} = {longest} tokens; "
         f"micro-batches of {config.actor.micro_batch_tokens} tokens",
+        *algorithm_lines(config),
         "placement",
     ]
     for name, role in roles_of(config).items():
@@ -191,6 +194,30 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
     lines.append(f"  rollout  ranks 0-{world - 1}: {engines} {r.engine} engines x tp "
                  f"{r.tensor_parallel}")  # fmt: skip
     return "\n".join(lines + memory_lines(config, world))
+
+
+def algorithm_lines(config: PpoConfig) -> list[str]:
+    """What the names resolve to, and which passes they cost."""
+    algo, estimator = config.algo, estimator_of(config.algo)
+    over = "all unmasked tokens of the step" if estimator.whiten else "nothing"
+    old = "a pass of the actor" if needs_old_logprobs(algo) else "those of the update's own pass"
+    if algo.correction.bypass:
+        old = "those of the rollout engine (bypass)"
+    extra = {
+        "a greedy answer per prompt": config.rollout.greedy_baseline,
+        f"up to {algo.dynamic_sampling} rounds of sampling": algo.dynamic_sampling > 0,
+        f"samples of {algo.replay_steps} earlier steps": algo.replay_steps > 0,
+        f"samples drawn by {algo.sample_filter!r}": algo.sample_filter is not None,
+        "rollout correction of each " + algo.correction.level: algo.correction.level != "off",
+        f"rejection by {', '.join(algo.correction.reject)}": bool(algo.correction.reject),
+    }
+    return [
+        "algorithm",
+        f"  advantage {shown(algo.advantage)}, whitened over {over}; policy loss "
+        f"{shown(algo.policy_loss)}, aggregation {shown(aggregation_of(algo))}",
+        f"  old logprobs: {old}",
+        *[f"  {text}" for text, is_on in extra.items() if is_on],
+    ]
 
 
 def memory_lines(config: PpoConfig, world: int) -> list[str]:

@@ -18,13 +18,15 @@ from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.kl import next_entropy_coef, next_kl_coef
 from spmdrl.algo.losses import (
     SELECTING_LOSSES,
+    corrects,
+    needs_old_logprobs,
     policy_objective,
     prm_objective,
     value_objective,
 )
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.collectives import all_gather_rows, sum_over_ranks
-from spmdrl.config import AlgoConfig, PpoConfig
+from spmdrl.config import PpoConfig
 from spmdrl.credit import add_advantages, add_correction, select_tokens, with_outcome_weights
 from spmdrl.engines.engine import LossFn, TrainEngine
 from spmdrl.metrics import sample_metrics
@@ -257,22 +259,6 @@ def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
             metrics |= {f"actor/{name}": value for name, value in updates.items()}
         metrics |= adapt(roles, metrics, num_samples=len(collected.samples))
     return metrics
-
-
-def needs_old_logprobs(algo: AlgoConfig) -> bool:
-    """With one update per rollout the update's own forward pass has them (algo.losses)."""
-    return (
-        algo.epochs * algo.mini_batches > 1
-        or (algo.kl_coef > 0 and algo.kl_in == "reward")
-        or corrects(algo)
-        or algo.top_entropy_fraction < 1
-        or algo.policy_loss in SELECTING_LOSSES
-        or estimator_of(algo).token_sums
-    )
-
-
-def corrects(algo: AlgoConfig) -> bool:
-    return algo.correction.level != "off" or bool(algo.correction.reject)
 
 
 def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:

@@ -27,6 +27,17 @@ def test_pack_masks_prompts_and_invalid_samples():
     assert batch.response_lens.tolist() == [3, 0]
 
 
+def test_tokens_are_trained_on_as_they_were_sampled():
+    """Never by way of the text: it may have other tokens than those that were drawn."""
+    drifted = sample(0, 0, 2, 3)
+    drifted.response = "a text that no tokenizer would cut into 50, 51, 52"
+    drifted.loss_mask = [1, 0, 1]  # the second is a tool's
+    batch = pack_samples([drifted])
+    assert batch.token_ids.tolist() == [0, 1, 50, 51, 52]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1]
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, -0.5]
+
+
 def test_select_picks_whole_sequences_in_the_order_asked():
     batch = pack_samples([sample(g, 0, g + 1, 2) for g in range(4)])
     picked = batch.select([3, 1])

@@ -321,6 +321,22 @@ def policy_objective(
     return objective
 
 
+def needs_old_logprobs(algo: AlgoConfig) -> bool:
+    """With one update per rollout the update's own forward pass has them (`policy_objective`)."""
+    return (
+        algo.epochs * algo.mini_batches > 1
+        or (algo.kl_coef > 0 and algo.kl_in == "reward")
+        or corrects(algo)
+        or algo.top_entropy_fraction < 1
+        or algo.policy_loss in SELECTING_LOSSES
+        or estimator_of(algo).token_sums
+    )
+
+
+def corrects(algo: AlgoConfig) -> bool:
+    return algo.correction.level != "off" or bool(algo.correction.reject)
+
+
 def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoConfig], Loss]:
     return (
         POLICY_LOSSES[algo.policy_loss] if isinstance(algo.policy_loss, str) else algo.policy_loss

@@ -108,6 +108,7 @@ STATEFUL = [
     "--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "pow",
     "--algo.replay_steps", "1", "--algo.correction.level", "token", "--algo.kl_coef", "0.05",
     "--algo.kl_target", "0.001", "--algo.kl_horizon", "100", "--algo.entropy_target", "9.0",
+    "--actor.optim.schedule", "linear", "--actor.optim.decay_steps", "8",
     "--checkpoint.every_steps", "2", "--checkpoint.keep", "5",
 ]  # fmt: skip
 
@@ -116,6 +117,8 @@ def test_replay_and_coefficients_resume_bit_for_bit(folder):
     whole = run(folder, 2, "whole", *STATEFUL, "--steps", "4")
     coefs = [(row["actor/kl_coef"], row["actor/entropy_coef"]) for row in whole[1:]]
     assert len({c for pair in coefs for c in pair}) == 8  # they move in every step
+    rates = [row["actor/lr"] for row in whole[1:]]
+    assert rates == pytest.approx([1e-3 * (1 - done / 8) for done in range(4)])
     run(folder, 2, "resumed", *STATEFUL, "--steps", "2")
     resumed = run(folder, 2, "resumed", *STATEFUL, "--steps", "4", "--resume", "auto")
     assert resumed[3:] == whole[3:]
