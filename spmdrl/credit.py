@@ -30,13 +30,8 @@ from spmdrl.algo.correction import (
     rejection_keep,
     weight_moments,
 )
-from spmdrl.algo.losses import (
-    kl_estimator_of,
-    loss_counts,
-    loss_weights,
-    process_reward,
-    seq_mean_token_mean,
-)
+from spmdrl.algo.losses import loss_counts, loss_weights, seq_mean_token_mean
+from spmdrl.algo.objectives import kl_estimator_of, process_reward
 from spmdrl.algo.selection import (
     clip_cov_candidates,
     covariance_moments,

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import check_algo, require, shown
-from spmdrl.algo.losses import aggregation_of, needs_old_logprobs
+from spmdrl.algo.losses import aggregation_of
+from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.models import load_hf_config

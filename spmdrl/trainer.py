@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdrl import checkpoint
 from spmdrl.cli import as_source
+from spmdrl.collect import collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines.fsdp import FsdpEngine
@@ -18,8 +19,9 @@ from spmdrl.plan import describe, roles_of
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.roles import Roles
 from spmdrl.rollout import build_engine
-from spmdrl.step import Roles, collect, evaluate, learn, sync
+from spmdrl.step import learn, sync
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.types import Prompt, Sample
 

@@ -8,7 +8,7 @@ import reference
 import torch
 from golden import batch_of, flat, random_trajectories
 
-from spmdrl.algo import kl, losses, selection
+from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import token_rewards
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.types import Batch
@@ -86,7 +86,7 @@ def test_policy_loss_and_gradient_are_those_of_the_paper(name, seed):
     trs, batch, new = case_of(seed, name in PER_SEQUENCE)
     batch.selected = selected_tensor(trs, batch)
     algo = AlgoConfig(policy_loss=name, **settings)
-    got, _ = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
+    got, _ = objectives.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
     got = got * batch.loss_mask
     (got_grad,) = torch.autograd.grad(got.sum(), new)
     new_rows = leaves(rows_of(new.detach(), batch))
@@ -109,7 +109,7 @@ def test_clipping_and_masking_happened_in_the_cases_above():
         trs, batch, new = case_of(0, name in PER_SEQUENCE)
         batch.selected = selected_tensor(trs, batch)
         algo = AlgoConfig(policy_loss=name, **LOSSES[name][0])
-        _, metrics = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
+        _, metrics = objectives.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
         fraction = float((metrics["clip_fraction"] * batch.loss_mask).sum() / batch.loss_mask.sum())
         assert 0.02 < fraction < 0.9, name
 
@@ -291,13 +291,13 @@ def test_objective_is_the_sum_of_its_terms():
     batch.policy_weights = torch.rand(batch.num_tokens, generator=g).double() * batch.loss_mask
     batch.nll_weights = torch.rand(batch.num_tokens, generator=g).double() * batch.loss_mask
     algo = AlgoConfig(kl_coef=0.1, kl_estimator="k3", positive_nll_coef=0.2, entropy_coef=0.3)
-    loss, _ = losses.policy_objective(algo)(new, entropy, batch)
+    loss, _ = objectives.policy_objective(algo)(new, entropy, batch)
     policy, _ = losses.ppo(new, batch.old_logprobs, batch, algo)
     per_token = policy * batch.policy_weights - 0.3 * entropy
     per_token = per_token + 0.1 * kl.k3(new, batch.ref_logprobs)
     want = (per_token * batch.loss_weights).sum() - 0.2 * (new * batch.nll_weights).sum()
     torch.testing.assert_close(loss, want)
-    loss, _ = losses.policy_objective(algo, kl_coef=0.0, entropy_coef=0.0)(new, entropy, batch)
+    loss, _ = objectives.policy_objective(algo, kl_coef=0.0, entropy_coef=0.0)(new, entropy, batch)
     want = (policy * batch.policy_weights * batch.loss_weights).sum()
     torch.testing.assert_close(loss, want - 0.2 * (new * batch.nll_weights).sum())
 
@@ -308,7 +308,7 @@ def test_bypass_weighs_reinforce_by_the_policy_at_hand(level):
     batch.old_logprobs = batch.rollout_logprobs
     correction = CorrectionConfig(level=level, high=1.2, bypass=True, reject={"token_k2": 0.4})
     algo = AlgoConfig(policy_loss="reinforce", correction=correction)
-    loss, _ = losses.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    loss, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     for tr, row in zip(trs, rows_of(new.detach(), batch), strict=True):
         tr.logprobs = row  # the policy at hand takes the trainer's place
     for tr, row in zip(trs, rows_of(batch.rollout_logprobs, batch), strict=True):
@@ -323,7 +323,7 @@ def test_bypass_takes_the_engines_logprobs_as_the_old_ones():
     _, batch, new = objective_batch(2)
     batch.old_logprobs = batch.rollout_logprobs
     algo = AlgoConfig(correction=CorrectionConfig(bypass=True))
-    loss, sums = losses.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    loss, sums = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     want, _ = losses.ppo(new, batch.rollout_logprobs, batch, AlgoConfig())
     torch.testing.assert_close(loss, (want * batch.loss_weights).sum())
     assert float(sums["ratio_max"]) > 1.01
@@ -332,7 +332,7 @@ def test_bypass_takes_the_engines_logprobs_as_the_old_ones():
 def test_objective_masks_and_reports_the_rollout_difference():
     _, batch, new = objective_batch(3)
     batch.old_logprobs = None  # one update per rollout: the policy itself
-    loss, sums = losses.policy_objective(AlgoConfig())(new, torch.zeros_like(new), batch)
+    loss, sums = objectives.policy_objective(AlgoConfig())(new, torch.zeros_like(new), batch)
     torch.testing.assert_close(loss, (-batch.advantages * batch.loss_weights).sum())
     (grad,) = torch.autograd.grad(loss, new)
     assert (grad[batch.loss_mask == 0] == 0).all()
@@ -348,7 +348,9 @@ def test_prm_objective_is_the_cross_entropy_of_the_outcome():
     batch.loss_weights = losses.seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)
     batch.rewards = batch.rewards.double()
     new = batch.prm_logprobs.double().requires_grad_()
-    loss, _ = losses.prm_objective(AlgoConfig(prime_beta=0.05))(new, torch.zeros_like(new), batch)
+    loss, _ = objectives.prm_objective(AlgoConfig(prime_beta=0.05))(
+        new, torch.zeros_like(new), batch
+    )
     rows = leaves(rows_of(new.detach(), batch))
     process = [
         [0.05 * (x - float(r)) for x, r in zip(row, ref, strict=True)]
@@ -386,7 +388,7 @@ def test_functions_of_the_users_take_the_place_of_names():
     )  # fmt: skip
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
     batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
-    loss, sums = losses.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    loss, sums = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     per_token = -batch.advantages * new * 2 + 0.1 * (new - batch.ref_logprobs) ** 4
     torch.testing.assert_close(loss, (per_token * batch.loss_mask).sum() / 12)
     assert float(sums["mine"]) == float(batch.loss_mask.sum())
@@ -399,7 +401,7 @@ def test_extreme_ratios_stay_finite():
         batch.selected = torch.zeros_like(far)
         algo = AlgoConfig(policy_loss=name)
         mb = replace(batch, old_logprobs=batch.old_logprobs)
-        loss, _ = losses.policy_objective(algo)(far, torch.zeros_like(far), mb)
+        loss, _ = objectives.policy_objective(algo)(far, torch.zeros_like(far), mb)
         (grad,) = torch.autograd.grad(loss, far)
         assert math.isfinite(float(loss.detach())), name
         assert torch.isfinite(grad).all(), name

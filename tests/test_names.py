@@ -13,6 +13,7 @@ from golden import batch_of, random_trajectories
 from spmdrl import config as names
 from spmdrl.algo import advantages, correction, kl, losses, selection
 from spmdrl.algo.checks import check_algo
+from spmdrl.algo.objectives import policy_objective
 from spmdrl.cli import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
 
@@ -177,7 +178,7 @@ def run_example(algo):
     assert batch.old_logprobs is not None
     batch.ref_logprobs = batch.rollout_logprobs
     logprobs = (batch.old_logprobs * 1.01).requires_grad_()
-    loss, sums = losses.policy_objective(algo)(logprobs, torch.zeros_like(logprobs), batch)
+    loss, sums = policy_objective(algo)(logprobs, torch.zeros_like(logprobs), batch)
     loss.backward()
     assert loss.shape == () and all(torch.isfinite(x) for x in (loss, *sums.values()))
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()

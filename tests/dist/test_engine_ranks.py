@@ -43,7 +43,7 @@ def engine_on(topology, kind, model, config):
 
 def update_on(topology, kind, model, config, order):
     """Two updates on this rank's stride of the batch; metrics and all weights afterwards."""
-    from spmdrl.algo.losses import policy_objective, value_objective
+    from spmdrl.algo.objectives import policy_objective, value_objective
 
     engine = engine_on(topology, kind, model, config)
     batch = whole_batch().select(order[topology.rank :: topology.world])
@@ -83,7 +83,7 @@ def test_updates_do_not_depend_on_ranks_micro_batches_or_order(qwen3, kind):
 def gradient_on(topology, model, config, order):
     engine = engine_on(topology, "policy", model, config)
     batch = whole_batch().select(order[topology.rank :: topology.world])
-    from spmdrl.algo.losses import policy_objective
+    from spmdrl.algo.objectives import policy_objective
 
     grads = {}
 
@@ -113,7 +113,7 @@ def test_gradients_agree_to_1e_6(qwen3):
 
 def on_policy_on(topology, model):
     """Ratio in the first update when old logprobs come from a pass of their own."""
-    from spmdrl.algo.losses import policy_objective
+    from spmdrl.algo.objectives import policy_objective
 
     engine = engine_on(topology, "policy", model, CONFIG)
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
@@ -130,7 +130,7 @@ def test_ratio_is_exactly_one_on_policy(qwen3, world):
 
 def uneven_on(topology, model):
     """Rank 1 has a single sequence, rank 0 many micro-batches, rank 2 nothing at all."""
-    from spmdrl.algo.losses import policy_objective
+    from spmdrl.algo.objectives import policy_objective
 
     engine = engine_on(topology, "policy", model, CONFIG)
     mine = {0: list(range(8)), 1: [8], 2: []}[topology.rank]
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_weights(qwen3):
 
 def bf16_on(topology, kind, model):
     """Compute in bf16 from float32 weights; the reference is float32 throughout."""
-    from spmdrl.algo.losses import policy_objective, value_objective
+    from spmdrl.algo.objectives import policy_objective, value_objective
     from spmdrl.config import AlgoConfig
 
     batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))

@@ -23,11 +23,11 @@ if os.environ["RANK"] == "1":
 """
 SITES = {
     "data": ("data", "spmdrl.data", "PromptDataset.prompt"),
-    "rollout": ("rollout", "spmdrl.step", "sample_prompts"),
+    "rollout": ("rollout", "spmdrl.collect", "sample_prompts"),
     "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.score"),
     "checkpoint": ("checkpoint", "torch", "save"),
     # amid training the other rank is inside a collective that never completes
-    "training": ("update_actor", "spmdrl.algo.losses", "masked_max"),
+    "training": ("update_actor", "spmdrl.algo.objectives", "masked_max"),
 }
 
 

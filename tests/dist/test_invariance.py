@@ -139,9 +139,11 @@ def steps_on(topology, cases, splits, models):
     """{(case, split): metrics} of this rank, one step each; nothing moves, the rates are 0."""
     import torch.distributed as dist
 
+    from spmdrl.collect import Collected
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.phases import Phases
-    from spmdrl.step import Collected, Roles, learn
+    from spmdrl.roles import Roles
+    from spmdrl.step import learn
     from spmdrl.topology import Topology
 
     ranks = Topology.build(topology.device, dp=1, fsdp=-1)

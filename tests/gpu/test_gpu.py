@@ -97,7 +97,7 @@ def test_flash_and_padded_attention_agree_in_value_and_gradient():
 
 
 def test_updates_with_offload_and_checkpointing_are_the_same(topology, model):
-    from spmdrl.algo.losses import policy_objective
+    from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
 
     results = []
@@ -117,7 +117,7 @@ def test_updates_with_offload_and_checkpointing_are_the_same(topology, model):
 def test_offload_gives_the_memory_back(topology, tmp_path):
     big = save_qwen3(tmp_path / "big", hidden_size=1024, intermediate_size=4096, head_dim=64)
     engine = engine_of(str(big), topology, offload_params=True, offload_optimizer=True)
-    from spmdrl.algo.losses import policy_objective
+    from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
 
     engine.update(batch_of([20, 33]), policy_objective(AlgoConfig()), 1.0)

@@ -1,0 +1,168 @@
+"""The loss functions that an engine is given: of the actor, the critic, the process reward model.
+
+Each is made from the config and has the signature of the seam (engines/engine.py):
+(logprobs, entropy, micro-batch) -> (loss, metric sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.correction import correction_weights, rejection_keep
+from spmdrl.algo.kl import ESTIMATORS, k1, k3
+from spmdrl.algo.losses import POLICY_LOSSES, SELECTING_LOSSES, Loss, value_loss
+from spmdrl.config import AlgoConfig
+from spmdrl.types import Batch, segment_expand, segment_sum
+
+
+def policy_objective(
+    algo: AlgoConfig, kl_coef: float | None = None, entropy_coef: float | None = None
+) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The actor's loss function for a training engine (the seam, engines/engine.py).
+
+    kl_coef and entropy_coef: of this step, where adaptive; None: as configured.
+    """
+    kl_coef = algo.kl_coef if kl_coef is None else kl_coef
+    entropy_coef = algo.entropy_coef if entropy_coef is None else entropy_coef
+    token_loss = policy_loss_of(algo)
+    kl = kl_estimator_of(algo)
+
+    def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert mb.loss_weights is not None
+        # with one update per rollout the policy that sampled is the policy at hand
+        old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
+        losses, metrics = token_loss(logprobs, old, mb, algo)
+        if mb.policy_weights is not None:
+            losses = losses * mb.policy_weights
+        if algo.correction.bypass:
+            losses = losses * bypass_weights(logprobs.detach(), mb, algo)
+        if kl_coef and algo.kl_in == "loss":
+            assert mb.ref_logprobs is not None
+            losses = losses + kl_coef * kl(logprobs, mb.ref_logprobs)
+        if entropy_coef:
+            losses = losses - entropy_coef * entropy
+        loss = (losses * mb.loss_weights).sum()
+        if mb.nll_weights is not None:
+            loss = loss - algo.positive_nll_coef * (logprobs * mb.nll_weights).sum()
+        with torch.no_grad():
+            metrics["entropy"] = entropy
+            metrics["ppo_kl"] = k1(old, logprobs)
+            ours = logprobs.detach() if algo.correction.bypass else old
+            metrics |= rollout_difference(ours, mb.rollout_logprobs)
+            if mb.ref_logprobs is not None:
+                metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
+            sums = {name: (value.detach() * mb.loss_mask).sum() for name, value in metrics.items()}
+            sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
+            sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
+        return loss, sums
+
+    return objective
+
+
+def needs_old_logprobs(algo: AlgoConfig) -> bool:
+    """With one update per rollout the update's own forward pass has them (`policy_objective`)."""
+    return (
+        algo.epochs * algo.mini_batches > 1
+        or (algo.kl_coef > 0 and algo.kl_in == "reward")
+        or corrects(algo)
+        or algo.top_entropy_fraction < 1
+        or algo.policy_loss in SELECTING_LOSSES
+        or estimator_of(algo).token_sums
+    )
+
+
+def corrects(algo: AlgoConfig) -> bool:
+    return algo.correction.level != "off" or bool(algo.correction.reject)
+
+
+def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoConfig], Loss]:
+    return (
+        POLICY_LOSSES[algo.policy_loss] if isinstance(algo.policy_loss, str) else algo.policy_loss
+    )
+
+
+def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    chosen = algo.kl_estimator
+    return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
+
+
+def bypass_weights(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Tensor:
+    """Correction by the policy at hand, where no pass was spent on the one the step starts from.
+
+    The weight is for losses without a ratio of their own; tests drop tokens, and the loss's divisor
+    stays that of all tokens.
+    """
+    log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
+    weights = rejection_keep(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction.reject)
+    if algo.correction.level != "off":
+        weights = weights * correction_weights(
+            log_ratio, mb.loss_mask, mb.seq_lens, algo.correction
+        )
+    return weights
+
+
+def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """How far the engine that sampled is from the trainer, per token: |difference| and k3."""
+    return {
+        "logprob_diff_mean": (logprobs - rollout_logprobs).abs(),
+        "rollout_kl": k3(rollout_logprobs, logprobs),
+    }
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest unmasked value, 0 if there is none; values must not be negative."""
+    return (values * mask).max() if len(values) else values.new_zeros(())
+
+
+def value_objective(
+    algo: AlgoConfig,
+) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The critic's loss function; `values` takes the place of the log-probabilities."""
+
+    def objective(values: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert mb.values is not None and mb.returns is not None and mb.loss_weights is not None
+        losses = value_loss(values, mb.values, mb.returns, algo.value_clip)
+        with torch.no_grad():
+            sums = {
+                "value_mean": (values * mb.loss_mask).sum(),
+                "return_mean": (mb.returns * mb.loss_mask).sum(),
+                "squared_error": ((values - mb.returns) ** 2 * mb.loss_mask).sum(),
+            }
+        return (losses * mb.loss_weights).sum(), sums
+
+    return objective
+
+
+def process_reward(prm_logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
+    """beta (log pi_phi - log pi_ref) per token. Source: PRIME, arXiv 2502.01456, eq. 3."""
+    return beta * (prm_logprobs - ref_logprobs)
+
+
+def prm_objective(
+    algo: AlgoConfig,
+) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The process reward model's: cross-entropy of the sum of its rewards with the outcome.
+
+    -(y log s + (1 - y) log(1 - s)), s = sigmoid(sum_t beta (log pi_phi - log pi_ref)), y the reward
+    of the sample, in 0..1. Source: PRIME, arXiv 2502.01456, eq. 4. loss_weights must be those of
+    seq_mean_token_mean, which make it the mean over the mini-batch's samples.
+    """
+
+    def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert mb.ref_logprobs is not None and mb.loss_weights is not None
+        process = process_reward(logprobs, mb.ref_logprobs, algo.prime_beta) * mb.loss_mask
+        logit = segment_sum(process, mb.seq_lens)
+        per_seq = torch.nn.functional.binary_cross_entropy_with_logits(
+            logit, mb.rewards, reduction="none"
+        )
+        losses = segment_expand(per_seq, mb.seq_lens)
+        with torch.no_grad():
+            right = segment_expand(((logit > 0) == (mb.rewards > 0.5)).float(), mb.seq_lens)
+            sums = {"process_reward": process.sum(), "accuracy": (right * mb.loss_mask).sum()}
+        return (losses * mb.loss_weights).sum(), sums
+
+    return objective
