@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo test lint bench clean
+.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -35,6 +35,9 @@ test: lint  ## lint, then the whole test suite
 
 bench: .venv  ## time the add2 workload on one and on two ranks
 	@$(BIN)/python examples/add2/bench.py
+
+bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
+	@$(BIN)/python examples/arithmetic/bench_algos.py
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache

@@ -1,0 +1,30 @@
+"""GDPO: a reward of each digit is normalised by itself before they are added up.
+
+Source: arXiv 2601.05242. The estimators that need no config of their own are run from
+qwen3_tiny_arithmetic_grpo_cpu.py by `make bench-algos`; this one needs a reward with keys.
+
+torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_bench_cpu.py
+"""
+
+from dataclasses import replace
+
+from qwen3_tiny_arithmetic_grpo_cpu import config as grpo
+from qwen3_tiny_arithmetic_grpo_cpu import exact_match
+
+
+def by_digit(response: str, ground_truth: str) -> dict[str, float]:
+    """`score` is logged and evaluated; GDPO learns from the digits, units first as in the task."""
+    given = response.strip()
+    return {
+        "score": exact_match(response, ground_truth),
+        "units": float(given[:1] == ground_truth[:1]),
+        "tens": float(given[1:] == ground_truth[1:]),
+    }
+
+
+config = replace(
+    grpo,
+    run_dir="runs/arithmetic/gdpo",
+    reward=by_digit,
+    algo=replace(grpo.algo, advantage="gdpo", reward_keys={"units": 1.0, "tens": 1.0}),
+)
