@@ -84,13 +84,13 @@ def ask(
             )
     with roles.phases("reward"):
         roles.rewards.score(samples + greedy, roles.phases.still_going)
-        add_greedy_rewards(samples, greedy)
         check_reward_keys(samples, tuple(algo.reward_keys))
-        for sample in samples if algo.overlong_buffer else ():
+        for sample in samples + greedy if algo.overlong_buffer else ():
             sample.penalty = overlong_penalty(
                 len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
                 algo.overlong_penalty,
             )  # fmt: skip
+        add_greedy_rewards(samples, greedy)
     return samples
 
 
@@ -101,7 +101,7 @@ def add_greedy_rewards(samples: list[Sample], greedy: list[Sample]) -> None:
         other = baseline[sample.group]
         if other.reward is None and sample.invalid is None:
             sample.reward, sample.invalid = None, f"the greedy answer is invalid: {other.invalid}"
-        sample.greedy_reward = other.reward or 0.0
+        sample.greedy_reward = 0.0 if other.reward is None else other.reward + other.penalty
 
 
 def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from spmdrl.algo.correction import (
     rejection_keep,
     weight_moments,
 )
-from spmdrl.algo.losses import loss_counts, loss_weights, seq_mean_token_mean
+from spmdrl.algo.losses import kept_mask, loss_counts, loss_weights, seq_mean_token_mean
 from spmdrl.algo.objectives import kl_estimator_of, process_reward
 from spmdrl.algo.selection import (
     clip_cov_candidates,
@@ -58,14 +58,13 @@ def summed(values: Tensor, topology: Topology) -> Tensor:
 
 def add_correction(
     batches: list[Batch], algo: AlgoConfig, topology: Topology
-) -> tuple[list[Tensor], dict[str, float]]:
-    """Sets policy_weights where a correction is on; returns what may be trained on, and metrics.
+) -> dict[str, float]:  # fmt: skip
+    """Sets `kept`, the tokens that passed all tests, and policy_weights where a level is chosen.
 
-    The first is (num_tokens,) per batch: the loss mask without the tokens that failed a test. The
-    ratio is that of the policy the step starts from to the engine that sampled.
+    The ratio is that of the policy the step starts from to the engine that sampled.
     """
     config = algo.correction
-    kept, all_weights, parts = [], [], torch.zeros(10, dtype=torch.float64)
+    all_weights, parts = [], torch.zeros(10, dtype=torch.float64)
     moments = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
         assert batch.old_logprobs is not None
@@ -76,15 +75,15 @@ def add_correction(
         if config.level != "off":
             weights = correction_weights(log_ratio, mask, lens, config)
             moments += weight_moments(weights, mask, lens, config.level)
-        parts += mismatch_sums(log_ratio, weights, keep, mask, lens)
-        kept.append(keep)
+        parts += mismatch_sums(log_ratio, weights * keep, keep, mask, lens)
+        batch.kept = keep
         all_weights.append(weights)
     total, number = summed(moments, topology).tolist()
     scale = number / total if config.normalize and total > 0 else 1.0
     if config.level != "off":
         for batch, weights in zip(batches, all_weights, strict=True):
             batch.policy_weights = weights * scale
-    return kept, mismatch_metrics(summed(parts, topology))
+    return mismatch_metrics(summed(parts, topology))
 
 
 # ---- advantages
@@ -97,27 +96,24 @@ class SampleTable:
     outcomes: Outcomes
     rows: Tensor  # (num_seqs,) int64: which rows are this rank's, mini-batch after mini-batch
     mini: Tensor  # (n,) int64: its mini-batch
-    kept: Tensor  # (n,) float64: tokens that may be trained on
+    kept: Tensor  # (n,) float64: tokens that are trained on
     rewards: Tensor  # (n,) float64: before any KL is taken off
     kl: Tensor  # (n,) float64: sum over its tokens, where the KL belongs to the reward
 
 
 def add_advantages(
-    batches: list[Batch], config: PpoConfig, kl_coef: float, kept: list[Tensor], step: int,
-    topology: Topology,
-) -> tuple[list[Batch], dict[str, float]]:  # fmt: skip
-    """The batches with advantages, loss_weights and, with a critic, returns.
+    batches: list[Batch], config: PpoConfig, kl_coef: float, topology: Topology
+) -> dict[str, float]:
+    """Sets advantages, loss_weights and, with a critic, returns; metrics of the advantages.
 
-    Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples. Where
-    a filter is on, samples that it did not draw are left out.
-    kept: (num_tokens,) per batch, the loss mask less what a rollout correction rejected.
+    Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.
     """
     algo = config.algo
     estimator = estimator_of(algo)
-    table = gather_samples(batches, algo, kl_coef, kept, topology)
+    table = gather_samples(batches, algo, kl_coef, topology)
     tokens = tokens_of(concatenate(batches), algo, table, kl_coef)
     if estimator.token_sums:
-        tokens = with_group_sums(tokens, algo.advantage == "tir_optimal_token_baseline", topology)
+        tokens = with_group_sums(tokens, estimator.by_turn, topology)
     returns = None
     if estimator.sees == "outcomes":
         per_sample = estimator(table.outcomes, algo) * table.outcomes.valid
@@ -135,30 +131,21 @@ def add_advantages(
     for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
         batch.advantages = part
         batch.returns = None if returns is None else returns.split(sizes)[i]
-    drawn = None
-    if algo.sample_filter is not None:
-        drawn = draw_samples(table.outcomes, config, step)
-        metrics["filter/kept"] = float((drawn > 0).sum())
-    add_loss_weights(batches, kept, table, drawn, config, topology)
+    add_loss_weights(batches, table, config, topology)
     if algo.kl_coef and algo.kl_in == "reward":
         metrics["reward/kl"] = float(table.kl.sum() / table.outcomes.lengths.sum().clamp(min=1))
-    if drawn is not None:
-        parts = drawn[table.rows].split([batch.num_seqs for batch in batches])
-        batches = [
-            batch.select(part.nonzero().flatten().tolist())
-            for batch, part in zip(batches, parts, strict=True)
-        ]
-    return batches, metrics
+    return metrics
 
 
 def gather_samples(
-    batches: list[Batch], algo: AlgoConfig, kl_coef: float, kept: list[Tensor], topology: Topology
+    batches: list[Batch], algo: AlgoConfig, kl_coef: float, topology: Topology
 ) -> SampleTable:
     """The only exchange that most estimators need: a dozen numbers per sample."""
-    batch, mask = concatenate(batches), torch.cat(kept)
+    batch = concatenate(batches)
+    kl, process = kl_penalty(batch, algo), process_rewards(batch, algo)
     lengths, kept_lengths, kl, process = (
         segment_sum(x.double(), batch.seq_lens)
-        for x in (batch.loss_mask, mask, kl_penalty(batch, algo), process_rewards(batch, algo))
+        for x in (batch.loss_mask, kept_mask(batch), kl, process)
     )
     counts = torch.tensor([b.num_seqs for b in batches])
     columns = [
@@ -216,14 +203,6 @@ def with_group_sums(tokens: Tokens, by_turn: bool, topology: Topology) -> Tokens
     return replace(tokens, group_sums=summed(sums, topology))
 
 
-def draw_samples(o: Outcomes, config: PpoConfig, step: int) -> Tensor:
-    """(n,) float64: how often each sample of the step was drawn for training."""
-    assert config.algo.sample_filter is not None
-    weights = filter_weights(o.scores, o.valid, config.algo.sample_filter, config.algo.filter_power)
-    new = int((o.groups % (1 + config.algo.replay_steps) == 0).sum())  # replay.ReplayBuffer.mix
-    return draw(weights, new, config.seed, step).double()
-
-
 def sample_moments(advantages: Tensor, lengths: Tensor) -> Tensor:
     """As `token_moments` of (n,) advantages that stand on all tokens of their sample."""
     return torch.stack([lengths, lengths * advantages, lengths * advantages**2]).sum(1)
@@ -241,45 +220,50 @@ def moment_metrics(moments: Tensor) -> dict[str, float]:
 
 
 def add_loss_weights(
-    batches: list[Batch], kept: list[Tensor], table: SampleTable, drawn: Tensor | None,
-    config: PpoConfig, topology: Topology,
-) -> None:  # fmt: skip
-    """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask.
-
-    drawn: (n,) how often each sample of the table weighs; None: once.
-    """
+    batches: list[Batch], table: SampleTable, config: PpoConfig, topology: Topology
+) -> None:
+    """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask."""
     algo = config.algo
     norm_length = algo.norm_length or config.rollout.max_tokens
-    times = torch.ones_like(table.kept) if drawn is None else drawn
     positive = table.outcomes.lengths * (table.rewards > 0)
-    own_times = times[table.rows].float().split([batch.num_seqs for batch in batches])
     for i, batch in enumerate(batches):
-        mine = (table.mini == i) * times
+        mine = (table.mini == i).double()
         counts = torch.stack([(table.kept * mine).sum(), ((table.kept > 0) * mine).sum()])
-        multiplicity = None if drawn is None else own_times[i]
         batch.loss_weights = loss_weights(
-            kept[i], batch.seq_lens, counts, algo, norm_length, multiplicity
+            kept_mask(batch), batch.seq_lens, counts, algo, norm_length
         )
         if algo.positive_nll_coef:
-            right = torch.repeat_interleave((batch.rewards > 0) * own_times[i], batch.seq_lens)
+            right = torch.repeat_interleave((batch.rewards > 0).float(), batch.seq_lens)
             total = float((positive * mine).sum().clamp(min=1))
             batch.nll_weights = right * batch.loss_mask / total
         if algo.top_entropy_fraction < 1:
-            count = float((table.outcomes.lengths * (table.mini == i)).sum())
-            top = top_entropy(batch, math.ceil(algo.top_entropy_fraction * count), topology)
+            count = math.ceil(algo.top_entropy_fraction * float(counts[0]))
+            assert batch.old_entropy is not None
+            top = largest(batch.old_entropy.double(), count, batch, topology)
             weights = batch.policy_weights
             batch.policy_weights = top if weights is None else top * weights
 
 
-def top_entropy(batch: Batch, count: int, topology: Topology) -> Tensor:
-    """(num_tokens,) float32: 1 on the `count` tokens of the mini-batch that are least sure.
+def largest(
+    values: Tensor, count: int, batch: Batch, topology: Topology, draw: Tensor | None = None
+) -> Tensor:
+    """(num_tokens,) float32: 1 on the `count` tokens of the mini-batch with the largest values.
 
-    Source: arXiv 2506.01939. The entropy is that of the policy the step starts from.
+    Of equal values those with the higher ticket of `draw`, in 0..1, are taken; without tickets all
+    of them are. Only tokens that are trained on are chosen from.
     """
-    assert batch.old_entropy is not None
-    entropy = torch.where(batch.loss_mask > 0, batch.old_entropy.double(), -torch.inf)
-    cut = kth_largest(entropy, max(count, 1), topology)
-    return (entropy >= cut).float() * batch.loss_mask
+    kept = kept_mask(batch)
+    values = torch.where(kept > 0, values, -torch.inf)
+    cut = kth_largest(values, max(count, 1), topology)
+    chosen = (values >= cut) & (kept > 0)
+    if draw is not None:
+        above, tied = chosen & (values > cut), chosen & (values == cut)
+        numbers = summed(torch.stack([above.sum(), tied.sum()]), topology)
+        if int(numbers.sum()) > max(count, 1):
+            tickets = torch.where(tied, draw, -torch.inf)
+            least = kth_largest(tickets, max(count, 1) - int(numbers[0]), topology)
+            chosen = above | (tied & (tickets >= least))
+    return chosen.float()
 
 
 def with_outcome_weights(batch: Batch, topology: Topology) -> Batch:
@@ -307,17 +291,44 @@ def select_tokens(
     draws as many from those between cov_low and cov_high.
     """
     assert batch.advantages is not None and batch.old_logprobs is not None
-    algo, mask = config.algo, batch.loss_mask
+    algo, mask = config.algo, kept_mask(batch)
     moments = covariance_moments(logprobs, batch.advantages, mask)
     covariance = covariances(logprobs, batch.advantages, mask, summed(moments, topology))
     count = max(int(algo.cov_fraction * float(moments[0])), 1)
+    tickets = token_lottery(batch, config.seed, step, update)
     if algo.policy_loss == "kl_cov":
-        cut = kth_largest(covariance, count, topology)
-        return (covariance >= cut).float() * mask
+        return largest(covariance, count, batch, topology, tickets)
     ratio = (logprobs - batch.old_logprobs).exp()
     bounds = (algo.cov_low, algo.cov_high, algo.clip_low, algo.clip_high)
     candidates = clip_cov_candidates(covariance, ratio, batch.advantages, bounds)
-    tickets = token_lottery(batch, config.seed, step, update)
-    tickets = torch.where(candidates & (mask > 0), tickets, -torch.inf)
-    cut = kth_largest(tickets, count, topology)
-    return (tickets >= cut).float() * candidates * mask
+    tickets = torch.where(candidates, tickets, -torch.inf)
+    return largest(tickets, count, batch, topology) * candidates
+
+
+# ---- PF-PPO
+
+
+def resample(batch: Batch, config: PpoConfig, step: int, topology: Topology) -> tuple[Batch, float]:
+    """As many sequences as the step sampled, drawn by reward with replacement. Collective.
+
+    One that is drawn k times is there k times. The draw is of the step's samples and those that are
+    replayed, on all ranks; the second result is how many different ones were drawn.
+    """
+    algo = config.algo
+    assert algo.sample_filter is not None
+    columns = [batch.groups.double(), batch.indices.double(), batch.rewards, batch.valid.double()]
+    tables = all_gather_rows(torch.stack(columns, dim=1), topology)
+    everyone = torch.cat(tables)
+    order = address_order(everyone[:, :2])
+    groups, _, rewards, valid = everyone[order].unbind(1)
+    weights = filter_weights(rewards, valid, algo.sample_filter, algo.filter_power)
+    new = int((groups % (1 + algo.replay_steps) == 0).sum())  # replay.ReplayBuffer.mix
+    first = sum(len(t) for t in tables[: topology.rank])
+    rows = torch.argsort(order)[first : first + batch.num_seqs]
+    all_times = draw(weights, new, config.seed, step)
+    times = all_times[rows]
+    copies = torch.repeat_interleave(torch.arange(batch.num_seqs), times)
+    drawn = batch.select(copies.tolist())
+    before = torch.arange(len(copies)) - torch.repeat_interleave(times.cumsum(0) - times, times)
+    drawn.indices = drawn.indices + config.rollout.n * before  # of the k-th copy
+    return drawn, float((all_times > 0).sum())

@@ -148,7 +148,7 @@ def sample_row(s: Sample) -> dict[str, Any]:
 
 
 def sample_metrics(
-    samples: list[Sample], topology: Topology, by_source: bool = False
+    samples: list[Sample], topology: Topology, by_source: bool = False, penalised: bool = False
 ) -> dict[str, float]:
     """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
 
@@ -168,6 +168,8 @@ def sample_metrics(
         add("reward/invalid", s.invalid is not None)
         if s.reward is None:
             continue
+        if penalised:
+            add("reward/overlong_penalty", s.penalty)
         add("reward/mean", s.reward)
         add("reward/std", s.reward**2)
         if by_source:
@@ -186,6 +188,7 @@ def sample_metrics(
     if "reward/mean" in metrics:
         variance = metrics["reward/std"] - metrics["reward/mean"] ** 2
         metrics["reward/std"] = max(variance, 0.0) ** 0.5
+    metrics["response/tokens"] = totals.get("response/mean_tokens", (0.0, 0.0))[0]
     metrics["reward/invalid"] = totals.get("reward/invalid", (0.0, 0.0))[0]
     metrics["response/max_tokens"] = max(most for _, most in everyone)
     sources = [name for name in metrics if name.endswith("/reward/mean")]

@@ -41,12 +41,12 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     batch.groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
     batch.indices = torch.tensor([s.index for s in samples], dtype=torch.int64)
     batch.rewards = torch.tensor(
-        [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float32
+        [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
     )
     batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
-    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float32)
+    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
     table = [[s.reward_info.get(key, 0.0) for key in keys] for s in samples]
-    batch.keys = torch.tensor(table, dtype=torch.float32).reshape(len(samples), len(keys))
+    batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
     return batch
 
 
@@ -60,10 +60,10 @@ def empty_batch(seq_lens: Tensor, num_keys: int = 0) -> Batch:
         rollout_logprobs=torch.zeros(num_tokens),
         groups=torch.zeros(num_seqs, dtype=torch.int64),
         indices=torch.zeros(num_seqs, dtype=torch.int64),
-        rewards=torch.zeros(num_seqs),
+        rewards=torch.zeros(num_seqs, dtype=torch.float64),
         valid=torch.zeros(num_seqs),
-        greedy=torch.zeros(num_seqs),
-        keys=torch.zeros(num_seqs, num_keys),
+        greedy=torch.zeros(num_seqs, dtype=torch.float64),
+        keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
         policy_version=torch.zeros(num_tokens, dtype=torch.int64),
     )
 
@@ -78,13 +78,11 @@ def concatenate(batches: list[Batch]) -> Batch:
     return replace(batches[0], **joined, cu_seqlens=lengths_to_cu_seqlens(lens))
 
 
-def balance(
-    batch: Batch, num_groups: int, mini_batches: int, topology: Topology
-) -> tuple[list[Batch], float]:
+def balance(batch: Batch, mini_batches: int, topology: Topology) -> tuple[list[Batch], float]:
     """Moves sequences between ranks so that every rank has the same work in every mini-batch.
 
-    A mini-batch is a run of consecutive groups of the step, whatever the number of ranks; groups
-    are numbered from 0 to num_groups - 1.
+    A mini-batch is a run of consecutive groups of the step, whatever the number of ranks; there are
+    fewer than `mini_batches` where there are fewer groups.
     Returns this rank's Batch of each mini-batch, sequences ordered by (group, index), and the
     imbalance: the heaviest rank's work over the mean, averaged over mini-batches. Collective.
     """
@@ -92,8 +90,10 @@ def balance(
     tables = all_gather_rows(table, topology)
     everyone = torch.cat(tables)  # (total, 3), in order of (rank, local position)
     first = sum(len(t) for t in tables[: topology.rank])
-    owner = torch.empty(len(everyone), dtype=torch.int64)
-    mini_of = everyone[:, 0] * mini_batches // num_groups
+    owner = torch.full((len(everyone),), -1)
+    groups = everyone[:, 0].unique()  # sorted
+    mini_batches = max(min(mini_batches, len(groups)), 1)
+    mini_of = torch.searchsorted(groups, everyone[:, 0]) * mini_batches // max(len(groups), 1)
     imbalances = []
     for mini in range(mini_batches):
         members = (mini_of == mini).nonzero().flatten()
@@ -105,10 +105,11 @@ def balance(
             owner[members[torch.tensor(part, dtype=torch.int64)]] = rank
         loads = [sum(work[i] for i in part) for part in parts]
         imbalances.append(max(loads) * topology.world / max(sum(loads), 1e-9))
+    assert bool((owner >= 0).all())
     mine = owner[first : first + batch.num_seqs]
     batch = exchange(batch, mine, topology)
     batch = batch.select(address_order(torch.stack([batch.groups, batch.indices], 1)).tolist())
-    mini_of = batch.groups * mini_batches // num_groups
+    mini_of = torch.searchsorted(groups, batch.groups) * mini_batches // max(len(groups), 1)
     minis = [batch.select((mini_of == m).nonzero().flatten().tolist()) for m in range(mini_batches)]
     return minis, sum(imbalances) / len(imbalances)
 
@@ -130,7 +131,7 @@ def exchange(batch: Batch, owner: Tensor, topology: Topology) -> Batch:
     ends = batch.cu_seqlens[seqs_to.cumsum(0)]
     tokens_to = torch.diff(ends, prepend=ends.new_zeros(1))
     seq_ints = torch.stack([batch.seq_lens, batch.groups, batch.indices], dim=1)
-    seq_floats = torch.stack([batch.rewards, batch.valid, batch.greedy], dim=1)
+    seq_floats = torch.stack([batch.rewards, batch.valid.double(), batch.greedy], dim=1)
     seq_floats = torch.cat([seq_floats, batch.keys], dim=1)
     token_ints = torch.stack([batch.token_ids, batch.policy_version], dim=1)
     token_floats = torch.stack([batch.loss_mask, batch.rollout_logprobs], dim=1)
@@ -146,7 +147,7 @@ def exchange(batch: Batch, owner: Tensor, topology: Topology) -> Batch:
         groups=seq_ints[:, 1].contiguous(),
         indices=seq_ints[:, 2].contiguous(),
         rewards=seq_floats[:, 0].contiguous(),
-        valid=seq_floats[:, 1].contiguous(),
+        valid=seq_floats[:, 1].float(),
         greedy=seq_floats[:, 2].contiguous(),
         keys=seq_floats[:, 3:].contiguous(),
         policy_version=token_ints[:, 1].contiguous(),

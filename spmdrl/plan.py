@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import math
 from math import prod
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -26,6 +29,20 @@ GIB = 2**30
 def check(config: PpoConfig, world: int) -> None:
     """Raises ConfigError; needs no process group, no weights and no data."""
     data, rollout, algo = config.data, config.rollout, config.algo
+    check_finite(config, "")
+    for name, value in {"seed": config.seed, "rollout.min_tokens": rollout.min_tokens}.items():
+        require(value >= 0, f"{name}={value} must not be negative")
+    require(
+        algo.critic_warmup_steps < config.steps,
+        f"algo.critic_warmup_steps={algo.critic_warmup_steps} of steps={config.steps}: the actor "
+        "would never learn",
+    )
+    require(
+        data.max_eval_prompts is None or data.max_eval_prompts >= 1,
+        f"data.max_eval_prompts={data.max_eval_prompts} must be at least 1",
+    )
+    fraction = config.rewards.max_invalid_fraction
+    require(0 <= fraction <= 1, f"rewards.max_invalid_fraction={fraction} must be in 0..1")
     for name, value in {
         "steps": config.steps, "data.prompts_per_step": data.prompts_per_step,
         "data.max_prompt_tokens": data.max_prompt_tokens, "rollout.n": rollout.n,
@@ -50,6 +67,16 @@ def check(config: PpoConfig, world: int) -> None:
     check_roles(config, world)
     hf = load_hf_config(config.model)
     check_model(hf, config)
+
+
+def check_finite(node: Any, where: str) -> None:
+    """No number of the config is inf or nan: each would end as a loss that is not finite."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            check_finite(value, f"{where}{field.name}.")
+        elif isinstance(value, float):
+            require(math.isfinite(value), f"{where}{field.name}={value} is not a finite number")
 
 
 def check_roles(config: PpoConfig, world: int) -> None:
@@ -90,6 +117,12 @@ def check_training_role(name: str, role: TrainConfig, world: int, updates: int) 
         raise ConfigError(f"{name}.fsdp: {error}") from error
     require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
     optim = role.optim
+    for field, value, fits in (
+        ("lr", optim.lr, optim.lr >= 0),
+        ("betas", optim.betas, len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
+        ("warmup_steps", optim.warmup_steps, optim.warmup_steps >= 0),
+    ):
+        require(fits, f"{name}.optim.{field}={value} is out of range")
     require(
         optim.clip_norm > 0,
         f"{name}.optim.clip_norm={optim.clip_norm} would zero every gradient; "

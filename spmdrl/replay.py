@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.config import ConfigError
 from spmdrl.packing import concatenate
 from spmdrl.types import Batch
 
@@ -39,10 +40,18 @@ class ReplayBuffer:
     def save(self, path: Path) -> None:
         torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], path)
 
-    def load(self, paths: list[Path], rank: int, world: int) -> None:
-        """Takes this rank's part of what all ranks saved: files rank, rank + world, ..."""
+    def load(self, paths: list[Path], rank: int, world: int, num_keys: int) -> None:
+        """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
+
+        Raises ConfigError where they were saved with another number of reward keys.
+        """
         shares = [torch.load(path, weights_only=True) for path in paths]
         parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
         ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
                             [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip
         self.past = ages[: self.steps]
+        if any(batch.keys.shape[1] != num_keys for batch in self.past):
+            raise ConfigError(
+                f"the checkpoint's replayed samples have other algo.reward_keys than these "
+                f"{num_keys}: keep them, or start anew with --resume never"
+            )

@@ -21,7 +21,13 @@ from spmdrl.algo.objectives import (
 )
 from spmdrl.collect import Collected
 from spmdrl.collectives import sum_over_ranks
-from spmdrl.credit import add_advantages, add_correction, select_tokens, with_outcome_weights
+from spmdrl.credit import (
+    add_advantages,
+    add_correction,
+    resample,
+    select_tokens,
+    with_outcome_weights,
+)
 from spmdrl.engines.engine import LossFn, TrainEngine
 from spmdrl.metrics import sample_metrics
 from spmdrl.packing import balance, pack_samples
@@ -40,20 +46,19 @@ def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
     temperature = config.rollout.temperature
 
     with phases("balance"):
-        metrics = sample_metrics(collected.asked, topology)
+        metrics = sample_metrics(collected.asked, topology, penalised=algo.overlong_buffer > 0)
         check_invalid(collected.asked, config.rewards, topology)
         if algo.dynamic_sampling:
             metrics["dynamic_sampling/rounds"] = collected.rounds
             metrics["dynamic_sampling/groups"] = collected.num_groups
         if collected.num_groups == 0:  # every group was equal: nothing to learn from
             return metrics | {"rollout/loss_tokens": 0.0}
-        num_groups = collected.num_groups
         batch = pack_samples(collected.samples, tuple(algo.reward_keys))
         if roles.replay is not None:
-            batch = roles.replay.mix(batch)
-            num_groups = config.data.prompts_per_step * (1 + algo.replay_steps)
-        mini_batches = min(algo.mini_batches, num_groups)
-        batches, metrics["balance/imbalance"] = balance(batch, num_groups, mini_batches, topology)
+            batch, metrics["filter/kept"] = resample(
+                roles.replay.mix(batch), config, step, topology
+            )
+        batches, metrics["balance/imbalance"] = balance(batch, algo.mini_batches, topology)
 
     if algo.correction.bypass:
         for batch in batches:
@@ -86,12 +91,9 @@ def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
                 batch.values = roles.critic.values(batch)
 
     with phases("advantages"):
-        kept = [batch.loss_mask for batch in batches]
         if corrects(algo) and not algo.correction.bypass:
-            kept, correction = add_correction(batches, algo, topology)
-            metrics |= correction
-        batches, credit = add_advantages(batches, config, roles.kl_coef, kept, step, topology)
-        metrics |= credit
+            metrics |= add_correction(batches, algo, topology)
+        metrics |= add_advantages(batches, config, roles.kl_coef, topology)
 
     if roles.critic is not None:
         with phases("update_critic"):
@@ -131,7 +133,8 @@ def train(
 ) -> dict[str, float]:
     """`epochs` passes of one update per mini-batch; metrics are means (maxima) over the updates.
 
-    before(batch, number of updates done): called ahead of each.
+    before(batch, number of updates done): called ahead of each. A mini-batch that has nothing to
+    learn from on any rank makes no update.
     """
     updates: list[dict[str, float]] = []
     for _ in range(epochs):
@@ -139,18 +142,21 @@ def train(
             if before is not None:
                 before(batch, len(updates))
             updates.append(engine.update(batch, loss_fn, temperature))
+    done = [update for update in updates if update]
     return {
-        name: max(u[name] for u in updates)
+        name: max(u[name] for u in done)
         if name.endswith("_max")
-        else sum(u[name] for u in updates) / len(updates)
-        for name in updates[0]
+        else sum(u[name] for u in done) / len(done)
+        for name in (done[0] if done else ())
     }
 
 
 def adapt(roles: Roles, metrics: dict[str, float], num_samples: int) -> dict[str, float]:
     """The coefficients that this step was run with; sets those of the next."""
     algo = roles.config.algo
-    used = {}
+    used: dict[str, float] = {}
+    if "actor/entropy" not in metrics:  # there was nothing to learn from
+        return used
     if algo.kl_target is not None:
         used["actor/kl_coef"] = roles.kl_coef
         kl = metrics["reward/kl" if algo.kl_in == "reward" else "actor/ref_kl"]

@@ -153,15 +153,16 @@ def resume(run: Run) -> tuple[int, RunLog]:
 
 
 def restore(roles: Roles, saved: dict[str, Any], folder: Path) -> None:
-    """What the algorithm carries from step to step; its coefficients only where they adapt."""
+    """What the algorithm carries from step to step; a coefficient where it did and does adapt."""
     algo, rank, world = roles.config.algo, roles.topology.rank, roles.topology.world
-    if algo.kl_target is not None:
-        roles.kl_coef = saved["kl_coef"]
-    if algo.entropy_target is not None:
-        roles.entropy_coef, roles.entropy = saved["entropy_coef"], saved["entropy"]
+    adaptive = saved.get("adaptive", {})
+    if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
+        roles.kl_coef = adaptive["kl_coef"]
+    if algo.entropy_target is not None and adaptive.get("entropy") is not None:
+        roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
     shares = sorted(folder.glob("replay_*.pt"))
     if roles.replay is not None and shares:
-        roles.replay.load(shares, rank, world)
+        roles.replay.load(shares, rank, world, num_keys=len(algo.reward_keys))
 
 
 def save(run: Run, step: int, log: RunLog) -> None:
@@ -170,9 +171,11 @@ def save(run: Run, step: int, log: RunLog) -> None:
         "engines": sorted(run.engines),
         "order": run.order.state_dict(),
         "config": as_source(run.config),
-        "kl_coef": run.roles.kl_coef,
-        "entropy_coef": run.roles.entropy_coef,
-        "entropy": run.roles.entropy,
+        "adaptive": {
+            "kl_coef": run.roles.kl_coef if run.config.algo.kl_target else None,
+            "entropy_coef": run.roles.entropy_coef if run.roles.entropy is not None else None,
+            "entropy": run.roles.entropy,
+        },
     }
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
     parts = [*run.roles.actor.pretrained, run.roles.tokenizer]
@@ -199,7 +202,7 @@ def timing(
 ) -> dict[str, float]:
     """time/<phase>_s of this step, and response tokens per second of the whole job."""
     times = {f"time/{name.replace(' ', '_')}_s": s for name, s in seconds.items()}
-    tokens = metrics["rollout/loss_tokens"]
+    tokens = metrics["response/tokens"]
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
 
 

@@ -74,10 +74,10 @@ class Batch:
     rollout_logprobs: Tensor  # (num_tokens,) float32
     groups: Tensor  # (num_seqs,) int64
     indices: Tensor  # (num_seqs,) int64
-    rewards: Tensor  # (num_seqs,) float32, penalties included, 0 where not valid
+    rewards: Tensor  # (num_seqs,) float64, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32
-    greedy: Tensor  # (num_seqs,) float32, reward of the greedy answer to the same prompt
-    keys: Tensor  # (num_seqs, num_keys) float32, the rewards that algo.reward_keys names
+    greedy: Tensor  # (num_seqs,) float64, reward of the greedy answer to the same prompt
+    keys: Tensor  # (num_seqs, num_keys) float64, the rewards that algo.reward_keys names
     policy_version: Tensor  # (num_tokens,) int64
     old_logprobs: Tensor | None = None  # (num_tokens,) float32
     old_entropy: Tensor | None = None  # (num_tokens,) float32, nats
@@ -88,6 +88,7 @@ class Batch:
     advantages: Tensor | None = None  # (num_tokens,) float32
     returns: Tensor | None = None  # (num_tokens,) float32
     loss_weights: Tensor | None = None  # (num_tokens,) float32
+    kept: Tensor | None = None  # (num_tokens,) float32, the loss mask less what was rejected
     policy_weights: Tensor | None = None  # (num_tokens,) float32, on the policy loss alone:
     # rollout correction times the top-entropy mask
     nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL

@@ -10,6 +10,7 @@ from golden import batch_of, flat, random_trajectories
 
 from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import token_rewards
+from spmdrl.algo.correction import rejection_keep
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.types import Batch
 
@@ -128,23 +129,6 @@ def test_aggregation(name, seed):
         weights = losses.loss_weights(half.loss_mask, half.seq_lens, counts, algo, 12)
         got += float((part * weights).sum())
     assert got == pytest.approx(want, rel=1e-6)
-
-
-def test_a_sample_drawn_twice_weighs_as_two_copies():
-    _, batch, _ = case_of(1, False)
-    values = torch.randn(batch.num_tokens).double()
-    times = torch.ones(batch.num_seqs)
-    times[2], times[4] = 2, 0
-    copies = batch.select([0, 1, 2, 2, 3, *range(5, batch.num_seqs)])
-    rows = torch.cat([values.split(batch.seq_lens.tolist())[i]
-                      for i in [0, 1, 2, 2, 3, *range(5, batch.num_seqs)]])  # fmt: skip
-    for name in losses.AGGREGATIONS:
-        algo = AlgoConfig(aggregation=name)
-        counts = losses.loss_counts(batch.loss_mask, batch.seq_lens, times)
-        weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12, times)
-        counts = losses.loss_counts(copies.loss_mask, copies.seq_lens)
-        want = losses.loss_weights(copies.loss_mask, copies.seq_lens, counts, algo, 12)
-        assert float((values * weights).sum()) == pytest.approx(float((rows * want).sum()))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -319,6 +303,35 @@ def test_bypass_weighs_reinforce_by_the_policy_at_hand(level):
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "sppo"])
+@pytest.mark.parametrize("bypass", [True, False])
+def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
+    """As if they were masked: neither in the mean over the sequence nor in the gradient."""
+    trs, batch, new = case_of(3, True)
+    counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
+    correction = CorrectionConfig(bypass=bypass, reject={"token_k1": (0.8, 1.3)})
+    algo = AlgoConfig(policy_loss=name, correction=correction)
+    ours = new.detach() if bypass else batch.old_logprobs
+    if bypass:
+        batch.old_logprobs = batch.rollout_logprobs
+    log_ratio = (ours - batch.rollout_logprobs) * batch.loss_mask
+    keep = rejection_keep(log_ratio, batch.loss_mask, batch.seq_lens, correction.reject)
+    assert 0.2 < float(keep.sum() / batch.loss_mask.sum()) < 0.9
+    masked = replace(batch, loss_mask=keep)
+    per_token = losses.loss_weights(keep, batch.seq_lens, counts, AlgoConfig(), 12)
+    want, _ = losses.POLICY_LOSSES[name](new, batch.old_logprobs, masked, algo)
+    want = (want * per_token).sum()
+    batch.loss_weights = per_token
+    if not bypass:
+        batch.kept = keep
+    got, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    torch.testing.assert_close(got, want)
+    (got_grad,) = torch.autograd.grad(got, new, retain_graph=True)
+    (want_grad,) = torch.autograd.grad(want, new)
+    torch.testing.assert_close(got_grad, want_grad)
+    assert float(got_grad[keep == 0].abs().max()) == 0
+
+
 def test_bypass_takes_the_engines_logprobs_as_the_old_ones():
     _, batch, new = objective_batch(2)
     batch.old_logprobs = batch.rollout_logprobs
@@ -346,7 +359,6 @@ def test_prm_objective_is_the_cross_entropy_of_the_outcome():
     trs, batch, _ = objective_batch(1)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
     batch.loss_weights = losses.seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)
-    batch.rewards = batch.rewards.double()
     new = batch.prm_logprobs.double().requires_grad_()
     loss, _ = objectives.prm_objective(AlgoConfig(prime_beta=0.05))(
         new, torch.zeros_like(new), batch
@@ -377,7 +389,8 @@ def test_functions_of_the_users_take_the_place_of_names():
     _, batch, new = objective_batch(0)
 
     def my_loss(logprobs, old_logprobs, mb: Batch, algo):
-        return -mb.advantages * logprobs * 2, {"mine": torch.ones_like(logprobs)}
+        ones = torch.ones_like(logprobs)
+        return -mb.advantages * logprobs * 2, {"mine": ones, "mine_max": 7 * ones}
 
     def my_aggregation(mask, seq_lens, counts, norm_length):
         return mask / norm_length
@@ -392,6 +405,7 @@ def test_functions_of_the_users_take_the_place_of_names():
     per_token = -batch.advantages * new * 2 + 0.1 * (new - batch.ref_logprobs) ** 4
     torch.testing.assert_close(loss, (per_token * batch.loss_mask).sum() / 12)
     assert float(sums["mine"]) == float(batch.loss_mask.sum())
+    assert float(sums["mine_max"]) == 7
 
 
 def test_extreme_ratios_stay_finite():

@@ -339,6 +339,7 @@ class Estimator:
     greedy: bool = False  # needs the greedy answer to each prompt
     prm: bool = False
     token_sums: bool = False  # needs `token_baseline_sums`
+    by_turn: bool = False  # whose positions count the policy's own tokens
     aggregation: str = "token_mean"  # that goes with it by default
 
     def __call__(self, *args: Any) -> Any:
@@ -361,7 +362,7 @@ ESTIMATORS = {
         optimal_token_baseline, "tokens", groups=True, token_sums=True
     ),
     "tir_optimal_token_baseline": Estimator(
-        tir_optimal_token_baseline, "tokens", groups=True, token_sums=True
+        tir_optimal_token_baseline, "tokens", groups=True, token_sums=True, by_turn=True
     ),
     "prime": Estimator(prime, "tokens", groups=True, prm=True),
     "win_rate": Estimator(win_rate, groups=True),

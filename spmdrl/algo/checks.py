@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from math import isfinite
 from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of
@@ -24,11 +25,18 @@ Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
 
 
 def loss_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
-    return f"policy_loss {', '.join(names)}", lambda a: a.policy_loss in names
+    """Or a function of the user's, which may read any option of a loss."""
+    return (
+        f"policy_loss {', '.join(names)}",
+        lambda a: not named(a.policy_loss) or a.policy_loss in names,
+    )
 
 
 def advantage_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
-    return f"advantage {', '.join(names)}", lambda a: a.advantage in names
+    return (
+        f"advantage {', '.join(names)}",
+        lambda a: not named(a.advantage) or a.advantage in names,
+    )
 
 
 READERS: Readers = {
@@ -103,7 +111,7 @@ def check_ranges(algo: AlgoConfig) -> None:
         value = getattr(algo, name)
         require(0 < value <= 1, f"algo.{name}={value} must be in (0, 1]")
     require(
-        algo.clip_low < 1 or algo.policy_loss == "geo_mean",
+        algo.clip_low < 1 or algo.policy_loss not in ("ppo", "vanilla", "gspo", "clip_cov"),
         f"algo.clip_low={algo.clip_low}: the ratio's lower bound 1 - clip_low would not be above 0",
     )
     require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
@@ -114,13 +122,11 @@ def check_ranges(algo: AlgoConfig) -> None:
 
 
 def check_read(algo: AlgoConfig) -> None:
-    """Functions of the user's may read anything, so only built-in algorithms are held to this."""
-    own = not isinstance(algo.advantage, str) or not isinstance(algo.policy_loss, str)
     default = AlgoConfig()
     for name, (reader, is_read) in READERS.items():
         value = getattr(algo, name)
         require(
-            own or value == getattr(default, name) or is_read(algo),
+            value == getattr(default, name) or is_read(algo),
             f"algo.{name}={shown(value)} would have no effect: it is read by {reader}; here "
             f"advantage={shown(algo.advantage)}, policy_loss={shown(algo.policy_loss)}",
         )
@@ -179,6 +185,11 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
         "algo.overlong_buffer is added to the reward, and advantage='gdpo' reads only "
         f"algo.reward_keys={list(algo.reward_keys)}",
     )
+    weights = list(algo.reward_keys.values())
+    require(
+        all(is_number(w) for w in weights) and (not weights or any(weights)),
+        f"algo.reward_keys={dict(algo.reward_keys)} must be numbers, not all 0",
+    )
     require(
         algo.advantage != "gdpo" or len(algo.reward_keys) > 0,
         "algo.advantage='gdpo' needs algo.reward_keys={'key': weight, ...}, keys of what the "
@@ -188,14 +199,17 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
     name = algo.policy_loss
-    if name in SEQUENCE_LOSSES:
+    if named(name) and name in SEQUENCE_LOSSES:
+        chosen = aggregation_of(algo)
         require(
-            aggregation_of(algo) == "seq_mean_token_mean",
+            chosen == "seq_mean_token_mean" or not named(chosen),
             f"algo.policy_loss={name!r} is one term per sequence: algo.aggregation must be "
             f"'seq_mean_token_mean' (or None), not {shown(algo.aggregation)}",
         )
+    if named(name) and name in ("geo_mean", "sppo"):
+        check_one_number_per_sequence(algo)
     require(
-        name not in ("geo_mean", "sppo") or estimator.sees == "outcomes",
+        not named(name) or name not in ("geo_mean", "sppo") or estimator.sees == "outcomes",
         f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
         f"{shown(algo.advantage)} gives one per token",
     )
@@ -210,6 +224,21 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
             f"algo.policy_loss={name!r} with advantage={algo.advantage!r}: sppo regresses on "
             "the centred win probability, which is advantage='win_rate', and no other loss does",
         )
+
+
+def check_one_number_per_sequence(algo: AlgoConfig) -> None:
+    """What weighs single tokens cannot weigh a term that stands for all of them."""
+    level, name = algo.correction.level, algo.policy_loss
+    require(
+        level != "token",
+        f"algo.policy_loss={name!r} is one term per sequence and takes one weight for it: use "
+        "algo.correction.level='sequence' or 'geometric'",
+    )
+    require(
+        algo.top_entropy_fraction == 1,
+        f"algo.policy_loss={name!r} is one term per sequence: algo.top_entropy_fraction="
+        f"{algo.top_entropy_fraction} chooses tokens",
+    )
 
 
 def check_kl_and_entropy(algo: AlgoConfig) -> None:
@@ -235,20 +264,10 @@ def check_correction(config: PpoConfig) -> None:
     algo, correction = config.algo, config.algo.correction
     for name, bound in correction.reject.items():
         require(name in TESTS, f"algo.correction.reject: no test {name!r}; there are {list(TESTS)}")
-        pair = isinstance(bound, tuple | list)
-        if name.endswith("k1"):
-            require(
-                pair and len(bound) == 2 and 0 < bound[0] < bound[1],  # type: ignore[index,arg-type]
-                f"algo.correction.reject[{name!r}]={bound} must be (low, high) bounds of the "
-                "ratio, 0 < low < high, e.g. (0.5, 2.0)",
-            )
-        else:
-            require(
-                not pair and bound > 0,  # type: ignore[operator]
-                f"algo.correction.reject[{name!r}]={bound} must be one upper bound above 0",
-            )
+        check_bound(name, bound)
+    require(correction.high > 0, f"algo.correction.high={correction.high} must be above 0")
     require(
-        0 < correction.low <= correction.high,
+        correction.mode != "mask" or 0 < correction.low <= correction.high,
         f"algo.correction.low={correction.low} and high={correction.high}: 0 < low <= high",
     )
     default = CorrectionConfig()
@@ -271,17 +290,30 @@ def check_correction(config: PpoConfig) -> None:
     )
 
 
+def check_bound(name: str, bound: Any) -> None:
+    shown = f"algo.correction.reject[{name!r}]={bound!r}"
+    if name.endswith("k1"):
+        pair = isinstance(bound, tuple | list) and len(bound) == 2 and all(map(is_number, bound))
+        require(
+            pair and 0 < bound[0] < bound[1],
+            f"{shown} must be (low, high) bounds of the ratio, 0 < low < high, e.g. (0.5, 2.0)",
+        )
+    else:
+        require(is_number(bound) and bound > 0, f"{shown} must be one upper bound above 0")
+
+
 def check_bypass(algo: AlgoConfig) -> None:
     """Old logprobs are the engine's then: what needs a pass of the trainer's own is not there."""
     correction = algo.correction
+    no_ratio = named(algo.policy_loss) and algo.policy_loss in NO_RATIO
     require(
-        correction.level == "off" or algo.policy_loss in NO_RATIO or not named(algo.policy_loss),
+        correction.level == "off" or no_ratio or not named(algo.policy_loss),
         f"algo.correction: bypass makes the ratio of policy_loss={algo.policy_loss!r} that of the "
         f"trainer to the engine, so level={correction.level!r} would correct twice; use "
         "level='off', or policy_loss='reinforce'",
     )
     require(
-        correction.level != "off" or bool(correction.reject) or algo.policy_loss not in NO_RATIO,
+        correction.level != "off" or bool(correction.reject) or not no_ratio,
         f"algo.correction.bypass with policy_loss={algo.policy_loss!r}, which has no ratio, "
         "corrects nothing: set level='token'",
     )
@@ -309,6 +341,16 @@ def check_data(config: PpoConfig) -> None:
         f"algo.dynamic_sampling={algo.dynamic_sampling} drops groups of equal rewards, and with "
         f"rollout.n={rollout.n} every group is one",
     )
+    require(
+        algo.dynamic_sampling == 0 or algo.advantage != "gdpo",
+        "algo.dynamic_sampling drops groups by the reward 'score', which advantage='gdpo' does not "
+        "read",
+    )
+    require(
+        algo.sample_filter is None or not estimator_of(algo).groups,
+        f"algo.sample_filter={algo.sample_filter!r} leaves samples out, which would move the group "
+        f"mean of advantage={shown(algo.advantage)}: use 'gae', 'reinforce_plus_plus' or 'remax'",
+    )
     stale = algo.correction.bypass or algo.correction.level != "off"
     require(
         algo.replay_steps == 0 or stale,
@@ -320,6 +362,10 @@ def check_data(config: PpoConfig) -> None:
 def named(value: Any) -> bool:
     """Chosen by name, not a function of the user's."""
     return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def shown(value: Any) -> str:

@@ -140,7 +140,7 @@ def sppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) ->
 
     Source: SPPO, arXiv 2405.00675, with beta = 1 / eta and the whole divided by eta^2.
     """
-    log_ratio = segment_sum((logprobs - old_logprobs) * mb.loss_mask, mb.seq_lens)
+    log_ratio = segment_sum((logprobs - old_logprobs) * kept_mask(mb), mb.seq_lens)
     target = sequence_mean(advantages_of(mb), mb)
     return (algo.sppo_beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
 
@@ -193,9 +193,15 @@ def trust_region(
 
 
 def sequence_mean(values: Tensor, mb: Batch) -> Tensor:
-    """(num_tokens,): the mean over the unmasked tokens of each token's sequence."""
-    sums = segment_sum(values * mb.loss_mask, mb.seq_lens)
-    return segment_expand(sums / mb.response_lens.clamp(min=1), mb.seq_lens)
+    """(num_tokens,): the mean over the tokens of each token's sequence that are trained on."""
+    mask = kept_mask(mb)
+    sums, counts = segment_sum(values * mask, mb.seq_lens), segment_sum(mask, mb.seq_lens)
+    return segment_expand(sums / counts.clamp(min=1), mb.seq_lens)
+
+
+def kept_mask(mb: Batch) -> Tensor:
+    """(num_tokens,): the loss mask, less what a rollout correction rejected."""
+    return mb.loss_mask if mb.kept is None else mb.kept
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -245,28 +251,24 @@ def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
     """What the config says, else what the loss's or the estimator's paper has."""
     if algo.aggregation is not None:
         return algo.aggregation
-    if algo.policy_loss in SEQUENCE_LOSSES | {"sapo"}:
+    if isinstance(algo.policy_loss, str) and algo.policy_loss in SEQUENCE_LOSSES | {"sapo"}:
         return "seq_mean_token_mean"
     return estimator_of(algo).aggregation
 
 
-def loss_counts(mask: Tensor, seq_lens: Tensor, multiplicity: Tensor | None = None) -> Tensor:
+def loss_counts(mask: Tensor, seq_lens: Tensor) -> Tensor:
     """(2,) float64: unmasked tokens, and sequences that have any; add up over all ranks."""
     lens = segment_sum(mask.double(), seq_lens)
-    times = torch.ones_like(lens) if multiplicity is None else multiplicity.double()
-    return torch.stack([(lens * times).sum(), ((lens > 0) * times).sum()])
+    return torch.stack([lens.sum(), (lens > 0).double().sum()])
 
 
 def loss_weights(
-    mask: Tensor, seq_lens: Tensor, counts: Tensor, algo: AlgoConfig, norm_length: int,
-    multiplicity: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    mask: Tensor, seq_lens: Tensor, counts: Tensor, algo: AlgoConfig, norm_length: int
+) -> Tensor:
     """Weight of each token in the loss, (num_tokens,) float32: aggregation as a weighted sum.
 
-    counts: `loss_counts` over all ranks' tokens of the mini-batch. A sequence that was drawn k
-    times (multiplicity) weighs as k copies of it would.
+    counts: `loss_counts` over all ranks' tokens of the mini-batch.
     """
     chosen = aggregation_of(algo)
     function = AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
-    weights = function(mask, seq_lens, counts, norm_length)
-    return weights if multiplicity is None else weights * segment_expand(multiplicity, seq_lens)
+    return function(mask, seq_lens, counts, norm_length)

@@ -7,6 +7,7 @@ Each is made from the config and has the signature of the seam (engines/engine.p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,19 +33,19 @@ def policy_objective(
     kl = kl_estimator_of(algo)
 
     def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert mb.loss_weights is not None
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
-        losses, metrics = token_loss(logprobs, old, mb, algo)
-        if mb.policy_weights is not None:
-            losses = losses * mb.policy_weights
+        weights = mb.policy_weights
         if algo.correction.bypass:
-            losses = losses * bypass_weights(logprobs.detach(), mb, algo)
+            mb, weights = with_bypass(logprobs.detach(), mb, algo)
+        losses, metrics = token_loss(logprobs, old, mb, algo)
+        losses = losses if weights is None else losses * weights
         if kl_coef and algo.kl_in == "loss":
             assert mb.ref_logprobs is not None
             losses = losses + kl_coef * kl(logprobs, mb.ref_logprobs)
         if entropy_coef:
             losses = losses - entropy_coef * entropy
+        assert mb.loss_weights is not None
         loss = (losses * mb.loss_weights).sum()
         if mb.nll_weights is not None:
             loss = loss - algo.positive_nll_coef * (logprobs * mb.nll_weights).sum()
@@ -55,7 +56,9 @@ def policy_objective(
             metrics |= rollout_difference(ours, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
                 metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
-            sums = {name: (value.detach() * mb.loss_mask).sum() for name, value in metrics.items()}
+            if algo.correction.bypass and mb.kept is not None and weights is not None:
+                metrics |= {"rejected": 1 - mb.kept, "correction_weight": weights}
+            sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
         return loss, sums
@@ -90,19 +93,18 @@ def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
 
 
-def bypass_weights(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Tensor:
+def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, Tensor]:
     """Correction by the policy at hand, where no pass was spent on the one the step starts from.
 
-    The weight is for losses without a ratio of their own; tests drop tokens, and the loss's divisor
-    stays that of all tokens.
+    Returns the micro-batch with what is kept of it and the tokens' weights. A level's weight is for
+    losses without a ratio of their own; the loss's divisor stays that of all tokens.
     """
     log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
-    weights = rejection_keep(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction.reject)
+    keep = rejection_keep(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction.reject)
+    weights = keep
     if algo.correction.level != "off":
-        weights = weights * correction_weights(
-            log_ratio, mb.loss_mask, mb.seq_lens, algo.correction
-        )
-    return weights
+        weights = keep * correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
+    return replace(mb, kept=keep), weights
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
@@ -111,6 +113,12 @@ def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, 
         "logprob_diff_mean": (logprobs - rollout_logprobs).abs(),
         "rollout_kl": k3(rollout_logprobs, logprobs),
     }
+
+
+def over_tokens(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """The sum over unmasked tokens, or their maximum where the name ends in _max."""
+    values = values.detach()
+    return masked_max(values, mask) if name.endswith("_max") else (values * mask).sum()
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
@@ -157,7 +165,7 @@ def prm_objective(
         process = process_reward(logprobs, mb.ref_logprobs, algo.prime_beta) * mb.loss_mask
         logit = segment_sum(process, mb.seq_lens)
         per_seq = torch.nn.functional.binary_cross_entropy_with_logits(
-            logit, mb.rewards, reduction="none"
+            logit, mb.rewards.to(logit.dtype), reduction="none"
         )
         losses = segment_expand(per_seq, mb.seq_lens)
         with torch.no_grad():

@@ -37,7 +37,8 @@ class TrainEngine(Protocol):
         """One optimizer step on the mini-batch that all ranks hold together.
 
         Returns loss, grad_norm (before clipping), lr, and the loss function's metrics as means over
-        the mini-batch's unmasked tokens (maxima for names ending in _max). Raises
+        the mini-batch's unmasked tokens (maxima for names ending in _max). Where no rank has an
+        unmasked token there is no update, and nothing is returned. Raises
         FloatingPointError on every rank where loss or gradient is not finite; weights and optimizer
         are then unchanged.
         """

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 PR_SET_PDEATHSIG = 1
 MAX_REASON_CHARS = 4000
 READY = "ready"
+LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
 
 class Outcome(NamedTuple):
@@ -73,7 +74,7 @@ def to_outcome(result: Any) -> Outcome:
         kind = "" if score is None else f"{type(score).__name__} "
         return not_valid(f"returned {kind}{shorten(repr(score))}")
     for key, number in [("score", reward), *info.items()]:
-        if not math.isfinite(number):
+        if not abs(number) < LARGEST:  # nan too
             return not_valid(f"returned {number} as its {key}")
     return Outcome(reward, info, None)
 

@@ -70,9 +70,7 @@ def estimates_on(topology, cases):
                 batch.prm_logprobs = None
             half = len(mine) // 2  # two mini-batches: statistics are of the step
             parts = [batch.select(list(range(half))), batch.select(list(range(half, len(mine))))]
-            parts, metrics = add_advantages(
-                parts, config_of(case), 0.0, [p.loss_mask for p in parts], 1, topology
-            )
+            metrics = add_advantages(parts, config_of(case), 0.0, topology)
             advantages = torch.cat([p.advantages for p in parts])
             returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
             results[case, seed] = (mine, advantages, returns, metrics)
@@ -142,8 +140,8 @@ def corrections_on(topology):
             trs = random_trajectories(seed)
             mine = list(range(topology.rank, len(trs), topology.world))
             batch = batch_of(trs).select(mine)
-            kept, metrics = add_correction([batch], AlgoConfig(correction=config), topology)
-            results.append((mine, batch.policy_weights, kept[0], metrics))
+            metrics = add_correction([batch], AlgoConfig(correction=config), topology)
+            results.append((mine, batch.policy_weights, batch.kept, metrics))
     return results
 
 
@@ -161,7 +159,8 @@ def test_corrections_are_those_of_the_definition(world):
             bounds = (config.level, config.mode, config.low, config.high)
             weights = reference.rollout_weights(trs, *bounds, config.normalize)
             raw = reference.rollout_weights(trs, *bounds, False)
-        want_metrics = reference.mismatch_metrics(trs, raw)
+        used = [[w * k for w, k in zip(*pair, strict=True)] for pair in zip(raw, keep, strict=True)]
+        want_metrics = reference.mismatch_metrics(trs, used)
         for results in ranks:
             mine, got_weights, got_keep, metrics = results[number]
             assert got_keep.tolist() == [float(k) for i in mine for k in keep[i]], (config, seed)
@@ -185,10 +184,8 @@ def kl_in_reward_on(topology):
     mine = list(range(topology.rank, len(trs), topology.world))
     batch = batch_of(trs).select(mine)
     batch.prm_logprobs = None
-    parts, metrics = add_advantages(
-        [batch], replace(BASE, algo=algo), 0.3, [batch.loss_mask], 1, topology
-    )
-    return mine, parts[0].advantages, metrics
+    metrics = add_advantages([batch], replace(BASE, algo=algo), 0.3, topology)
+    return mine, batch.advantages, metrics
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -204,3 +201,68 @@ def test_kl_in_the_reward_is_taken_off_before_the_group_mean(world):
     for mine, got, metrics in run_ranks(world, kl_in_reward_on):
         torch.testing.assert_close(got, flat([want[i] for i in mine]), rtol=1e-5, atol=1e-5)
         assert metrics["reward/kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-5)
+
+
+def kept_of_the_counts_on(topology):
+    from spmdrl.credit import add_advantages, add_correction
+
+    correction = CorrectionConfig(reject={"token_k1": (0.7, 1.5)})
+    algo = AlgoConfig(aggregation="seq_mean_token_mean", correction=correction)
+    trs = random_trajectories(4)
+    batch = batch_of(trs).select(list(range(topology.rank, len(trs), topology.world)))
+    batch.prm_logprobs = None
+    add_correction([batch], algo, topology)
+    add_advantages([batch], replace(BASE, algo=algo), 0.0, topology)
+    assert torch.equal(batch.loss_weights > 0, batch.kept > 0)
+    return float(batch.loss_weights.sum())
+
+
+def test_the_losss_divisor_counts_what_is_kept():
+    for world in (1, 2):
+        assert sum(run_ranks(world, kept_of_the_counts_on)) == pytest.approx(1, abs=1e-6)
+
+
+def tokens_on(topology, fraction):
+    """Which tokens kl_cov takes where all covariances are 0: ties everywhere."""
+    from spmdrl.credit import select_tokens
+
+    config = replace(BASE, algo=AlgoConfig(policy_loss="kl_cov", cov_fraction=fraction))
+    trs = random_trajectories(0)
+    mine = list(range(topology.rank, len(trs), topology.world))
+    batch = batch_of(trs).select(mine)
+    batch.advantages = torch.zeros(batch.num_tokens)
+    chosen = select_tokens(batch, batch.old_logprobs, config, 1, 0, topology)
+    parts = chosen.split(batch.seq_lens.tolist())
+    return {i: part.tolist() for i, part in zip(mine, parts, strict=True)}
+
+
+def test_of_equal_tokens_as_many_are_taken_as_were_asked_for():
+    (want,) = run_ranks(1, tokens_on, 0.2)
+    total = sum(sum(tr.mask) for tr in random_trajectories(0) if tr.valid)
+    assert sum(sum(row) for row in want.values()) == int(0.2 * total)
+    halves = run_ranks(2, tokens_on, 0.2)
+    assert halves[0] | halves[1] == want
+
+
+def resampled_on(topology, name):
+    from spmdrl.credit import resample
+
+    algo = AlgoConfig(advantage="reinforce_plus_plus", sample_filter=name)
+    trs = random_trajectories(3, binary=True)
+    batch = batch_of(trs).select(list(range(topology.rank, len(trs), topology.world)))
+    drawn, kept = resample(batch, replace(BASE, algo=algo), 1, topology)
+    addresses = list(zip(drawn.groups.tolist(), drawn.indices.tolist(), strict=True))
+    return addresses, drawn.rewards.tolist(), drawn.valid.tolist(), kept
+
+
+@pytest.mark.parametrize("name", ["pow", "max_min", "max_random"])
+def test_samples_are_drawn_the_same_on_any_number_of_ranks(name):
+    ((want, rewards, valid, kept),) = run_ranks(1, resampled_on, name)
+    assert len(want) == len(random_trajectories(3)) == len(set(want))
+    assert 1 < kept < len(want)
+    assert all(valid)
+    if name == "pow":
+        assert set(rewards) == {1.0}
+    halves = run_ranks(2, resampled_on, name)
+    assert sorted(halves[0][0] + halves[1][0]) == sorted(want)
+    assert halves[0][3] == halves[1][3] == kept

@@ -24,7 +24,7 @@ def balanced_on(topology, makers):
 
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if makers[(4 * g + i) % len(makers)] % topology.world == topology.rank]  # fmt: skip
-    batches, imbalance = balance(pack_samples(mine, ["format"]), 6, 2, topology)
+    batches, imbalance = balance(pack_samples(mine, ["format"]), 2, topology)
     rows = [
         (m, int(b.groups[i]), int(b.indices[i]), one.token_ids.tolist(), one.loss_mask.tolist(),
          one.rollout_logprobs.tolist(), one.policy_version.tolist(), float(b.rewards[i]),
@@ -61,7 +61,7 @@ def advantages_on(topology, estimator):
 
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if (g + i) % topology.world == topology.rank]  # fmt: skip
-    batches, _ = balance(pack_samples(mine), 6, 2, topology)
+    batches, _ = balance(pack_samples(mine), 2, topology)
     for b in batches:
         b.values = torch.sin(b.token_ids.float()) * b.loss_mask
     metrics = add_advantages(batches, AlgoConfig(advantage=estimator, lam=0.9), topology)
@@ -79,11 +79,9 @@ def few_on(topology, estimator):
 
     config = PpoConfig("-", DataConfig("-"), "gsm8k", algo=AlgoConfig(advantage=estimator))
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
-    batches, _ = balance(pack_samples(mine), 1, 1, topology)
+    batches, _ = balance(pack_samples(mine), 1, topology)
     batches[0].values = batches[0].loss_mask * 0.5
-    kept = [batches[0].loss_mask]
-    _, metrics = add_advantages(batches, config, 0.0, kept, 1, topology)
-    return batches[0].num_seqs, metrics
+    return batches[0].num_seqs, add_advantages(batches, config, 0.0, topology)
 
 
 def test_fewer_samples_than_ranks():
@@ -106,3 +104,20 @@ def test_kth_largest_over_all_ranks():
     for world in (1, 3):
         got = run_ranks(world, kth_on, values, list(range(1, 13)))
         assert got == [want] * world
+
+
+def few_groups_on(topology):
+    """Two groups left of many, and three mini-batches asked for."""
+    from spmdrl.packing import balance, pack_samples
+
+    mine = [
+        make_sample(g, i) for g in (3, 5) for i in range(4) if i % topology.world == topology.rank
+    ]
+    batches, _ = balance(pack_samples(mine), 3, topology)
+    return [sorted({int(g) for g in b.groups}) for b in batches]
+
+
+def test_there_is_no_mini_batch_without_a_group():
+    for groups in run_ranks(2, few_groups_on):
+        assert groups in ([[3], [5]], [[3], []], [[], [5]])
+        assert len(groups) == 2
