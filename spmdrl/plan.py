@@ -33,11 +33,6 @@ def check(config: PpoConfig, world: int) -> None:
     for name, value in {"seed": config.seed, "rollout.min_tokens": rollout.min_tokens}.items():
         require(value >= 0, f"{name}={value} must not be negative")
     require(
-        algo.critic_warmup_steps < config.steps,
-        f"algo.critic_warmup_steps={algo.critic_warmup_steps} of steps={config.steps}: the actor "
-        "would never learn",
-    )
-    require(
         data.max_eval_prompts is None or data.max_eval_prompts >= 1,
         f"data.max_eval_prompts={data.max_eval_prompts} must be at least 1",
     )

@@ -90,7 +90,19 @@ NONSENSE = [
     ({"correction": on(reject={"token_k1": 2.0})}, ["token_k1", "(low, high)"]),
     ({"correction": on(reject={"token_k1": (2.0, 0.5)})}, ["token_k1", "low < high"]),
     ({"correction": on(reject={"seq_sum_k3": (0.1, 0.5)})}, ["seq_sum_k3", "one upper bound"]),
-    ({"sample_filter": "pow", "replay_steps": 1}, ["older weights", "level='token'"]),
+    ({"sample_filter": "pow", "replay_steps": 1, "advantage": "reinforce_plus_plus"},
+     ["older weights", "level='token'"]),
+    ({"sample_filter": "pow"}, ["group mean", "'grpo'"]),
+    ({"policy_loss": "geo_mean", "correction": on()}, ["one term per sequence", "geometric"]),
+    ({"policy_loss": "sppo", "advantage": "win_rate", "top_entropy_fraction": 0.2}, ["chooses"]),
+    ({"advantage": "gdpo", "reward_keys": {"a": 0.0}}, ["not all 0"]),
+    ({"advantage": "gdpo", "reward_keys": {"a": "x"}}, ["must be numbers"]),
+    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "dynamic_sampling": 2}, ["'score'"]),
+    ({"correction": on(reject={"seq_mean_k3": "0.01"})}, ["one upper bound"]),
+    ({"correction": on(reject={"token_k1": ("a", "b")})}, ["(low, high)"]),
+    ({"advantage": len, "kl_target": 0.1}, ["kl_target=0.1", "kl_coef above 0"]),
+    ({"advantage": len, "replay_steps": 2}, ["replay_steps=2", "sample_filter"]),
+    ({"policy_loss": len, "gamma": 0.9}, ["gamma=0.9", "no effect"]),
     # ranges
     ({"dual_clip": 1.0}, ["dual_clip=1.0", "above 1"]),
     ({"clip_low": 1.5}, ["clip_low=1.5"]),
@@ -123,7 +135,18 @@ SENSE = [
     {"rollout": {"top_p": 0.9}, "correction": on()},
     {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},
     {"correction": on(bypass=True), "policy_loss": "reinforce"},
-    {"sample_filter": "pow", "filter_power": 3.0, "replay_steps": 1, "correction": on()},
+    {
+        "sample_filter": "pow",
+        "filter_power": 3.0,
+        "replay_steps": 1,
+        "correction": on(),
+        "advantage": "reinforce_plus_plus",
+    },
+    {"policy_loss": "cispo", "clip_low": 10.0, "clip_high": 4.0},
+    {"policy_loss": "dppo_kl", "clip_low": 1.5},
+    {"policy_loss": "gspo", "aggregation": len},
+    {"correction": on(high=0.4)},
+    {"policy_loss": "geo_mean", "correction": on(level="geometric")},
     {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward", "kl_target": 0.1},
 ]
 
@@ -149,7 +172,7 @@ def test_functions_of_the_users_may_read_anything():
         return None
 
     check_algo(config_of(advantage=mine, gamma=0.9, lam=0.8))
-    check_algo(config_of(policy_loss=mine, clip_high=0.3, rollout={"greedy_baseline": False}))
+    check_algo(config_of(policy_loss=mine, clip_high=0.3, sapo_tau_pos=2.0))
     check_algo(config_of(advantage=mine, rollout={"greedy_baseline": True}))
     with pytest.raises(ConfigError, match="mine needs critic"):
         check_algo(config_of(advantage=Estimator(mine, "tokens", critic=True)))

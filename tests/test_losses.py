@@ -307,7 +307,7 @@ def test_bypass_weighs_reinforce_by_the_policy_at_hand(level):
 @pytest.mark.parametrize("bypass", [True, False])
 def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     """As if they were masked: neither in the mean over the sequence nor in the gradient."""
-    trs, batch, new = case_of(3, True)
+    _, batch, new = case_of(3, True)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
     correction = CorrectionConfig(bypass=bypass, reject={"token_k1": (0.8, 1.3)})
     algo = AlgoConfig(policy_loss=name, correction=correction)

@@ -89,8 +89,12 @@ OPTIONS = {
     "top entropy": {"top_entropy_fraction": 0.2},
     "positive nll": {"positive_nll_coef": 0.1},
     "overlong": {"overlong_buffer": 10},
-    "filter": {"advantage": "gae", "sample_filter": "max_random"},
-    "filter by power": {"advantage": "reinforce_plus_plus", "sample_filter": "pow"},
+    "filter": {"advantage": "gae", "sample_filter": "max_random", "kl_coef": 0.1,
+               "kl_in": "reward"},
+    "filter by power": {"advantage": "remax", "sample_filter": "pow",
+                        "mini_batches": 6},
+    "replay": {"advantage": "reinforce_plus_plus", "sample_filter": "max_min", "replay_steps": 1,
+               "correction": CorrectionConfig(level="token")},
     "token weights": {"correction": CorrectionConfig(
         level="token", high=1.1, normalize=True, reject={"token_k1": (0.8, 1.3)})},
     "sequence masks": {"correction": CorrectionConfig(
@@ -108,11 +112,11 @@ OPTIONS = {
 CASES = pairs() | {name: config_of(**options) for name, options in OPTIONS.items()}
 
 
-def sample_of(group, index, overlong_buffer):
+def sample_of(group, index, overlong_buffer, step=0):
     """Prompt, answer with tool tokens in the middle; an empty one and two invalid ones."""
     from spmdrl.types import Prompt, Sample
 
-    rng = random.Random(100 * group + index)
+    rng = random.Random(1000 * step + 100 * group + index)
     n = 0 if (group, index) == (2, 1) else rng.randint(1, 24)
     mask = [1] * min(n, 3) + [int(rng.random() > 0.25) for _ in range(n - 3)]
     invalid = "boom" if (group, index) in ((1, 1), (4, 0)) else None
@@ -125,6 +129,18 @@ def sample_of(group, index, overlong_buffer):
         greedy_reward=float(group % 2), reward_info={"format": rng.random(), "correct": correct},
         penalty=-0.1 if overlong_buffer and n > 14 else 0.0,
     )  # fmt: skip
+
+
+def replay_of(config, earlier):
+    """A buffer that holds another step's samples, where the config has one."""
+    from spmdrl.packing import pack_samples
+    from spmdrl.replay import ReplayBuffer
+
+    if config.algo.sample_filter is None:
+        return None
+    buffer = ReplayBuffer(config.algo.replay_steps)
+    buffer.past = [pack_samples(earlier)][: config.algo.replay_steps]
+    return buffer
 
 
 class Moved:
@@ -167,6 +183,7 @@ def steps_on(topology, cases, splits, models):
                 rewards=None, actor=Moved(now, before), ref=now if needs_ref else None,
                 critic=critic if config.critic else None, prm=prm if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
+                replay=replay_of(config, [sample_of(*place, 0, 1) for place in mine]),
             )  # fmt: skip
             metrics = learn(roles, Collected(samples, NUM_GROUPS, samples), step=1)
             metrics |= {"next/kl_coef": roles.kl_coef, "next/entropy_coef": roles.entropy_coef}

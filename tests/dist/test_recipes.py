@@ -134,7 +134,41 @@ def test_replayed_samples_are_weighed_for_their_age(folder):
     assert rows[1]["correction/ess"] == pytest.approx(1, abs=1e-6)  # all are new
     assert rows[2]["correction/ess"] < 0.9999  # half are a step old
     assert rows[2]["actor/ratio_max"] == 1.0  # the ratio is to the policy the step starts from
-    assert rows[2]["rollout/loss_tokens"] > 1.5 * rows[1]["rollout/loss_tokens"]
+    assert rows[2]["filter/kept"] < 8 * 4  # some were drawn twice
+
+
+def test_the_ratio_is_one_on_policy_with_a_filter_in_half_precision(folder):
+    """The drawn samples are packed once, for the old logprobs and for the update alike."""
+    args = ["--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "max_random",
+            "--algo.correction.level", "token", "--actor.dtype", "bfloat16"]  # fmt: skip
+    for row in run(folder, 2, "bf16", *args)[1:]:
+        assert (row["actor/ratio_max"], row["actor/ppo_kl"]) == (1.0, 0.0)
+
+
+def test_options_that_changed_between_runs(folder):
+    """A coefficient that did not adapt is not taken over; fewer prompts fit an older buffer."""
+    args = ["--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "max_random",
+            "--algo.replay_steps", "1", "--algo.correction.level", "token",
+            "--checkpoint.every_steps", "1"]  # fmt: skip
+    run(folder, 2, "changed", *args, "--steps", "1")
+    more = ["--steps", "2", "--resume", "auto", "--data.prompts_per_step", "3",
+            "--algo.kl_coef", "0.1", "--algo.kl_target", "0.05"]  # fmt: skip
+    assert run(folder, 2, "changed", *args, *more)[-1]["actor/kl_coef"] == 0.1
+
+
+def test_a_mini_batch_of_nothing_makes_no_update(folder):
+    """All answers of a prompt are invalid: its mini-batch has no token to learn from."""
+    broken = SPREAD.replace(
+        "    return float(",
+        '    assert ground_truth not in ("2", "3", "4", "5")\n    return float(',
+    )
+    Path(folder, "broken.py").write_text(broken)
+    args = ["--config", "broken.py", "--run_dir", "broken", "--algo.mini_batches", "8",
+            "--rewards.max_invalid_fraction", "1.0", "--steps", "3"]  # fmt: skip
+    done = torchrun(folder, 2, *args)
+    assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(folder / "broken")
+    assert any(row["reward/invalid"] >= 4 for row in rows[1:])
 
 
 def test_old_and_new_logprobs_are_equal_in_the_first_update(folder):
