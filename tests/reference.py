@@ -837,7 +837,7 @@ def mismatch_metrics(trs: list[Trajectory], weights: Rows | None = None) -> dict
     return {
         "kl": mean(-x for x in logs),
         "k3": mean(math.exp(x) - 1.0 - x for x in logs),
-        "ppl_ratio": math.exp(mean(-mean(seq) for seq in seqs)),
+        "ppl_ratio": mean(math.exp(-mean(seq)) for seq in seqs),
         "chi2_token": mean(math.exp(x) ** 2 - 1.0 for x in logs),
         "chi2_seq": mean(math.exp(math.fsum(seq)) ** 2 - 1.0 for seq in seqs),
         "ess": math.fsum(w) ** 2 / (len(w) * squares) if squares > 0 else 0.0,

@@ -120,7 +120,7 @@ def mismatch_sums(
     w = weights.double() * mask
     return torch.stack([
         mask.double().sum(), has.sum(), -log_rho.sum(), ((rho - 1 - log_rho) * mask).sum(),
-        -(per_seq / counts.clamp(min=1)).sum(), (rho**2 * mask).sum(),
+        ((-per_seq / counts.clamp(min=1)).clamp(-20, 20).exp() * has).sum(), (rho**2 * mask).sum(),
         ((2 * per_seq).clamp(-40, 40).exp() * has).sum(), w.sum(), (w**2).sum(),
         (keep.double() * mask).sum(),
     ])  # fmt: skip
@@ -130,16 +130,16 @@ def mismatch_metrics(sums: Tensor) -> dict[str, float]:
     """How far sampling is from training, over the global batch.
 
     kl: mean of log(engine / trainer), an estimate of KL(engine || trainer); k3: the same, never
-    negative; ppl_ratio: exp of the mean over sequences of the difference in mean logprob, trainer's
-    perplexity over the engine's; chi2: E[rho^2] - 1 of tokens and of sequences; ess: effective
+    negative; ppl_ratio: the trainer's perplexity of a sequence over the engine's, mean over
+    sequences; chi2: E[rho^2] - 1 of tokens and of sequences; ess: effective
     sample size of the weights, (sum w)^2 / (n sum w^2), 1 where all are equal.
     """
-    tokens, seqs, kl, k3, log_ppl, rho2, seq_rho2, w, w2, kept = sums.tolist()
+    tokens, seqs, kl, k3, ppl, rho2, seq_rho2, w, w2, kept = sums.tolist()
     tokens, seqs = max(tokens, 1.0), max(seqs, 1.0)
     return {
         "correction/kl": kl / tokens,
         "correction/k3": k3 / tokens,
-        "correction/ppl_ratio": float(torch.tensor(log_ppl / seqs, dtype=torch.float64).exp()),
+        "correction/ppl_ratio": ppl / seqs,
         "correction/chi2_token": rho2 / tokens - 1,
         "correction/chi2_seq": seq_rho2 / seqs - 1,
         "correction/ess": w**2 / (tokens * w2) if w2 else 0.0,
