@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.kl import next_entropy_coef, next_kl_coef
-from spmdrl.algo.losses import SELECTING_LOSSES
 from spmdrl.algo.objectives import (
     corrects,
     needs_old_logprobs,
     policy_objective,
     prm_objective,
+    selects,
     value_objective,
 )
 from spmdrl.collect import Collected
@@ -60,6 +60,35 @@ def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
             )
         batches, metrics["balance/imbalance"] = balance(batch, algo.mini_batches, topology)
 
+    metrics |= look(roles, batches)
+    with phases("advantages"):
+        if corrects(algo) and not algo.correction.bypass:
+            metrics |= add_correction(batches, algo, topology)
+        metrics |= add_advantages(batches, config, roles.kl_coef, topology)
+
+    if roles.critic is not None:
+        with phases("update_critic"):
+            updates = train(roles.critic, batches, value_objective(algo), algo.epochs, temperature)
+            metrics |= {f"critic/{name}": value for name, value in updates.items()}
+            roles.critic.offload()
+    if step > algo.critic_warmup_steps:
+        with phases("update_actor"):
+            roles.actor.onload()
+            loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
+            select = selector(roles, step) if selects(algo) else None
+            updates = train(roles.actor, batches, loss_fn, algo.epochs, temperature, select)
+            metrics |= {f"actor/{name}": value for name, value in updates.items()}
+        metrics |= adapt(roles, metrics, num_samples=len(collected.samples))
+    return metrics
+
+
+def look(roles: Roles, batches: list[Batch]) -> dict[str, float]:
+    """What each model says of the samples before any of them learns; the prm then learns at once.
+
+    Sets old_logprobs, ref_logprobs, prm_logprobs and values where they are needed.
+    """
+    config, algo, phases = roles.config, roles.config.algo, roles.phases
+    temperature, metrics = config.rollout.temperature, {}
     if algo.correction.bypass:
         for batch in batches:
             batch.old_logprobs = batch.rollout_logprobs
@@ -80,34 +109,15 @@ def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
             roles.prm.onload()
             for batch in batches:
                 batch.prm_logprobs = roles.prm.logprobs(batch, temperature).logprobs
-            outcomes = [with_outcome_weights(batch, topology) for batch in batches]
+            outcomes = [with_outcome_weights(batch, roles.topology) for batch in batches]
             updates = train(roles.prm, outcomes, prm_objective(algo), 1, temperature)
-            metrics |= {f"prm/{name}": value for name, value in updates.items()}
+            metrics = {f"prm/{name}": value for name, value in updates.items()}
             roles.prm.offload()
     if roles.critic is not None:
         with phases("values"):
             roles.critic.onload()
             for batch in batches:
                 batch.values = roles.critic.values(batch)
-
-    with phases("advantages"):
-        if corrects(algo) and not algo.correction.bypass:
-            metrics |= add_correction(batches, algo, topology)
-        metrics |= add_advantages(batches, config, roles.kl_coef, topology)
-
-    if roles.critic is not None:
-        with phases("update_critic"):
-            updates = train(roles.critic, batches, value_objective(algo), algo.epochs, temperature)
-            metrics |= {f"critic/{name}": value for name, value in updates.items()}
-            roles.critic.offload()
-    if step > algo.critic_warmup_steps:
-        with phases("update_actor"):
-            roles.actor.onload()
-            loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
-            select = selector(roles, step) if algo.policy_loss in SELECTING_LOSSES else None
-            updates = train(roles.actor, batches, loss_fn, algo.epochs, temperature, select)
-            metrics |= {f"actor/{name}": value for name, value in updates.items()}
-        metrics |= adapt(roles, metrics, num_samples=len(collected.samples))
     return metrics
 
 

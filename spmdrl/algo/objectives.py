@@ -73,9 +73,14 @@ def needs_old_logprobs(algo: AlgoConfig) -> bool:
         or (algo.kl_coef > 0 and algo.kl_in == "reward")
         or corrects(algo)
         or algo.top_entropy_fraction < 1
-        or algo.policy_loss in SELECTING_LOSSES
+        or selects(algo)
         or estimator_of(algo).token_sums
     )
+
+
+def selects(algo: AlgoConfig) -> bool:
+    """Whether tokens are chosen over the mini-batch before each update."""
+    return isinstance(algo.policy_loss, str) and algo.policy_loss in SELECTING_LOSSES
 
 
 def corrects(algo: AlgoConfig) -> bool:
