@@ -119,7 +119,11 @@ def converted(value: Any, wanted: Any, flag: str) -> Any:
         fits, result = _fit(value, option)
         if fits:
             return result
-    raise ConfigError(f"{flag}: expected {describe(wanted)}, got {type(value).__name__} {value!r}")
+    names = [n for o in _options(wanted) for n in typing.get_args(o) if isinstance(n, str)]
+    close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    got = f"{type(value).__name__} {value!r}{hint}"
+    raise ConfigError(f"{flag}: expected {describe(wanted)}, got {got}")
 
 
 def _options(wanted: Any) -> tuple[Any, ...]:
@@ -161,6 +165,8 @@ def _fit(value: Any, wanted: Any) -> tuple[bool, Any]:
 def describe(wanted: Any) -> str:
     if typing.get_origin(wanted) is typing.Literal:
         return "one of " + ", ".join(repr(v) for v in typing.get_args(wanted))
+    if typing.get_origin(wanted) is typing.get_origin(Callable[..., Any]):
+        return "a function"
     if _options(wanted) != (wanted,):
         return " or ".join(describe(option) for option in _options(wanted))
     if wanted is type(None):

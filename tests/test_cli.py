@@ -149,3 +149,8 @@ def test_a_wrong_key_costs_no_import_of_torch(write, program):
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("spmdrl: config error: --config: no such file") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_is_nearly_right_is_put_right():
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        override(PpoConfig("m", DataConfig("t"), "gsm8k"), "algo.aggregation", "token-mean")
