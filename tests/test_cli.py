@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.cli import as_source, fingerprint, load_config
-from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
+from spmdrl.cli import as_source, fingerprint, load_config, override
+from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftConfig, TrainConfig
 
 GOOD = """
 from spmdrl.config import *
