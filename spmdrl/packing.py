@@ -91,9 +91,9 @@ def balance(batch: Batch, mini_batches: int, topology: Topology) -> tuple[list[B
     everyone = torch.cat(tables)  # (total, 3), in order of (rank, local position)
     first = sum(len(t) for t in tables[: topology.rank])
     owner = torch.full((len(everyone),), -1)
-    groups = everyone[:, 0].unique()  # sorted
+    groups, place = everyone[:, 0].unique(return_inverse=True)  # sorted
     mini_batches = max(min(mini_batches, len(groups)), 1)
-    mini_of = torch.searchsorted(groups, everyone[:, 0]) * mini_batches // max(len(groups), 1)
+    mini_of = place * mini_batches // max(len(groups), 1)
     imbalances = []
     for mini in range(mini_batches):
         members = (mini_of == mini).nonzero().flatten()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,6 +299,8 @@ def rng_states() -> list[bytes]:
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])
 def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology: Topology) -> None:
+    import llvmlite.binding  # by way of numba, which the scans use: vLLM stumbles over it
+
     torch.manual_seed(3)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     states, environment = rng_states(), dict(os.environ)
@@ -311,6 +314,7 @@ def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology
     dist.barrier()
     assert torch.get_num_threads() == threads
     assert torch.set_num_threads is set_num_threads
+    assert sys.modules["llvmlite.binding.ffi"] is llvmlite.binding.ffi
 
 
 @pytest.mark.parametrize("family", ["qwen3 untied", "qwen2", "llama"])

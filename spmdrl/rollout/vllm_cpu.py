@@ -5,6 +5,7 @@ Changes to vLLM are made around one construction and taken back, or on one objec
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from spmdrl.rollout.noise import mix
 
+NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a function
+
 
 @contextmanager
 def patched_construction() -> Iterator[None]:
@@ -24,6 +27,7 @@ def patched_construction() -> Iterator[None]:
     nothing to write to, and a tied lm_head goes on using the packed copy of the old embedding.
     The worker binds the process's memory to one NUMA node: not so, the trainer lives in it too.
     And it replaces `torch.set_num_threads` by a no-op: taken back.
+    It reads vars() of everything in every module, which fails on a module that numba imports.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401  loads the library behind torch.ops._C
     from vllm.model_executor.layers import utils
@@ -41,12 +45,14 @@ def patched_construction() -> Iterator[None]:
 
     utils.dispatch_cpu_unquantized_gemm = keep
     library.init_cpu_memory_env = lambda nodes: None
+    of_numba = {name: sys.modules.pop(name) for name in NOT_TO_BE_READ if name in sys.modules}
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = pack
         library.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
+        sys.modules.update(of_numba)
 
 
 class AddressedNoise:
