@@ -107,9 +107,9 @@ def add_greedy_rewards(samples: list[Sample], greedy: list[Sample]) -> None:
 def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
     """Makes samples invalid whose reward function did not give all of algo.reward_keys."""
     for sample in samples:
-        missing = [key for key in keys if key not in sample.reward_info]
+        missing = [key for key in keys if key not in sample.rewards_by_key]
         if missing and sample.invalid is None:
-            got = sorted(sample.reward_info) or "a plain number"
+            got = sorted(sample.rewards_by_key)
             sample.reward = None
             sample.invalid = f"algo.reward_keys asks for {missing}, the reward function gave {got}"
 

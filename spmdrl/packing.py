@@ -19,7 +19,7 @@ ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything 
 def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
 
-    keys: which of the samples' reward_info are wanted.
+    keys: which of the samples' rewards_by_key are wanted.
     """
     lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
     batch = empty_batch(lens, len(keys))
@@ -45,7 +45,7 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     )
     batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
     batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
-    table = [[s.reward_info.get(key, 0.0) for key in keys] for s in samples]
+    table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
     batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
     return batch
 

@@ -57,6 +57,11 @@ class Sample:
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.response_ids)
 
+    @property
+    def rewards_by_key(self) -> dict[str, float]:
+        """What the reward function returned, the reward itself under "score"; {} if invalid."""
+        return {} if self.reward is None else self.reward_info | {"score": self.reward}
+
 
 @dataclass
 class Batch:

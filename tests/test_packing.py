@@ -3,6 +3,7 @@ import random
 import pytest
 import torch
 
+from spmdrl.collect import add_greedy_rewards, check_reward_keys
 from spmdrl.packing import micro_batches, pack_samples, partition, split_to_count
 from spmdrl.types import Prompt, Sample, segment_expand, segment_sum
 
@@ -36,6 +37,27 @@ def test_tokens_are_trained_on_as_they_were_sampled():
     assert batch.token_ids.tolist() == [0, 1, 50, 51, 52]
     assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1]
     assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, -0.5]
+
+
+def test_rewards_by_key():
+    both, plain, bad = sample(0, 0, 1, 1), sample(0, 1, 1, 1), sample(0, 2, 1, 1, invalid="boom")
+    both.reward_info = {"format": 0.25}
+    batch = pack_samples([both, plain, bad], ["format", "score"])
+    assert batch.keys.tolist() == [[0.25, 1.5], [0.0, 1.5], [0.0, 0.0]]
+    check_reward_keys([both, plain, bad], ("format", "score"))
+    assert (both.invalid, bad.invalid) == (None, "boom")
+    assert "asks for ['format'], the reward function gave ['score']" in plain.invalid
+    assert plain.reward is None
+
+
+def test_a_sample_without_a_baseline_is_invalid():
+    mine, other = sample(0, 0, 1, 1), sample(1, 0, 1, 1)
+    greedy = [sample(0, 0, 1, 1, invalid="boom"), sample(1, 0, 1, 1)]
+    greedy[1].penalty = -0.5
+    add_greedy_rewards([mine, other], greedy)
+    assert mine.reward is None
+    assert "the greedy answer is invalid: boom" in mine.invalid
+    assert (other.invalid, other.reward, other.greedy_reward) == (None, 1.5, 1.0)
 
 
 def test_select_picks_whole_sequences_in_the_order_asked():
