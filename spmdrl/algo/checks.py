@@ -193,7 +193,7 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
     require(
         algo.advantage != "gdpo" or len(algo.reward_keys) > 0,
         "algo.advantage='gdpo' needs algo.reward_keys={'key': weight, ...}, keys of what the "
-        "reward function returns ; 'score' is the reward itself",
+        "reward function returns; 'score' is the reward itself",
     )
 
 
