@@ -111,11 +111,6 @@ class Batch:
     def seq_lens(self) -> Tensor:
         return self.cu_seqlens.diff()  # (num_seqs,)
 
-    @property
-    def response_lens(self) -> Tensor:
-        """(num_seqs,) float32: unmasked tokens of each sequence."""
-        return segment_sum(self.loss_mask, self.seq_lens)
-
     def select(self, seqs: list[int]) -> Batch:
         """The given sequences, in the given order, as a Batch of their own (copies)."""
         index = torch.tensor(seqs, dtype=torch.int64)

@@ -16,6 +16,7 @@ from spmdrl.algo.checks import check_algo
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.cli import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
+from spmdrl.types import segment_sum
 
 ROOT = Path(__file__).parent.parent
 DOC = (ROOT / "docs" / "algorithms.md").read_text()
@@ -149,7 +150,7 @@ def run_example(algo):
     """Your own function of any kind: the shapes it has to give, finite, and 0 where masked."""
     batch = batch_of(random_trajectories(0))
     n, every_seq = batch.num_seqs, torch.arange(batch.num_seqs)
-    lengths = batch.response_lens.double()
+    lengths = segment_sum(batch.loss_mask, batch.seq_lens).double()
     outcomes = advantages.Outcomes(
         groups=batch.groups, scores=batch.rewards.double(), valid=batch.valid.double(),
         lengths=lengths, greedy=torch.zeros(n).double(), keys=torch.zeros(n, 0).double(),

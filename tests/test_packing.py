@@ -25,7 +25,7 @@ def test_pack_masks_prompts_and_invalid_samples():
     assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, 0]
     assert batch.rewards.tolist() == [1.5, 0.0]
     assert batch.valid.tolist() == [1, 0]
-    assert batch.response_lens.tolist() == [3, 0]
+    assert segment_sum(batch.loss_mask, batch.seq_lens).tolist() == [3, 0]
 
 
 def test_tokens_are_trained_on_as_they_were_sampled():
