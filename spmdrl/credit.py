@@ -110,8 +110,13 @@ def add_advantages(
     """
     algo = config.algo
     estimator = estimator_of(algo)
-    table = gather_samples(batches, algo, kl_coef, topology)
-    tokens = tokens_of(concatenate(batches), algo, table, kl_coef)
+    whole = concatenate(batches)
+    kl, process = kl_penalty(whole, algo), process_rewards(whole, algo)
+    mini = torch.repeat_interleave(
+        torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
+    )
+    table = gather_samples(whole, mini, kl, process, kl_coef, topology)
+    tokens = tokens_of(whole, kl_coef * kl, process, table)
     if estimator.token_sums:
         tokens = with_group_sums(tokens, estimator.by_turn, topology)
     returns = None
@@ -138,20 +143,19 @@ def add_advantages(
 
 
 def gather_samples(
-    batches: list[Batch], algo: AlgoConfig, kl_coef: float, topology: Topology
+    batch: Batch, mini: Tensor, kl: Tensor, process: Tensor, kl_coef: float, topology: Topology
 ) -> SampleTable:
-    """The only exchange that most estimators need: a dozen numbers per sample."""
-    batch = concatenate(batches)
-    kl, process = kl_penalty(batch, algo), process_rewards(batch, algo)
+    """The only exchange that most estimators need: a dozen numbers per sample.
+
+    mini: (num_seqs,) int64, the mini-batch of each; kl, process: (num_tokens,).
+    """
     lengths, kept_lengths, kl, process = (
         segment_sum(x.double(), batch.seq_lens)
         for x in (batch.loss_mask, kept_mask(batch), kl, process)
     )
-    counts = torch.tensor([b.num_seqs for b in batches])
     columns = [
         batch.groups, batch.indices, batch.rewards, batch.valid, lengths, kept_lengths, kl,
-        process / lengths.clamp(min=1), batch.greedy,
-        torch.repeat_interleave(torch.arange(len(batches)), counts), *batch.keys.unbind(1),
+        process / lengths.clamp(min=1), batch.greedy, mini, *batch.keys.unbind(1),
     ]  # fmt: skip
     tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
     first = sum(len(t) for t in tables[: topology.rank])
@@ -185,13 +189,12 @@ def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
     return reward * batch.loss_mask
 
 
-def tokens_of(batch: Batch, algo: AlgoConfig, table: SampleTable, kl_coef: float) -> Tokens:
-    penalty = kl_coef * kl_penalty(batch, algo)
+def tokens_of(batch: Batch, penalty: Tensor, process: Tensor, table: SampleTable) -> Tokens:
     return Tokens(
         rewards=token_rewards(batch.rewards, batch.loss_mask, batch.seq_lens, penalty),
         mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
         values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
-        process=process_rewards(batch, algo),
+        process=process,
     )  # fmt: skip
 
 

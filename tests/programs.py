@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ranks import free_port
 
+ROOT = Path(__file__).parents[1]
 CONFIG = """
 from spmdrl.config import *
 
@@ -45,6 +46,13 @@ def write_task(folder: Path) -> None:
     ]  # fmt: skip
     for name, part in (("train", rows[:40]), ("eval", rows[39:])):
         Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+
+
+def make_arithmetic(folder: Path) -> None:
+    """The arithmetic example's data and untrained model, in folder/runs/arithmetic."""
+    script = ROOT / "examples" / "arithmetic" / "make_assets.py"
+    command = [sys.executable, str(script), "--out", "runs/arithmetic"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The slow truth: the maths of shared/features.md section 1 as plain loops in float64.
+"""The slow truth: the maths of docs/algorithms.md as plain loops in float64.
 
 Nothing here is shared with the library. Advantages, weights and metrics are Python floats;
 losses are scalar float64 tensors, so that autograd of the reference gives reference gradients.
@@ -9,6 +9,7 @@ choose the token. An invalid trajectory has no policy tokens and is in no group.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -556,28 +557,8 @@ def bernoulli_kl(p: float, q: float) -> float:
     return out
 
 
-def dppo_tv_loss(
-    new: LossRows,
-    trs: list[Trajectory],
-    adv: Rows,
-    clip_low: float,
-    clip_high: float,
-    cap: float,
-) -> LossRows:
-    """DPPO with the total variation of (token, any other token) (2602.04879)."""
-    return dppo_loss(new, trs, adv, clip_low, clip_high, cap, bernoulli_tv)
-
-
-def dppo_kl_loss(
-    new: LossRows,
-    trs: list[Trajectory],
-    adv: Rows,
-    clip_low: float,
-    clip_high: float,
-    cap: float,
-) -> LossRows:
-    """DPPO with KL(old || new) of (token, any other token) (2602.04879)."""
-    return dppo_loss(new, trs, adv, clip_low, clip_high, cap, bernoulli_kl)
+dppo_tv_loss = partial(dppo_loss, distance=bernoulli_tv)
+dppo_kl_loss = partial(dppo_loss, distance=bernoulli_kl)  # of old from new
 
 
 def dro_loss(new: LossRows, trs: list[Trajectory], adv: Rows, beta: float) -> LossRows:

@@ -75,6 +75,8 @@ NONSENSE = [
     # corrections
     ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "algo.correction", "another policy"]),
     ({"rollout": {"top_k": 20}}, ["top_k=20", "algo.correction"]),
+    ({"rollout": {"top_p": 0.9}, "policy_loss": "reinforce",  # rejects, and weighs nothing
+      "correction": CorrectionConfig(bypass=True, reject={"token_k2": 1.0})}, ["another policy"]),
     ({"correction": CorrectionConfig(high=3.0)}, ["correction.high=3.0", "no effect"]),
     ({"correction": on(low=0.1)}, ["correction.low=0.1", "mode='mask'"]),
     ({"correction": on(mode="mask", low=3.0)}, ["low=3.0", "high=2.0"]),

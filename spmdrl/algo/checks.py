@@ -7,17 +7,15 @@ was set and has no effect is a run that is not what its config says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from math import isfinite
 from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import NO_RATIO, SEQUENCE_LOSSES, aggregation_of
+from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, SEQUENCE_LOSSES, aggregation_of
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, PpoConfig
 
 CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
-SELECTING = ("clip_cov", "kl_cov")
 DISCOUNTED = ("gae", "reinforce_plus_plus", "remax", "prime")
 
 # option -> (who reads it, in words; whether this config's algorithm does)
@@ -53,7 +51,7 @@ READERS: Readers = {
     "dual_clip": loss_in("ppo", "vanilla"),
     "sapo_tau_pos": loss_in("sapo"),
     "sapo_tau_neg": loss_in("sapo"),
-    "cov_fraction": loss_in(*SELECTING),
+    "cov_fraction": loss_in(*sorted(SELECTING_LOSSES)),
     "cov_low": loss_in("clip_cov"),
     "cov_high": loss_in("clip_cov"),
     "cov_kl_coef": loss_in("kl_cov"),
@@ -207,12 +205,7 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
             f"'seq_mean_token_mean' (or None), not {shown(algo.aggregation)}",
         )
     if named(name) and name in ("geo_mean", "sppo"):
-        check_one_number_per_sequence(algo)
-    require(
-        not named(name) or name not in ("geo_mean", "sppo") or estimator.sees == "outcomes",
-        f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
-        f"{shown(algo.advantage)} gives one per token",
-    )
+        check_one_number_per_sequence(algo, estimator)
     require(
         name != "kl_cov" or algo.epochs * algo.mini_batches > 1,
         "algo.policy_loss='kl_cov' with one update per rollout: the ratio is 1 and the penalty's "
@@ -226,9 +219,14 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
         )
 
 
-def check_one_number_per_sequence(algo: AlgoConfig) -> None:
-    """What weighs single tokens cannot weigh a term that stands for all of them."""
+def check_one_number_per_sequence(algo: AlgoConfig, estimator: Estimator) -> None:
+    """What speaks of single tokens has no place in a term that stands for all of them."""
     level, name = algo.correction.level, algo.policy_loss
+    require(
+        estimator.sees == "outcomes",
+        f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
+        f"{shown(algo.advantage)} gives one per token",
+    )
     require(
         level != "token",
         f"algo.policy_loss={name!r} is one term per sequence and takes one weight for it: use "
@@ -283,11 +281,17 @@ def check_correction(config: PpoConfig) -> None:
         check_bypass(algo)
     cut = config.rollout.top_p < 1 or config.rollout.top_k > 0
     require(
-        not cut or correction.bypass or correction.level != "off",
+        not cut or weighs_the_engine(algo),
         f"rollout.top_p={config.rollout.top_p}, top_k={config.rollout.top_k} sample from another "
         "policy than the one that is trained: set algo.correction=CorrectionConfig(level='token') "
         "to weigh for it, or sample from the whole distribution (top_p=1, top_k=0)",
     )
+
+
+def weighs_the_engine(algo: AlgoConfig) -> bool:
+    """By a weight of its own, or by the loss's ratio, which with bypass is to the engine."""
+    has_ratio = not named(algo.policy_loss) or algo.policy_loss not in NO_RATIO
+    return algo.correction.level != "off" or (algo.correction.bypass and has_ratio)
 
 
 def check_bound(name: str, bound: Any) -> None:
@@ -351,9 +355,8 @@ def check_data(config: PpoConfig) -> None:
         f"algo.sample_filter={algo.sample_filter!r} leaves samples out, which would move the group "
         f"mean of advantage={shown(algo.advantage)}: use 'gae', 'reinforce_plus_plus' or 'remax'",
     )
-    stale = algo.correction.bypass or algo.correction.level != "off"
     require(
-        algo.replay_steps == 0 or stale,
+        algo.replay_steps == 0 or weighs_the_engine(algo),
         f"algo.replay_steps={algo.replay_steps} trains on samples of older weights: set "
         "algo.correction=CorrectionConfig(level='token') or bypass=True to account for it",
     )
@@ -376,6 +379,3 @@ def shown(value: Any) -> str:
 def require(holds: bool, problem: str) -> None:
     if not holds:
         raise ConfigError(problem)
-
-
-assert set(READERS) <= {f.name for f in fields(AlgoConfig)}

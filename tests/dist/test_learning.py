@@ -3,14 +3,9 @@
 All of them stand in docs/bench_algos.md, on a larger budget and with three seeds.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from programs import metrics_of, torchrun
+from programs import ROOT, make_arithmetic, metrics_of, torchrun
 
-ROOT = Path(__file__).parents[2]
 GRPO, PPO = (ROOT / f"configs/qwen3_tiny_arithmetic_{name}_cpu.py" for name in ("grpo", "ppo"))
 ALGORITHMS = {
     "grpo": [GRPO],
@@ -26,9 +21,7 @@ BUDGET = ["--steps", "10", "--actor.optim.warmup_steps", "3", "--eval_every", "0
 def arithmetic(tmp_path_factory):
     """A model that adds right once in five, after a short supervised warm-up."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    script = ROOT / "examples" / "arithmetic" / "make_assets.py"
-    command = [sys.executable, str(script), "--out", "runs/arithmetic"]
-    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    make_arithmetic(folder)
     config = str(ROOT / "configs/qwen3_tiny_arithmetic_sft_cpu.py")
     steps = ["--steps", "130", "--actor.optim.decay_steps", "130"]
     done = torchrun(folder, 2, "--config", config, *steps, program="spmdrl.sft")

@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, metrics_of, torchrun, write_task
+from programs import CONFIG, ROOT, make_arithmetic, metrics_of, torchrun, write_task
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted(p.stem.split("_")[3] for p in Path(ROOT, "configs").glob("*arithmetic*_cpu.py"))
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
          "0", "--checkpoint.every_steps", "0", "--tensorboard", "False",
@@ -20,9 +17,7 @@ SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "h
 def arithmetic(tmp_path_factory):
     """The arithmetic task with a model that nobody has trained."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    script = ROOT / "examples" / "arithmetic" / "make_assets.py"
-    command = [sys.executable, str(script), "--out", "runs/arithmetic"]
-    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    make_arithmetic(folder)
     os.rename(folder / "runs/arithmetic/model", folder / "runs/arithmetic/sft_model")
     return folder
 
