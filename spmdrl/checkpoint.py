@@ -79,7 +79,7 @@ def save_shards(engines: dict[str, dict[str, Any]], folder: Path, phases: Phases
     """Raises on the rank that failed what failed there; the phase's agreement tells the others."""
     writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
     try:
-        dcp.save(engines, storage_writer=writer, process_group=phases.control)
+        dcp.save(engines, storage_writer=writer, process_group=phases.topology.control)
     except CheckpointException as error:  # raised on every rank; no subclass of Exception
         mine = error.failures.get(phases.topology.rank)
         if mine is not None:
@@ -158,7 +158,7 @@ def find(resume: str, root: Path, topology: Topology) -> Path | None:
     answer: list[Any] = [None, None]
     if topology.rank == 0 and resume != "never":
         answer = list(_find(resume, root))
-    dist.broadcast_object_list(answer, src=0, group=topology.group)
+    dist.broadcast_object_list(answer, group=topology.group, group_src=0)
     found, problem = answer
     if problem:
         raise ConfigError(problem)

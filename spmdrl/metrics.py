@@ -131,7 +131,7 @@ def write_samples(path: Path, samples: list[Sample], most: int, topology: Topolo
     shown = shown + [s for s in samples if s.invalid is not None and s not in shown][:MOST_INVALID]
     rows = [sample_row(s) for s in shown]
     everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
-    dist.gather_object(rows, everyone, dst=0, group=topology.group)
+    dist.gather_object(rows, everyone, group=topology.group, group_dst=0)
     if everyone is not None:
         with path.open("w") as f:
             for row in itertools.chain.from_iterable(everyone):

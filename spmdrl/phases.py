@@ -1,9 +1,11 @@
 """Phases of a run: named, timed, and agreed upon by all ranks at their end.
 
-    with phases("reward"):
-        samples = score(samples)
+    with phases("ref_logprobs", ref.topology):
+        stats = ref.logprobs(batch)
 
-If the body raises on one rank, all ranks raise the same PhaseError, naming that rank.
+If the body raises on one rank, all ranks of that topology raise the same PhaseError, naming it.
+Ranks outside do not wait: roles on disjoint ranks work at the same time. They hear of a failure
+through the watchdog, or at the next phase that they share with the rank that failed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,57 +48,73 @@ class PhaseError(RuntimeError):
         self.story = story
 
 
+class Span(NamedTuple):
+    """One phase on this rank, in seconds since the epoch."""
+
+    name: str
+    start: float
+    end: float  # of this rank's work
+    agreed: float  # of everyone's: the rank was idle since `end`
+
+
+def seconds_of(spans: list[Span]) -> dict[str, float]:
+    """Seconds spent in each phase, until everyone had agreed."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.name] = seconds.get(span.name, 0.0) + span.agreed - span.start
+    return seconds
+
+
 class Phases:
     """Times phases and makes one rank's failure everyone's.
 
-    `control` is a CPU group of all ranks for agreements (and the exchanges of a checkpoint, which
-    end in one), so that a rank that fails amid another group's collective cannot garble it. There
-    the others stay blocked, and the watchdog, which learns of the failure first, ends them.
-    `on_change` hears each phase's name.
+    Agreements are made on topology.control, a group of its own, so that a rank that fails amid
+    another group's collective cannot garble it. There the others stay blocked, and the watchdog,
+    which learns of the failure first, ends them. `on_change` hears each phase's name.
     """
 
     def __init__(
-        self, topology: Topology, control: dist.ProcessGroup, watchdog: Watchdog | None = None,
+        self, topology: Topology, watchdog: Watchdog | None = None,
         on_change: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self.topology, self.control, self.watchdog = topology, control, watchdog
-        self.on_change = on_change
+        self.topology, self.watchdog, self.on_change = topology, watchdog, on_change
         self.name = "start"
-        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Ends in a collective on the control group: every rank must pass through every phase."""
+    def __call__(self, name: str, topology: Topology | None = None) -> Iterator[None]:
+        """Ends in a collective on `topology` (None: every rank), all of whose ranks must come."""
         self.name = name
         if self.watchdog:
             self.watchdog.progress(name)
         if self.on_change:
             self.on_change(name)
-        start = time.perf_counter()
+        start = time.time()
         failure: Exception | None = None
         try:
             yield
         except Exception as error:  # noqa: BLE001  raised again on every rank by `agree`
             failure = error
-        self.agree(failure)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        end = time.time()
+        self.agree(failure, topology or self.topology)
+        self.spans.append(Span(name, start, end, time.time()))
 
-    def agree(self, failure: Exception | None) -> None:
+    def agree(self, failure: Exception | None, topology: Topology) -> None:
         """Raises PhaseError on every rank where `failure` is set on any; a ConfigError stays one.
 
         Costs one all-reduce of one integer.
         """
         if failure is not None and self.watchdog:
             self.watchdog.report(asdict(self.story(failure)))
-        world, rank = self.topology.world, self.topology.rank
+        world, rank = topology.world, topology.rank
         failed = torch.tensor([world if failure is None else rank])
-        dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control)
+        dist.all_reduce(failed, dist.ReduceOp.MIN, group=topology.control)
         if failed.item() == world:
             return
         first: list[Any] = [None]
         if failure is not None and failed.item() == rank:
             first = [asdict(self.story(failure))]
-        dist.broadcast_object_list(first, src=int(failed.item()), group=self.control)
+        dist.broadcast_object_list(first, group=topology.control, group_src=int(failed.item()))
         story = Story(**first[0])
         if story.config_error:
             raise ConfigError(story.cause) from failure
@@ -117,7 +135,7 @@ class Phases:
         if self.watchdog:
             self.watchdog.progress(self.name)
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds spent in each phase since the last call."""
-        taken, self.seconds = self.seconds, {}
+    def take_spans(self) -> list[Span]:
+        """The phases that ended since the last call."""
+        taken, self.spans = self.spans, []
         return taken

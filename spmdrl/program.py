@@ -77,14 +77,13 @@ def started(config: Any) -> Iterator[Runtime]:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
     run_dir = Path(config.run_dir)
-    control = dist.new_group(backend="gloo", timeout=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     connection: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"watchdog/{attempt}", connection.clone())
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s
     )
-    phases = Phases(topology, control, watchdog)
+    phases = Phases(topology, watchdog)
     try:
         compare_configs(config, topology)
         seed_everything(config.seed + topology.rank)
@@ -101,7 +100,7 @@ def started(config: Any) -> Iterator[Runtime]:
         watchdog.tell(watchdog.first_story() or story)
         leave(FAILED)
     watchdog.close()
-    dist.barrier(group=control)
+    dist.barrier(group=topology.control)
     dist.destroy_process_group()
 
 

@@ -48,6 +48,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     from spmdrl.data import PromptOrder
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.metrics import RunLog, set_aside_earlier_run
+    from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
     from spmdrl.program import load_tokenizer, write_config
     from spmdrl.sft_data import SftDataset
@@ -67,7 +68,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         write_config(config, runtime.run_dir)
     log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard)
     phases.on_change = log.phase
-    phases.take_seconds()
+    phases.take_spans()
     for step in range(1, config.steps + 1):
         log.begin_step(step)
         started_at = time.perf_counter()
@@ -77,7 +78,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         with phases("update"):
             updated = actor.update(batch, cross_entropy, temperature=1.0)
         metrics = {f"sft/{name}": value for name, value in updated.items()}
-        seconds = phases.take_seconds()
+        seconds = seconds_of(phases.take_spans())
         metrics |= {f"time/{name}_s": s for name, s in seconds.items()}
         metrics["time/step_s"] = time.perf_counter() - started_at
         metrics["throughput/tokens_per_s"] = num_tokens / metrics["time/step_s"]

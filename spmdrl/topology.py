@@ -6,54 +6,86 @@ Nothing below a program reads WORLD_SIZE, RANK or an environment variable: it is
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`mesh` spans the ranks of a role; `group` is all of them, usable with CPU tensors too."""
+    """The ranks of a role, as they are arranged. Exists on every rank of the job.
 
+    On a rank outside the role `here` is False, and nothing but `ranks` and `world` has a meaning.
+    """
+
+    ranks: tuple[int, ...]  # of the job, ascending; the mesh's order too, the last axis fastest
     mesh: DeviceMesh
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # these ranks; takes CPU tensors too
+    control: dist.ProcessGroup  # these ranks again: gloo, for agreements at the end of phases
     device: torch.device
     host: str
 
     @classmethod
-    def build(cls, device: torch.device, **degrees: int) -> Topology:
-        """All ranks of the world, outermost axis first; one degree may be -1 (what is left).
+    def build(
+        cls,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        share: Topology | None = None,
+        **degrees: int,
+    ) -> Topology:
+        """`ranks` (None: all), outermost axis first; one degree may be -1 (what is left).
 
-        Topology.build(cpu, dp=-1, tp=2) on 8 ranks: dp 4 x tp 2, TP groups are consecutive ranks.
-        Raises ConfigError where the degrees do not multiply to the world size.
+        Topology.build(cpu, dp=-1, tp=2) on 8 ranks: dp 4 x tp 2, TP groups are neighbours.
+        share: another arrangement of the same ranks, whose groups serve for this one too.
+        Collective over the job, also for ranks outside. Raises ConfigError where the degrees do not
+        multiply to the number of ranks.
         """
-        world = dist.get_world_size()
-        shape = resolve_degrees(degrees, world)
-        mesh = init_device_mesh(
-            device.type, tuple(shape.values()), mesh_dim_names=tuple(shape.keys())
-        )
-        group = dist.group.WORLD
-        assert group is not None
-        return cls(mesh, group, device, socket.gethostname())
+        everyone = range(dist.get_world_size())
+        chosen = sorted(everyone if ranks is None else ranks)
+        shape = resolve_degrees(degrees, len(chosen))
+        table = torch.tensor(chosen).view(*shape.values())
+        mesh = DeviceMesh(device.type, table, mesh_dim_names=tuple(shape))
+        whole = dist.group.WORLD
+        assert whole is not None
+        if share is not None:
+            assert share.ranks == tuple(chosen), (share.ranks, chosen)
+            group, control = share.group, share.control
+        else:
+            limit = whole._get_backend(torch.device("cpu")).options._timeout
+            everywhere = len(chosen) == len(everyone)
+            group = whole if everywhere else dist.new_group(chosen, timeout=limit)
+            control = dist.new_group(chosen, backend="gloo", timeout=limit)
+        return cls(tuple(chosen), mesh, group, control, device, socket.gethostname())
+
+    @property
+    def here(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return dist.get_rank() in self.ranks
 
     @property
     def rank(self) -> int:
+        """This process's number among `ranks`; -1 outside."""
         return dist.get_rank(self.group)
 
     @property
     def world(self) -> int:
-        return dist.get_world_size(self.group)
+        return len(self.ranks)
 
     def axis_size(self, axis: str) -> int:
-        return self.mesh[axis].size()
+        return self.mesh.shape[self.axis(axis)]
 
     def axis_rank(self, axis: str) -> int:
         return self.mesh.get_local_rank(axis)
+
+    def axis(self, name: str) -> int:
+        assert self.mesh.mesh_dim_names is not None
+        return self.mesh.mesh_dim_names.index(name)
 
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
+from spmdrl.phases import seconds_of
 from spmdrl.plan import describe, roles_of
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
 from spmdrl.replay import ReplayBuffer
@@ -57,7 +58,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     keep_what_stands()
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
-    phases.take_seconds()
+    phases.take_spans()
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
         started_at = time.perf_counter()
@@ -67,7 +68,9 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         show_samples(run, f"step_{step}", collected.asked)
         metrics = learn(roles, collected, step)
         sync(roles, version=step)
-        metrics |= timing(metrics, phases.take_seconds(), time.perf_counter() - started_at)
+        metrics |= timing(
+            metrics, seconds_of(phases.take_spans()), time.perf_counter() - started_at
+        )
         log.step_line(step, metrics, SHOWN)
         if run.held_out and (step == steps or is_due(step, config.eval_every)):
             metrics |= held_out_accuracy(run, step, log)
@@ -76,7 +79,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             step == steps or is_due(step, config.checkpoint.every_steps)
         ):
             save(run, step, log)
-        phases.take_seconds()
+        phases.take_spans()
     log.close()
     roles.rewards.close()
     roles.rollout.shutdown()

@@ -300,7 +300,7 @@ def executor_of(topology: Topology) -> type:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, src=0, group=topology.group)
+    dist.broadcast_object_list(name, group=topology.group, group_src=0)
 
     class RankExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:

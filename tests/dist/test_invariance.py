@@ -165,7 +165,7 @@ def steps_on(topology, cases, splits, models):
     ranks = Topology.build(topology.device, dp=1, fsdp=-1)
     now, before, prm = (FsdpEngine("policy", m, TRAIN, ranks) for m in (*models, models[1]))
     critic = FsdpEngine("value", models[0], TRAIN, ranks)
-    phases = Phases(topology, dist.new_group())
+    phases = Phases(topology)
     results = {}
     for split in splits:
         _, budget, order = split
