@@ -4,7 +4,7 @@ step_00000020/            renamed into place as the last act
   .metadata, __R_0.distcp   model and optimizer shards; load on any world size
   run.json                  step, data position, counters, config text
   rng_R.pt                  random states of rank R; used where the world size is the same
-  replay_R.pt               rank R's share of the replay buffer, where there is one
+  replay_R.pt, leftover_R.pt   rank R's share of samples that are kept, where there are any
   hf/                       config and tokenizer, for export
   manifest.json             size and sha256 of every file
 """
@@ -19,7 +19,7 @@ import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,20 +29,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError
 from spmdrl.phases import PhaseError, Phases
-from spmdrl.replay import ReplayBuffer
 from spmdrl.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
+class Keepsake(Protocol):
+    """What a rank keeps from step to step beside its models."""
+
+    def save(self, path: Path) -> None: ...
+
+
 def save(
     root: Path, step: int, engines: dict[str, dict[str, Any]], run: dict[str, Any],
-    phases: Phases, keep: int, pretrained: list[Any], replay: ReplayBuffer | None = None,
+    phases: Phases, keep: int, pretrained: list[Any], own: dict[str, Keepsake] | None = None,
+    writer: int = 0,
 ) -> Path:  # fmt: skip
     """Writes root/step_N on all ranks and removes all but the `keep` newest. Collective.
 
-    engines: state_dict() of each; run: JSON-able, equal on all ranks; pretrained: a
-    config, tokenizer and so on, whose save_pretrained writes to hf/.
+    engines: state_dict() of those that this rank has; own: what this rank keeps for itself; run
+    (JSON-able) and pretrained (a config, tokenizer and so on, whose save_pretrained writes to hf/)
+    are those of the rank `writer`.
     A failure on any rank (disk full, say) is a PhaseError on all and leaves older ones untouched.
     """
     topology = phases.topology
@@ -61,9 +68,9 @@ def save(
         raise
     with phases("checkpoint"):
         torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
-        if replay is not None:
-            replay.save(Path(aside, f"replay_{topology.rank:05d}.pt"))
-        if topology.rank == 0:
+        for name, part in (own or {}).items():
+            part.save(Path(aside, f"{name}_{topology.rank:05d}.pt"))
+        if topology.rank == writer:
             run = {**run, "step": step, "world": topology.world}
             Path(aside, "run.json").write_text(json.dumps(run, indent=1))
             for part in pretrained:

@@ -76,6 +76,8 @@ def override(config: C, key: str, value: Any) -> C:
 
 
 def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
+    if isinstance(node, Mapping) and len(names) == 1:  # the mapping's own field checks the entry
+        return {**node, names[0]: value}
     known = [f.name for f in dataclasses.fields(node)]
     if names[0] not in known:
         close = difflib.get_close_matches(names[0], known, n=3) or known
@@ -87,9 +89,10 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
         return dataclasses.replace(node, **{names[0]: converted(value, wanted, flag)})
     if current is None:
         current = _default_of(wanted, flag)
-    if not dataclasses.is_dataclass(current):
+    if not dataclasses.is_dataclass(current) and not isinstance(current, Mapping):
         raise ConfigError(f"{flag}: {names[0]} is a value, it has no field {names[1]!r}")
-    return dataclasses.replace(node, **{names[0]: _replaced(current, names[1:], value, flag)})
+    inner = _replaced(current, names[1:], value, flag)
+    return dataclasses.replace(node, **{names[0]: converted(inner, wanted, flag)})
 
 
 def _default_of(wanted: Any, flag: str) -> Any:

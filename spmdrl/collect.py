@@ -1,19 +1,28 @@
-"""The sampling half of a step: prompts in, scored samples out; and evaluation."""
+"""The sampling half of a step: prompts -> scored samples, on the ranks of rollout and reward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.collectives import all_gather_rows
+from spmdrl.leftover import Leftover
 from spmdrl.metrics import sample_metrics
+from spmdrl.rewards.remote import score
 from spmdrl.roles import Roles
-from spmdrl.rollout.sampling import greedy_params, sample_prompts, training_params
+from spmdrl.rollout.sampling import (
+    greedy_params,
+    questions_of,
+    sample_questions,
+    training_params,
+)
+from spmdrl.sync import new_weights, push
+from spmdrl.topology import Topology
 from spmdrl.types import Prompt, Sample
 
 
@@ -28,80 +37,165 @@ class Collected:
     num_groups: int  # the same on every rank
     asked: list[Sample]
     rounds: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
 
-def collect(
-    roles: Roles, prompts: list[Prompt], step: int, more: Callable[[int], list[Prompt]]
-) -> Collected:
-    """Asks every prompt n times and scores the answers.
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from. Both functions give the same on every rank."""
 
-    prompts: of the whole step, the same on every rank; more(k): the k prompts after those. With
-    dynamic sampling a group whose rewards are all equal is left out, and more prompts are asked
-    until the step is full or algo.dynamic_sampling rounds are over (DAPO).
+    take: Callable[[int], list[Prompt]]  # the next k prompts
+    by_id: Callable[[int], Prompt]
+
+
+def collect(roles: Roles, source: Source, step: int) -> Collected:
+    """Asks every prompt n times and scores the answers. On the ranks that sample or score.
+
+    With dynamic sampling a group whose rewards are all equal is left out, and more prompts are
+    asked until the step is full or algo.dynamic_sampling rounds are over (DAPO).
     """
-    rounds = max(roles.config.algo.dynamic_sampling, 1)
+    config = roles.config
+    wanted = config.data.prompts_per_step
+    most_rounds = max(config.algo.dynamic_sampling, 1)
     result = Collected([], 0, [], 0)
-    wanted, num_asked = len(prompts), 0
+    num_asked = 0
+    if roles.leftover is None:
+        prompts = source.take(wanted)
     while True:
         result.rounds += 1
-        asked = list(enumerate(prompts, start=num_asked))
-        num_asked += len(prompts)
-        samples = ask(roles, asked, step, result.rounds)
+        if roles.leftover is not None:
+            samples = ask_for_some(roles, roles.leftover, source, step)
+        else:
+            samples = ask(roles, list(enumerate(prompts, start=num_asked)), step, result.rounds)
+            num_asked += len(prompts)
+        samples = scored(roles, samples, source)
         result.asked += samples
         keep_groups(result, samples, wanted, roles)
         missing = wanted - result.num_groups
-        if missing == 0 or result.rounds == rounds:
+        if missing == 0 or result.rounds == most_rounds:
             break
         # as many as will do at the rate so far
         share = max(result.num_groups, 1) / num_asked
-        prompts = more(min(wanted, math.ceil(missing / share)))
-    if roles.config.rollout.sleep:
-        with roles.phases("rollout"):
-            roles.rollout.sleep()
+        prompts = source.take(min(wanted, math.ceil(missing / share)))
+    if roles.sampler.here and config.rollout.sleep:
+        with roles.phases("rollout", roles.sampler.topology):
+            roles.sampler.model.sleep()
     return result
 
 
 def ask(
     roles: Roles, prompts: list[tuple[int, Prompt]], step: int, sampling_round: int
 ) -> list[Sample]:
-    """Scored answers to (group, prompt) of the whole step, those that this rank made."""
-    config, algo = roles.config, roles.config.algo
-    where: dict[str, Any] = {
-        "run_seed": config.seed, "step": step, "policy_version": roles.policy_version,
-        "topology": roles.rollout_topology, "tokenizer": roles.tokenizer,
-    }  # fmt: skip
-    with roles.phases("rollout"):
+    """Answers to (group, prompt) of the whole step, those that this rank made.
+
+    With a greedy baseline the greedy answers are among them, with index -1.
+    """
+    sampler, config = roles.sampler, roles.config
+    if not sampler.here:
+        return []
+    with roles.phases("rollout", sampler.topology):
         # a later round may ask a prompt again, after the end of an epoch: other seeds
         purpose = "train" if sampling_round == 1 else f"train round {sampling_round}"
-        samples = sample_prompts(
-            roles.rollout, prompts, training_params(config.rollout), config.rollout.n,
-            purpose=purpose, **where,
+        address = {"run_seed": config.seed, "step": step}
+        questions = questions_of(prompts, config.rollout.n, purpose=purpose, **address)
+        samples, _ = sample_questions(
+            sampler.scheduler, questions, training_params(config.rollout),
+            tokenizer=roles.tokenizer, **hooks(roles),
         )  # fmt: skip
-        greedy: list[Sample] = []
         if config.rollout.greedy_baseline:
-            greedy = sample_prompts(
-                roles.rollout, prompts, greedy_params(config.rollout), 1, purpose="greedy", **where
-            )
-    with roles.phases("reward"):
-        roles.rewards.score(samples + greedy, roles.phases.still_going)
+            greedy, _ = sample_questions(
+                sampler.scheduler, questions_of(prompts, 1, purpose="greedy", **address),
+                greedy_params(config.rollout), tokenizer=roles.tokenizer, **hooks(roles),
+            )  # fmt: skip
+            for sample in greedy:
+                sample.index = GREEDY
+            samples += greedy
+    return samples
+
+
+GREEDY = -1  # index of a group's greedy answer
+
+
+def ask_for_some(roles: Roles, leftover: Leftover, source: Source, step: int) -> list[Sample]:
+    """Asks more prompts than a step trains on, and stops when enough groups are complete.
+
+    What is not used stays in `leftover`, unfinished answers too, and comes first in the next step.
+    """
+    sampler, config = roles.sampler, roles.config
+    wanted = config.data.prompts_per_step
+    more = math.ceil(wanted * config.rollout.oversample) - len(leftover.prompts)
+    prompts = leftover.renumbered() + list(
+        enumerate(source.take(more) if more > 0 else [], start=len(leftover.prompts))
+    )
+    with roles.phases("rollout", sampler.topology):
+        new = questions_of(prompts[len(leftover.prompts) :], config.rollout.n,
+                           run_seed=config.seed, step=step)  # fmt: skip
+        questions = leftover.questions + new
+        unanswered = {question.group for question in questions}
+        enough = wanted - (len(prompts) - len(unanswered))  # some were complete before
+        samples = leftover.samples
+        if enough > 0:
+            made, questions = sample_questions(
+                sampler.scheduler, questions, training_params(config.rollout),
+                tokenizer=roles.tokenizer, enough=enough, **hooks(roles),
+            )  # fmt: skip
+            samples = samples + made
+            unanswered = {question.group for question in questions}
+        taken = set([group for group, _ in prompts if group not in unanswered][:wanted])
+        leftover.prompts = [each for each in prompts if each[0] not in taken]
+        leftover.questions = questions
+        leftover.samples = [s for s in samples if s.group not in taken]
+    return [s for s in samples if s.group in taken]
+
+
+def hooks(roles: Roles) -> dict[str, Any]:
+    """What a rollout does between two bursts of steps: say that it lives, look for new weights."""
+    found: dict[str, Any] = {"between_bursts": roles.phases.still_going}
+    if roles.mailbox is not None:
+        found["new_weights"] = lambda: new_weights(roles)
+        found["load_weights"] = lambda: push(roles, roles.policy_version + 1)
+    return found
+
+
+def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
+    """What this rank made, with rewards; greedy answers have become baselines."""
+    config, algo = roles.config, roles.config.algo
+    with roles.phases("reward", roles.sampling):
+        score(samples, roles.sampler, roles.sampling, source.by_id, roles.tokenizer, roles.phases)
         check_reward_keys(samples, tuple(algo.reward_keys))
-        for sample in samples + greedy if algo.overlong_buffer else ():
+        for sample in samples if algo.overlong_buffer else ():
             sample.penalty = overlong_penalty(
                 len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
                 algo.overlong_penalty,
             )  # fmt: skip
-        add_greedy_rewards(samples, greedy)
+        if config.rollout.greedy_baseline:
+            samples = take_greedy_rewards(samples, roles.sampling)
     return samples
 
 
-def add_greedy_rewards(samples: list[Sample], greedy: list[Sample]) -> None:
-    """A sample whose greedy answer has no valid reward has no baseline, so it is invalid too."""
-    baseline = {g.group: g for g in greedy}
-    for sample in samples if greedy else ():
-        other = baseline[sample.group]
-        if other.reward is None and sample.invalid is None:
-            sample.reward, sample.invalid = None, f"the greedy answer is invalid: {other.invalid}"
-        sample.greedy_reward = 0.0 if other.reward is None else other.reward + other.penalty
+def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sample]:
+    """The samples without the greedy answers, which become their baselines.
+
+    A sample whose greedy answer has no valid reward has no baseline, so it is invalid too. The two
+    may have been made on different ranks. Collective.
+    """
+    rows = [
+        [s.group, s.reward is not None, 0.0 if s.reward is None else s.reward + s.penalty]
+        for s in samples
+        if s.index == GREEDY
+    ]
+    table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+    baseline = {
+        int(group): (bool(valid), reward)
+        for group, valid, reward in torch.cat(all_gather_rows(table, topology)).tolist()
+    }
+    sampled = [s for s in samples if s.index != GREEDY]
+    for sample in sampled:
+        valid, reward = baseline[sample.group]
+        if not valid and sample.invalid is None:
+            sample.reward, sample.invalid = None, "the greedy answer to the prompt is invalid"
+        sample.greedy_reward = reward
+    return sampled
 
 
 def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
@@ -117,22 +211,23 @@ def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
 def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Roles) -> None:
     """Takes the groups of this round that are to be trained on, at most `wanted` altogether.
 
-    All of them, or with dynamic sampling those with unequal rewards, in order of their number.
+    All of them, or with dynamic sampling those with unequal rewards, in order of their number. A
+    group's samples may lie on several ranks.
     """
-    with roles.phases("reward"):
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group, []).append(sample)
-        good = list(groups)
+    with roles.phases("reward", roles.sampling):
+        rewards = [[s.group, s.index, math.nan if s.reward is None else s.reward] for s in samples]
+        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 3)
+        groups: dict[int, list[float]] = {}
+        for group, _, reward in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
+            groups.setdefault(int(group), []).append(reward)
+        good = sorted(groups)
         if roles.config.algo.dynamic_sampling:
-            good = [
-                g for g in good if unequal([s.reward for s in groups[g] if s.reward is not None])
-            ]
-        everyone = torch.cat(all_gather_rows(torch.tensor(good).long(), roles.topology))
-        taken = sorted(everyone.tolist())[: wanted - result.num_groups]
-        for number, group in enumerate(taken, start=result.num_groups):
-            for sample in groups.get(group, ()):
-                sample.group = number
+            good = [g for g in good if unequal([r for r in groups[g] if not math.isnan(r)])]
+        taken = good[: wanted - result.num_groups]
+        number = {group: i for i, group in enumerate(taken, start=result.num_groups)}
+        for sample in samples:
+            if sample.group in number:
+                sample.group = number[sample.group]
                 result.samples.append(sample)
         result.num_groups += len(taken)
 
@@ -140,16 +235,25 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
 def evaluate(
     roles: Roles, prompts: list[tuple[int, Prompt]], step: int
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Greedy answers to held-out prompts and their mean reward, per data_source where several."""
-    with roles.phases("evaluate"):
-        samples = sample_prompts(
-            roles.rollout, prompts, greedy_params(roles.config.rollout), n=1,
-            run_seed=roles.config.seed, step=step, policy_version=roles.policy_version,
-            topology=roles.rollout_topology, tokenizer=roles.tokenizer, purpose="eval",
-        )  # fmt: skip
-        roles.rewards.score(samples, roles.phases.still_going)
-    with roles.phases("evaluate"):
-        metrics = sample_metrics(samples, roles.topology, by_source=True)
+    """Greedy answers to held-out prompts and their mean reward, per data_source where several.
+
+    On the ranks that sample or score.
+    """
+    sampler, samples = roles.sampler, []
+    if sampler.here:
+        with roles.phases("evaluate", sampler.topology):
+            questions = questions_of(
+                prompts, 1, run_seed=roles.config.seed, step=step, purpose="eval"
+            )
+            samples, _ = sample_questions(
+                sampler.scheduler, questions, greedy_params(roles.config.rollout),
+                tokenizer=roles.tokenizer, between_bursts=roles.phases.still_going,
+            )  # fmt: skip
+    with roles.phases("evaluate", roles.sampling):
+        held_out = {prompt.id: prompt for _, prompt in prompts}
+        score(samples, sampler, roles.sampling, held_out.__getitem__, roles.tokenizer, roles.phases)
+    with roles.phases("evaluate", roles.sampling):
+        metrics = sample_metrics(samples, roles.sampling, by_source=True)
     picked = {
         name.replace("reward/mean", "accuracy"): value
         for name, value in metrics.items()

@@ -62,6 +62,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     kv_cache_mib: int = 512  # on a CPU, per rank
     sleep: bool = True  # give the engine's memory back while training
+    oversample: float = 1.0  # ask so many times the prompts, stop when prompts_per_step are
+    # complete, go on with the rest in the next step; above 1 needs algo.correction
     greedy_baseline: bool = False  # ask each prompt once more, greedily: the baseline of remax
 
 
@@ -221,6 +223,10 @@ class PpoConfig:
     ref: TrainConfig = field(default_factory=TrainConfig)
     critic: TrainConfig | None = None  # required by gae
     prm: TrainConfig | None = None  # process reward model, trained online; required by prime
+    # role -> ranks: {"actor": "0-3", "rollout": "4-7", "reward": "4"}; roles: actor, rollout, ref,
+    # critic, prm, reward. Not named: actor, rollout on all; the others with actor, reward: rollout
+    placement: Mapping[str, str | int | tuple[int, ...]] = field(default_factory=dict)
+    async_steps: int = 0  # steps that sampling may run ahead of training; needs its own ranks
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = True

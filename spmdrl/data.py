@@ -116,6 +116,10 @@ class PromptDataset:
             row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info
         )
 
+    def by_id(self, row: int) -> Prompt:
+        """The prompt whose id this is."""
+        return self.prompt(int(np.searchsorted(self.rows, row)))
+
 
 @dataclass(frozen=True)
 class PromptFields:

@@ -131,7 +131,7 @@ def write_samples(path: Path, samples: list[Sample], most: int, topology: Topolo
     shown = shown + [s for s in samples if s.invalid is not None and s not in shown][:MOST_INVALID]
     rows = [sample_row(s) for s in shown]
     everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
-    dist.gather_object(rows, everyone, group=topology.group, group_dst=0)
+    dist.gather_object(rows, everyone, group=topology.control, group_dst=0)
     if everyone is not None:
         with path.open("w") as f:
             for row in itertools.chain.from_iterable(everyone):
@@ -145,6 +145,16 @@ def sample_row(s: Sample) -> dict[str, Any]:
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **s.reward_info,
     }  # fmt: skip
+
+
+def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
+    """What each rank knows, on every rank; of what several know, the first's. Collective."""
+    everyone: list[Any] = [None] * topology.world
+    dist.all_gather_object(everyone, metrics, group=topology.control)  # a few numbers
+    result: dict[str, float] = {}
+    for part in everyone:
+        result |= {name: value for name, value in part.items() if name not in result}
+    return result
 
 
 def sample_metrics(
@@ -178,7 +188,7 @@ def sample_metrics(
             add(f"reward/info_{name}" if name in RESERVED else f"reward/{name}", value)
     everyone: list[Any] = [None] * topology.world
     longest = max((len(s.response_ids) for s in samples), default=0)
-    dist.all_gather_object(everyone, (sums, longest), group=topology.group)  # a few numbers
+    dist.all_gather_object(everyone, (sums, longest), group=topology.control)  # a few numbers
     totals: dict[str, tuple[float, float]] = {}
     for part, _ in everyone:
         for name, (total, count) in part.items():

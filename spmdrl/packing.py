@@ -1,16 +1,15 @@
-"""Samples -> packed batches: cut into mini-batches, dealt to ranks, cut into micro-batches."""
+"""Samples -> packed batches, dealt to ranks and mini-batches, cut into micro-batches."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from spmdrl.collectives import all_gather_rows, all_to_all_rows
-from spmdrl.topology import Topology
+from spmdrl.placement import Ranks
 from spmdrl.types import Batch, Sample, lengths_to_cu_seqlens
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
@@ -78,80 +77,73 @@ def concatenate(batches: list[Batch]) -> Batch:
     return replace(batches[0], **joined, cu_seqlens=lengths_to_cu_seqlens(lens))
 
 
-def balance(batch: Batch, mini_batches: int, topology: Topology) -> tuple[list[Batch], float]:
-    """Moves sequences between ranks so that every rank has the same work in every mini-batch.
+@dataclass(frozen=True)
+class Deal:
+    """Which rank trains on which sequence: the same on every rank.
 
-    A mini-batch is a run of consecutive groups of the step, whatever the number of ranks; there are
-    fewer than `mini_batches` where there are fewer groups.
-    Returns this rank's Batch of each mini-batch, sequences ordered by (group, index), and the
-    imbalance: the heaviest rank's work over the mean, averaged over mini-batches. Collective.
+    A row per sequence of the step, ordered by (group, index). A mini-batch is a run of consecutive
+    groups, whatever the number of ranks.
     """
-    table = torch.stack([batch.groups, batch.indices, batch.seq_lens], dim=1)
-    tables = all_gather_rows(table, topology)
-    everyone = torch.cat(tables)  # (total, 3), in order of (rank, local position)
-    first = sum(len(t) for t in tables[: topology.rank])
-    owner = torch.full((len(everyone),), -1)
-    groups, place = everyone[:, 0].unique(return_inverse=True)  # sorted
-    mini_batches = max(min(mini_batches, len(groups)), 1)
-    mini_of = place * mini_batches // max(len(groups), 1)
-    imbalances = []
-    for mini in range(mini_batches):
-        members = (mini_of == mini).nonzero().flatten()
-        # dealt by address, not by who made it, so that the deal is the same for any placement
-        members = members[address_order(everyone[members])]
-        work = sequence_work(everyone[members, 2]).tolist()
-        parts = partition(work, topology.world)
-        for rank, part in enumerate(parts):
-            owner[members[torch.tensor(part, dtype=torch.int64)]] = rank
-        loads = [sum(work[i] for i in part) for part in parts]
-        imbalances.append(max(loads) * topology.world / max(sum(loads), 1e-9))
-    assert bool((owner >= 0).all())
-    mine = owner[first : first + batch.num_seqs]
-    batch = exchange(batch, mine, topology)
-    batch = batch.select(address_order(torch.stack([batch.groups, batch.indices], 1)).tolist())
-    mini_of = torch.searchsorted(groups, batch.groups) * mini_batches // max(len(groups), 1)
-    minis = [batch.select((mini_of == m).nonzero().flatten().tolist()) for m in range(mini_batches)]
-    return minis, sum(imbalances) / len(imbalances)
+
+    groups: Tensor  # (n,) int64
+    indices: Tensor  # (n,) int64
+    seq_lens: Tensor  # (n,) int64, tokens
+    makers: Tensor  # (n,) int64, the rank of the job that sampled it
+    minis: Tensor  # (n,) int64, its mini-batch
+    owners: dict[Ranks, Tensor]  # by a role's ranks: (n,) int64, which of them trains on it
+    num_minis: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.groups)
+
+    def held(self, ranks: Ranks, rank: int) -> Tensor:
+        """Rows that `rank` trains on as one of `ranks`, by mini-batch, then address."""
+        return self.by_mini((self.owners[ranks] == rank).nonzero().flatten())
+
+    def by_mini(self, rows: Tensor) -> Tensor:
+        """Ascending rows, reordered by mini-batch."""
+        return rows[torch.argsort(self.minis[rows], stable=True)]
+
+    def imbalance(self, ranks: Ranks) -> float:
+        """The heaviest rank's work over the mean, averaged over mini-batches."""
+        work, found = sequence_work(self.seq_lens), []
+        for mini in range(self.num_minis):
+            mine = self.minis == mini
+            loads = [float(work[mine & (self.owners[ranks] == rank)].sum()) for rank in ranks]
+            found.append(max(loads) * len(ranks) / max(sum(loads), 1e-9))
+        return sum(found) / max(len(found), 1)
+
+
+def deal(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> Deal:
+    """Deals sequences to the ranks of each role, so that all have the same work in a mini-batch.
+
+    table: (n, 4) int64 of group, index, tokens, maker, in any order. Sequences are dealt by address
+    and not by who made them, so that the deal is the same for any placement of the rollout. There
+    are fewer than `mini_batches` where there are fewer groups.
+    """
+    table = table[address_order(table)]
+    groups, place = table[:, 0].unique(return_inverse=True)  # sorted
+    num_minis = max(min(mini_batches, len(groups)), 1)
+    minis = place * num_minis // max(len(groups), 1)
+    work = sequence_work(table[:, 2])
+    owners: dict[Ranks, Tensor] = {}
+    for ranks in roles:
+        owners[ranks] = torch.full((len(table),), -1)
+        for mini in range(num_minis):
+            members = (minis == mini).nonzero().flatten()
+            for rank, part in zip(
+                ranks, partition(work[members].tolist(), len(ranks)), strict=True
+            ):
+                owners[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
+    columns = [column.contiguous() for column in table.unbind(1)]
+    return Deal(*columns, minis, owners, num_minis)
 
 
 def address_order(table: Tensor) -> Tensor:
     """Order of rows by (column 0, column 1)."""
     by_index = torch.argsort(table[:, 1], stable=True)
     return by_index[torch.argsort(table[by_index, 0], stable=True)]
-
-
-def exchange(batch: Batch, owner: Tensor, topology: Topology) -> Batch:
-    """Sends sequence i to rank owner[i]; returns what arrived, ordered by sender. Collective.
-
-    One all-to-all for each dtype and shape class of fields: no pickles, no padding.
-    """
-    order = torch.argsort(owner, stable=True)
-    batch = batch.select(order.tolist())
-    seqs_to = torch.bincount(owner, minlength=topology.world)
-    ends = batch.cu_seqlens[seqs_to.cumsum(0)]
-    tokens_to = torch.diff(ends, prepend=ends.new_zeros(1))
-    seq_ints = torch.stack([batch.seq_lens, batch.groups, batch.indices], dim=1)
-    seq_floats = torch.stack([batch.rewards, batch.valid.double(), batch.greedy], dim=1)
-    seq_floats = torch.cat([seq_floats, batch.keys], dim=1)
-    token_ints = torch.stack([batch.token_ids, batch.policy_version], dim=1)
-    token_floats = torch.stack([batch.loss_mask, batch.rollout_logprobs], dim=1)
-    seq_ints = all_to_all_rows(seq_ints, seqs_to.tolist(), topology)
-    seq_floats = all_to_all_rows(seq_floats, seqs_to.tolist(), topology)
-    token_ints = all_to_all_rows(token_ints, tokens_to.tolist(), topology)
-    token_floats = all_to_all_rows(token_floats, tokens_to.tolist(), topology)
-    return Batch(
-        token_ids=token_ints[:, 0].contiguous(),
-        cu_seqlens=lengths_to_cu_seqlens(seq_ints[:, 0]),
-        loss_mask=token_floats[:, 0].contiguous(),
-        rollout_logprobs=token_floats[:, 1].contiguous(),
-        groups=seq_ints[:, 1].contiguous(),
-        indices=seq_ints[:, 2].contiguous(),
-        rewards=seq_floats[:, 0].contiguous(),
-        valid=seq_floats[:, 1].float(),
-        greedy=seq_floats[:, 2].contiguous(),
-        keys=seq_floats[:, 3:].contiguous(),
-        policy_version=token_ints[:, 1].contiguous(),
-    )
 
 
 def sequence_work(seq_lens: Tensor) -> Tensor:

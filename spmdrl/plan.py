@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.algo.checks import check_algo, require, shown
+from spmdrl.algo.checks import check_algo, require, shown, weighs_the_engine
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.models import load_hf_config
+from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.topology import resolve_degrees, train_degrees
 
 GIB = 2**30
@@ -92,24 +94,66 @@ def check_roles(config: PpoConfig, world: int) -> None:
             importlib.util.find_spec("vllm") is not None,
             "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
         )
+    placement = place(config, world)
+    here = placement.roles["rollout"]
     try:
-        engines = resolve_degrees({"dp": -1, "tp": tp}, world)["dp"]
+        engines = resolve_degrees({"dp": -1, "tp": tp}, len(here))["dp"]
     except ConfigError as error:
-        raise ConfigError(f"rollout.tensor_parallel: {error}") from error
+        raise ConfigError(
+            f"rollout.tensor_parallel on ranks {show_ranks(here)}: {error}"
+        ) from error
+    samples = config.data.prompts_per_step * config.rollout.n
     require(
-        config.data.prompts_per_step >= engines,
-        f"data.prompts_per_step={config.data.prompts_per_step} is less than the {engines} rollout "
-        f"engines ({world} ranks / tensor_parallel={tp}): some would have nothing to do",
+        samples >= engines,
+        f"data.prompts_per_step={config.data.prompts_per_step} x rollout.n={config.rollout.n} = "
+        f"{samples} samples are fewer than the {engines} rollout engines ({len(here)} ranks / "
+        f"tensor_parallel={tp}): some would have nothing to do",
     )
-    for name, role in roles_of(config).items():
-        check_training_role(name, role, world, updates_per_run(config))
+    for name, role in training_roles(config).items():
+        check_training_role(name, role, placement.roles[name], updates_per_run(config))
+    check_schedule(config, placement)
 
 
-def check_training_role(name: str, role: TrainConfig, world: int, updates: int) -> None:
+def check_schedule(config: PpoConfig, placement: Placement) -> None:
+    """What over-sampling and sampling ahead ask of the rest."""
+    rollout, algo = config.rollout, config.algo
+    require(config.async_steps >= 0, f"async_steps={config.async_steps} must be 0 or more")
+    require(rollout.oversample >= 1, f"rollout.oversample={rollout.oversample} must be at least 1")
+    both = sorted(set(placement.sampling) & set(placement.training))
+    require(
+        config.async_steps == 0 or not both,
+        f"async_steps={config.async_steps} samples while it trains, so no rank can do both: ranks "
+        f"{show_ranks(tuple(both))} are to. With 8 ranks e.g. placement={{'actor': '0-3', "
+        "'rollout': '4-7'}",
+    )
+    for name, is_on in (("algo.dynamic_sampling", algo.dynamic_sampling > 0),
+                        ("rollout.greedy_baseline", rollout.greedy_baseline),
+                        ("async_steps", config.async_steps > 0)):  # fmt: skip
+        require(
+            rollout.oversample == 1 or not is_on,
+            f"rollout.oversample={rollout.oversample} does not go with {name}: both decide what "
+            "a step asks and what weights answer; choose one",
+        )
+    require(
+        rollout.oversample == 1 or placement.roles["reward"] == placement.roles["rollout"],
+        f"rollout.oversample={rollout.oversample} keeps answers where they were made: leave "
+        "'reward' out of placement",
+    )
+    stale = {"async_steps": config.async_steps, "rollout.oversample": rollout.oversample - 1}
+    for name, value in stale.items():
+        require(
+            not value or weighs_the_engine(algo),
+            f"{name} trains on tokens of older weights: set algo.correction=CorrectionConfig("
+            "level='token') to weigh for it, or CorrectionConfig(bypass=True), which makes the "
+            "loss's ratio that to the policy that sampled",
+        )
+
+
+def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
     try:
-        resolve_degrees(train_degrees(role.fsdp), world)
+        resolve_degrees(train_degrees(role.fsdp), len(ranks))
     except ConfigError as error:
-        raise ConfigError(f"{name}.fsdp: {error}") from error
+        raise ConfigError(f"{name}.fsdp on ranks {show_ranks(ranks)}: {error}") from error
     require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
     optim = role.optim
     for field, value, fits in (
@@ -136,7 +180,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.steps >= 1, f"steps={config.steps} must be at least 1")
     require(config.data.batch_size >= 1, f"data.batch_size={config.data.batch_size}: at least 1")
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
-    check_training_role("actor", config.actor, world, config.steps)
+    check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     load_hf_config(config.model)
 
 
@@ -151,7 +195,7 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
-    for name, role in roles_of(config).items():
+    for name, role in training_roles(config).items():
         if role.model is not None:
             other = load_hf_config(role.model)
             check_layers(other)
@@ -180,18 +224,6 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def roles_of(config: PpoConfig) -> dict[str, TrainConfig]:
-    """The training roles of this run by name."""
-    roles = {"actor": config.actor}
-    if config.algo.kl_coef > 0 or config.prm is not None:
-        roles["ref"] = config.ref
-    if config.critic is not None:
-        roles["critic"] = config.critic
-    if config.prm is not None:
-        roles["prm"] = config.prm
-    return roles
-
-
 def updates_per_run(config: PpoConfig) -> int:
     return config.steps * config.algo.epochs * config.algo.mini_batches
 
@@ -201,28 +233,41 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
     d, r, a = config.data, config.rollout, config.algo
     samples = d.prompts_per_step * r.n
     longest = d.max_prompt_tokens + r.max_tokens
-    engines = world // r.tensor_parallel
+    actors = len(place(config, world).roles["actor"])
     per_update = samples // a.mini_batches
     lines = [
         "batch",
         f"  {d.prompts_per_step} prompts x {r.n} samples = {samples} samples a step, "
         f"at most {samples * r.max_tokens:,} response tokens",
         f"  {samples} / {a.mini_batches} mini-batches = {per_update} samples an update, "
-        f"about {per_update / world:g} on each of {world} ranks; {a.epochs} epochs: "
+        f"about {per_update / actors:g} on each of {actors} ranks; {a.epochs} epochs: "
         f"{a.epochs * a.mini_batches} updates a step, {updates_per_run(config)} in {config.steps}",
         f"  {num_prompts} prompts / {d.prompts_per_step} = {num_prompts // d.prompts_per_step} "
         f"steps an epoch: {config.steps * d.prompts_per_step / max(num_prompts, 1):.2f} epochs",
         f"  longest sequence {d.max_prompt_tokens} + {r.max_tokens} = {longest} tokens; "
         f"micro-batches of {config.actor.micro_batch_tokens} tokens",
         *algorithm_lines(config),
-        "placement",
+        *placement_lines(config, world),
     ]
-    for name, role in roles_of(config).items():
-        fsdp = world if role.fsdp == -1 else role.fsdp
-        lines.append(f"  {name:8} ranks 0-{world - 1}: dp {world // fsdp} x fsdp {fsdp}")
-    lines.append(f"  rollout  ranks 0-{world - 1}: {engines} {r.engine} engines x tp "
-                 f"{r.tensor_parallel}")  # fmt: skip
     return "\n".join(lines + memory_lines(config, world))
+
+
+def placement_lines(config: PpoConfig, world: int) -> list[str]:
+    roles, rollout = place(config, world).roles, config.rollout
+    lines = ["placement"]
+    for name, role in training_roles(config).items():
+        num = len(roles[name])
+        fsdp = num if role.fsdp == -1 else role.fsdp
+        lines.append(f"  {name:8} ranks {show_ranks(roles[name])}: dp {num // fsdp} x fsdp {fsdp}")
+    engines = len(roles["rollout"]) // rollout.tensor_parallel
+    lines.append(f"  rollout  ranks {show_ranks(roles['rollout'])}: {engines} {rollout.engine} "
+                 f"engines x tp {rollout.tensor_parallel}")  # fmt: skip
+    lines.append(f"  reward   ranks {show_ranks(roles['reward'])}: {config.rewards.workers} "
+                 "processes each")  # fmt: skip
+    if config.async_steps:
+        lines.append(f"  sampling runs up to {config.async_steps} steps ahead of training; both "
+                     "meet where the run evaluates or saves")  # fmt: skip
+    return lines
 
 
 def algorithm_lines(config: PpoConfig) -> list[str]:
@@ -249,32 +294,76 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """GiB that a training role takes on each of its ranks."""
+
+    parameters: int
+    weights: float  # float32
+    gradients: float
+    adam: float  # two moments
+    activations: float
+    config: TrainConfig
+
+    @property
+    def idle(self) -> float:
+        """What stays on the device while the role has nothing to do."""
+        kept = 0.0 if self.config.offload_params else self.weights
+        return kept + (0.0 if self.config.offload_optimizer else self.adam)
+
+    @property
+    def busy(self) -> float:
+        return self.weights + self.gradients + self.adam + self.activations
+
+
+def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memory:
+    """Activations: 34 bytes per token, layer and hidden unit in half precision (Korthikanti 2022,
+    arXiv 2205.05198, without its attention term), 2 if checkpointed."""
+    hf = load_hf_config(role.model or model)
+    count, text = parameter_count(hf), hf.get_text_config()
+    trained = name != "ref"
+    one = count * 4 / (num_ranks if role.fsdp == -1 else role.fsdp) / GIB
+    width = 1 if role.dtype == "bfloat16" else 2
+    per_unit = (2 if role.activation_checkpointing or not trained else 34) * width
+    units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
+    return Memory(count, one, one * trained, 2 * one * trained, units * per_unit / GIB, role)
+
+
 def memory_lines(config: PpoConfig, world: int) -> list[str]:
-    """Estimate for one rank, GiB. Activations: 34 bytes per token, layer and hidden unit in half
-    precision (Korthikanti 2022, arXiv 2205.05198, without its attention term), 2 if checkpointed.
-    """
-    lines = ["parameters and memory per rank (estimate)"]
-    total = 0.0
-    for name, role in roles_of(config).items():
-        hf = load_hf_config(role.model or config.model)
-        count, text = parameter_count(hf), hf.get_text_config()
-        fsdp = world if role.fsdp == -1 else role.fsdp
-        trained = name != "ref"
-        state = count * (16 if trained else 4) / fsdp / GIB  # float32 weight, gradient, two moments
-        width = 1 if role.dtype == "bfloat16" else 2
-        per_unit = (2 if role.activation_checkpointing or not trained else 34) * width
-        tokens = role.micro_batch_tokens
-        activations = tokens * text.num_hidden_layers * text.hidden_size * per_unit / GIB
-        total += state + activations
-        lines.append(f"  {name:8} {count / 1e6:,.1f}M parameters; weights, gradients, Adam "
-                     f"{state:.2f} GiB, activations {activations:.2f} GiB")  # fmt: skip
+    """Estimate for the fullest rank, GiB, and what leaves the device when."""
+    placement = place(config, world)
+    roles = {
+        name: memory_of(name, role, config.model, len(placement.roles[name]))
+        for name, role in training_roles(config).items()
+    }
+    lines = ["parameters and memory of a rank (estimate, GiB)"]
+    for name, m in roles.items():
+        leaves = [word for word, is_on in (("weights", m.config.offload_params),
+                                           ("Adam", m.config.offload_optimizer)) if is_on]  # fmt: skip
+        away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
+        lines.append(
+            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters; weights {m.weights:.2f}, gradients "
+            f"{m.gradients:.2f}, Adam {m.adam:.2f}, activations {m.activations:.2f}{away}"
+        )
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
-    lines.append(f"  rollout  weights {weights:.2f} GiB, KV cache {cache:.2f} GiB (CPU; on a GPU "
-                 f"up to {config.rollout.gpu_memory_utilization:.0%} of its memory)")  # fmt: skip
-    lines.append(f"  sync     at most {config.weights.bucket_mib / 1024:.2f} GiB while gathering")
-    lines.append(f"  sum      {total + weights + cache + config.weights.bucket_mib / 1024:.2f} GiB")
+    asleep = "given back while training" if config.rollout.sleep else "kept while training"
+    lines.append(f"  rollout  weights {weights:.2f}, KV cache {cache:.2f} (CPU; on a GPU up to "
+                 f"{config.rollout.gpu_memory_utilization:.0%} of its memory); {asleep}")  # fmt: skip
+    bucket = config.weights.bucket_mib / 1024
+    lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
+    peaks = []
+    for rank in range(world):
+        mine = [m for name, m in roles.items() if rank in placement.roles[name]]
+        samples = rank in placement.roles["rollout"]
+        engine = weights + cache if samples else 0.0
+        idle = sum(m.idle for m in mine)
+        while_training = max((m.busy - m.idle for m in mine), default=0.0)
+        while_training += (weights if config.rollout.sleep else engine) * samples
+        peaks.append((idle + max(while_training, engine + bucket), rank))
+    most, rank = max(peaks, key=lambda peak: peak[0])
+    lines.append(f"  peak     {most:.2f} on rank {rank}, the fullest")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in a step."""
+"""Who takes part in a step, and on which ranks."""
 
 from __future__ import annotations
 
@@ -7,30 +7,93 @@ from typing import Any
 
 from spmdrl.config import PpoConfig
 from spmdrl.engines.engine import TrainEngine
+from spmdrl.leftover import Leftover
 from spmdrl.phases import Phases
+from spmdrl.placement import Ranks
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.mailbox import Mailbox
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.routing import Post
 from spmdrl.topology import Topology
+from spmdrl.weights.sync import WeightSync
+
+
+@dataclass
+class Trainer:
+    """A role that holds a trainer's model. On a rank outside there is no engine."""
+
+    name: str
+    topology: Topology  # axes dp, fsdp
+    engine: TrainEngine | None
+
+    @property
+    def here(self) -> bool:
+        return self.topology.here
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.topology.ranks
+
+    @property
+    def model(self) -> TrainEngine:
+        assert self.engine is not None, f"no {self.name} on this rank"
+        return self.engine
+
+
+@dataclass
+class Sampler:
+    """The role that samples, and the one that scores. On a rank outside they are None."""
+
+    topology: Topology  # axes dp, tp: one engine per tp group
+    scheduler: Scheduler | None
+    scoring: Topology  # ranks that run reward functions
+    rewards: RewardRunner | None
+
+    @property
+    def here(self) -> bool:
+        return self.topology.here
+
+    @property
+    def model(self) -> RolloutEngine:
+        assert self.scheduler is not None, "no rollout on this rank"
+        return self.scheduler.engine
 
 
 @dataclass
 class Roles:
-    """Who takes part in a step. `topology` spans all ranks; each engine knows its own."""
+    """What a step works with. Topologies are known on every rank, engines where they live."""
 
     config: PpoConfig
-    topology: Topology
+    topology: Topology  # all ranks
+    sampling: Topology  # ranks that make and score samples
+    training: Topology  # ranks of actor, ref, critic and prm
+    syncing: Topology  # ranks of actor and rollout
     phases: Phases
+    post: Post
     tokenizer: Any
-    rollout_topology: Topology
-    rollout: RolloutEngine
-    rewards: RewardRunner
-    actor: TrainEngine
-    ref: TrainEngine | None = None
-    critic: TrainEngine | None = None
-    prm: TrainEngine | None = None
+    sampler: Sampler
+    weights: WeightSync  # actor -> rollout
+    mailbox: Mailbox | None  # only where sampling runs ahead of training
+    actor: Trainer
+    ref: Trainer | None = None
+    critic: Trainer | None = None
+    prm: Trainer | None = None
     replay: ReplayBuffer | None = None
+    leftover: Leftover | None = None  # only where more prompts are asked than trained on
     kl_coef: float = 0.0  # of the next step, where adaptive
     entropy_coef: float = 0.0
     entropy: float | None = None  # of the last step, where its coefficient is adaptive
     policy_version: int = 0  # of the weights that the rollout engine holds
+    weight_bytes: int = 0  # that this rank sent, since it was last reported
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        found = (self.actor, self.ref, self.critic, self.prm)
+        return [trainer for trainer in found if trainer is not None]
+
+    @property
+    def trainer_ranks(self) -> list[Ranks]:
+        """The different sets of ranks that sequences are dealt to; the actor's first."""
+        return list(dict.fromkeys(trainer.ranks for trainer in self.trainers))

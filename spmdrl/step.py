@@ -1,13 +1,23 @@
 """One step of reinforcement learning. Every rank runs every line.
 
 collected = collect(roles, prompts, step, ...)   sample, score (collect.py)
-metrics = learn(roles, collected, step)          balance, logprobs, advantages, update
-sync(roles, version=step)                        the new weights into the engine
+lesson    = hand_over(roles, collected, step)    from the ranks that sampled to those that train
+metrics   = learn(roles, lesson, step)           logprobs, advantages, updates
+sync(roles, version=step)                        the new weights into the engine (sync.py)
+
+A rank outside a role's placement passes through its lines without waiting, so that roles on
+disjoint ranks work at the same time; they meet where one needs what another found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.kl import next_entropy_coef, next_kl_coef
@@ -20,7 +30,7 @@ from spmdrl.algo.objectives import (
     value_objective,
 )
 from spmdrl.collect import Collected
-from spmdrl.collectives import sum_over_ranks
+from spmdrl.collectives import all_gather_rows
 from spmdrl.credit import (
     add_advantages,
     add_correction,
@@ -29,106 +39,246 @@ from spmdrl.credit import (
     with_outcome_weights,
 )
 from spmdrl.engines.engine import LossFn, TrainEngine
-from spmdrl.metrics import sample_metrics
-from spmdrl.packing import balance, pack_samples
+from spmdrl.metrics import merged, sample_metrics
+from spmdrl.packing import Deal, deal, pack_samples
+from spmdrl.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
-from spmdrl.roles import Roles
+from spmdrl.roles import Roles, Trainer
+from spmdrl.routing import (
+    ASKED_FIELDS,
+    FIELDS,
+    packing_order,
+    receive_batch,
+    receive_deal,
+    receive_results,
+    send_batch,
+    send_deal,
+    send_results,
+)
 from spmdrl.types import Batch
-from spmdrl.weights.sync import sync_weights
 
 
-def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
-    """Updates the models from this step's samples.
+@dataclass
+class Lesson:
+    """What a step is learnt from: this rank's share of it, for each role that it has.
 
-    Returns the step's metrics, the same on every rank. Raises TooManyInvalid.
+    Roles on the same ranks share their batches. On ranks that do not train, `batches` is empty.
     """
-    config, algo, topology, phases = roles.config, roles.config.algo, roles.topology, roles.phases
-    temperature = config.rollout.temperature
 
-    with phases("balance"):
-        metrics = sample_metrics(collected.asked, topology, penalised=algo.overlong_buffer > 0)
-        check_invalid(collected.asked, config.rewards, topology)
-        if algo.dynamic_sampling:
-            metrics["dynamic_sampling/rounds"] = collected.rounds
-            metrics["dynamic_sampling/groups"] = collected.num_groups
-        if collected.num_groups == 0:  # every group was equal: nothing to learn from
-            return metrics | {"rollout/loss_tokens": 0.0}
-        batch = pack_samples(collected.samples, tuple(algo.reward_keys))
-        if roles.replay is not None:
-            batch, metrics["filter/kept"] = resample(
-                roles.replay.mix(batch), config, step, topology
+    deal: Deal
+    batches: dict[Ranks, list[Batch]]  # by a role's ranks: the Batch of each mini-batch
+    facts: dict[str, Any]  # about the samples, the same on every rank
+
+    def of(self, trainer: Trainer) -> list[Batch]:
+        return self.batches[trainer.ranks]
+
+
+# ---- from the ranks that sampled to those that train
+
+
+def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | None:
+    """Deals the samples to the ranks of every training role. collected: None where none sample.
+
+    Raises TooManyInvalid. Returns None on ranks that do not train.
+    """
+    config, post = roles.config, roles.post
+    sets, fields = roles.trainer_ranks, [FIELDS] + [ASKED_FIELDS] * (len(roles.trainer_ranks) - 1)
+    dealt: Deal | None = None
+    facts: dict[str, Any] = {}
+    own: dict[Ranks, Batch] = {}
+    if roles.sampling.here:
+        assert collected is not None
+        with roles.phases("balance", roles.sampling):
+            post.forget_delivered()
+            batch, dealt, facts = deal_out(roles, collected, step)
+            if roles.sampling.rank == 0:
+                others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
+                send_deal(dealt, facts, others, post)
+            for ranks, names in zip(sets, fields, strict=True):
+                order = packing_order(dealt, ranks, post.rank)
+                batch = arranged(batch, order, dealt)
+                own[ranks] = send_batch(batch, dealt, ranks, names, post)
+    if not roles.training.here:
+        return None
+    with roles.phases("receive", roles.training):
+        if dealt is None:
+            dealt, facts = receive_deal(roles.sampling.ranks[0], sets, post)
+        batches = {
+            ranks: receive_batch(
+                own.get(ranks), dealt, ranks, names, len(config.algo.reward_keys), post
             )
-        batches, metrics["balance/imbalance"] = balance(batch, algo.mini_batches, topology)
+            for ranks, names in zip(sets, fields, strict=True)
+            if post.rank in ranks
+        }
+    return Lesson(dealt, batches, facts)
 
-    metrics |= look(roles, batches)
-    with phases("advantages"):
-        if corrects(algo) and not algo.correction.bypass:
-            metrics |= add_correction(batches, algo, topology)
-        metrics |= add_advantages(batches, config, roles.kl_coef, topology)
 
-    if roles.critic is not None:
-        with phases("update_critic"):
-            updates = train(roles.critic, batches, value_objective(algo), algo.epochs, temperature)
+def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal, dict[str, Any]]:
+    """This rank's samples as they are sent to the actor, who gets which of all, and metrics."""
+    algo, sampling = roles.config.algo, roles.sampling
+    metrics = sample_metrics(collected.asked, sampling, penalised=algo.overlong_buffer > 0)
+    check_invalid(collected.asked, roles.config.rewards, sampling)
+    if algo.dynamic_sampling:
+        metrics["dynamic_sampling/rounds"] = collected.rounds
+        metrics["dynamic_sampling/groups"] = collected.num_groups
+    samples = sorted(collected.samples, key=lambda s: (s.group, s.index))
+    batch = None
+    if roles.replay is not None:
+        new = pack_samples(samples, tuple(algo.reward_keys))
+        batch, metrics["filter/kept"] = resample(
+            roles.replay.mix(new), roles.config, step, sampling
+        )
+        rows = torch.stack([batch.groups, batch.indices, batch.seq_lens], dim=1)
+    else:
+        rows = torch.tensor([(s.group, s.index, s.num_tokens) for s in samples]).reshape(-1, 3)
+    makers = torch.full((len(rows), 1), roles.post.rank)
+    table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
+    dealt = deal(table, algo.mini_batches, roles.trainer_ranks)
+    metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
+    if batch is None:  # packed in the order in which it is sent: no copy on the way
+        mine = (dealt.makers == roles.post.rank).nonzero().flatten()
+        order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
+        batch = pack_samples([samples[i] for i in order.tolist()], tuple(algo.reward_keys))
+    return batch, dealt, {"metrics": metrics, **collected.facts}
+
+
+def arranged(batch: Batch, rows: Tensor, dealt: Deal) -> Batch:
+    """The sequences of `batch` in the order of these rows of the deal."""
+    place = {(g, i): at for at, (g, i) in enumerate(
+        zip(batch.groups.tolist(), batch.indices.tolist(), strict=True)
+    )}  # fmt: skip
+    order = [
+        place[g, i]
+        for g, i in zip(dealt.groups[rows].tolist(), dealt.indices[rows].tolist(), strict=True)
+    ]
+    return batch if order == list(range(batch.num_seqs)) else batch.select(order)
+
+
+# ---- learning
+
+
+def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
+    """Updates the models from this step's samples. Ranks that do not train pass through.
+
+    Returns the step's metrics, the same on every rank that trains; {} elsewhere.
+    """
+    if lesson is None:
+        return {}
+    config, algo, phases = roles.config, roles.config.algo, roles.phases
+    metrics: dict[str, float] = dict(lesson.facts["metrics"])
+    if lesson.deal.num_seqs == 0:  # every group was equal: nothing to learn from
+        return metrics | {"rollout/loss_tokens": 0.0}
+    actor, critic, temperature = roles.actor, roles.critic, config.rollout.temperature
+
+    metrics |= look(roles, lesson)
+    if actor.here:
+        with phases("advantages", actor.topology):
+            batches = lesson.of(actor)
+            metrics |= staleness(roles, batches, step)
+            if corrects(algo) and not algo.correction.bypass:
+                metrics |= add_correction(batches, algo, actor.topology)
+            metrics |= add_advantages(batches, config, roles.kl_coef, actor.topology)
+    tell(roles, lesson, ("returns", "loss_weights"), actor, critic)
+
+    if critic is not None and critic.here:
+        with phases("update_critic", critic.topology):
+            updates = train(
+                critic.model, lesson.of(critic), value_objective(algo), algo.epochs, temperature
+            )
             metrics |= {f"critic/{name}": value for name, value in updates.items()}
-            roles.critic.offload()
-    if step > algo.critic_warmup_steps:
-        with phases("update_actor"):
-            roles.actor.onload()
+            critic.model.offload()
+    if actor.here and step > algo.critic_warmup_steps:
+        with phases("update_actor", actor.topology):
+            actor.model.onload()
             loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
             select = selector(roles, step) if selects(algo) else None
-            updates = train(roles.actor, batches, loss_fn, algo.epochs, temperature, select)
+            updates = train(
+                actor.model, lesson.of(actor), loss_fn, algo.epochs, temperature, select
+            )
             metrics |= {f"actor/{name}": value for name, value in updates.items()}
-        metrics |= adapt(roles, metrics, num_samples=len(collected.samples))
+        metrics |= adapt(roles, metrics, num_samples=lesson.deal.num_seqs)
+    if len(roles.trainer_ranks) > 1:  # one role's ranks know nothing of another's
+        with phases("report", roles.training):
+            metrics = merged(metrics, roles.training)
     return metrics
 
 
-def look(roles: Roles, batches: list[Batch]) -> dict[str, float]:
+def look(roles: Roles, lesson: Lesson) -> dict[str, float]:
     """What each model says of the samples before any of them learns; the prm then learns at once.
 
     Sets old_logprobs, ref_logprobs, prm_logprobs and values where they are needed.
     """
     config, algo, phases = roles.config, roles.config.algo, roles.phases
+    actor, ref, critic, prm = roles.actor, roles.ref, roles.critic, roles.prm
     temperature, metrics = config.rollout.temperature, {}
-    if algo.correction.bypass:
-        for batch in batches:
+    if ref is not None and ref.here:
+        with phases("ref_logprobs", ref.topology):
+            ref.model.onload()
+            for batch in lesson.of(ref):
+                batch.ref_logprobs = ref.model.logprobs(batch, temperature).logprobs
+            ref.model.offload()
+    if critic is not None and critic.here:
+        with phases("values", critic.topology):
+            critic.model.onload()
+            for batch in lesson.of(critic):
+                batch.values = critic.model.values(batch)
+    if actor.here and algo.correction.bypass:
+        for batch in lesson.of(actor):
             batch.old_logprobs = batch.rollout_logprobs
-    elif needs_old_logprobs(algo):
-        with phases("old_logprobs"):
-            roles.actor.onload()
-            for batch in batches:
-                stats = roles.actor.logprobs(batch, temperature, estimator_of(algo).token_sums)
+    elif actor.here and needs_old_logprobs(algo):
+        with phases("old_logprobs", actor.topology):
+            actor.model.onload()
+            for batch in lesson.of(actor):
+                stats = actor.model.logprobs(batch, temperature, estimator_of(algo).token_sums)
                 batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats
-    if roles.ref is not None:
-        with phases("ref_logprobs"):
-            roles.ref.onload()
-            for batch in batches:
-                batch.ref_logprobs = roles.ref.logprobs(batch, temperature).logprobs
-            roles.ref.offload()
-    if roles.prm is not None:
-        with phases("update_prm"):
-            roles.prm.onload()
-            for batch in batches:
-                batch.prm_logprobs = roles.prm.logprobs(batch, temperature).logprobs
-            outcomes = [with_outcome_weights(batch, roles.topology) for batch in batches]
-            updates = train(roles.prm, outcomes, prm_objective(algo), 1, temperature)
+    if prm is not None:
+        assert ref is not None
+        tell(roles, lesson, ("ref_logprobs",), ref, prm)
+    if prm is not None and prm.here:
+        with phases("update_prm", prm.topology):
+            prm.model.onload()
+            for batch in lesson.of(prm):
+                batch.prm_logprobs = prm.model.logprobs(batch, temperature).logprobs
+            outcomes = [with_outcome_weights(batch, prm.topology) for batch in lesson.of(prm)]
+            updates = train(prm.model, outcomes, prm_objective(algo), 1, temperature)
             metrics = {f"prm/{name}": value for name, value in updates.items()}
-            roles.prm.offload()
-    if roles.critic is not None:
-        with phases("values"):
-            roles.critic.onload()
-            for batch in batches:
-                batch.values = roles.critic.values(batch)
+            prm.model.offload()
+    tell(roles, lesson, ("ref_logprobs",), ref, actor)
+    tell(roles, lesson, ("values",), critic, actor)
+    tell(roles, lesson, ("prm_logprobs",), prm, actor)
     return metrics
+
+
+def tell(
+    roles: Roles,
+    lesson: Lesson,
+    names: tuple[str, ...],
+    source: Trainer | None,
+    target: Trainer | None,
+) -> None:
+    """Gives `target` what `source` found of each token, where they are on different ranks."""
+    if source is None or target is None or source.ranks == target.ranks:
+        return
+    post, dealt = roles.post, lesson.deal
+    for name in names:
+        own = [getattr(batch, name) for batch in lesson.of(source)] if source.here else None
+        if own is not None:
+            send_results(own, dealt, source.ranks, target.ranks, post)
+        if target.here:
+            found = receive_results(own, dealt, source.ranks, target.ranks, post)
+            for batch, values in zip(lesson.of(target), found, strict=True):
+                setattr(batch, name, values)
 
 
 def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
     """Chooses the tokens of clip_cov and kl_cov before each update, by the policy at hand."""
+    config, actor = roles.config, roles.actor
 
     def select(batch: Batch, update: int) -> None:
         logprobs = batch.old_logprobs
-        if update > 0 or logprobs is None or roles.config.algo.correction.bypass:
-            logprobs = roles.actor.logprobs(batch, roles.config.rollout.temperature).logprobs
-        batch.selected = select_tokens(batch, logprobs, roles.config, step, update, roles.topology)
+        if update > 0 or logprobs is None or config.algo.correction.bypass:
+            logprobs = actor.model.logprobs(batch, config.rollout.temperature).logprobs
+        batch.selected = select_tokens(batch, logprobs, config, step, update, actor.topology)
 
     return select
 
@@ -161,6 +311,26 @@ def train(
     }
 
 
+def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:
+    """How many updates the weights that chose the tokens were behind those that now learn.
+
+    Never more than config.async_steps, but for samples that were kept: partial ones and replayed.
+    """
+    sums, most = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    for batch in batches:
+        age = (step - 1 - batch.policy_version) * (batch.loss_mask > 0)
+        sums += torch.stack([age.sum().double(), batch.loss_mask.sum(dtype=torch.float64)])
+        if len(age):
+            most = torch.maximum(most, age.max())
+    dist.all_reduce(sums, group=roles.actor.topology.group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=roles.actor.topology.group)
+    config = roles.config
+    kept = config.rollout.oversample > 1 or config.algo.replay_steps > 0
+    assert kept or int(most) <= config.async_steps, (int(most), config.async_steps)
+    mean = float(sums[0] / sums[1].clamp(min=1))
+    return {"staleness/mean": mean, "staleness/max": float(most)}
+
+
 def adapt(roles: Roles, metrics: dict[str, float], num_samples: int) -> dict[str, float]:
     """The coefficients that this step was run with; sets those of the next."""
     algo = roles.config.algo
@@ -170,8 +340,9 @@ def adapt(roles: Roles, metrics: dict[str, float], num_samples: int) -> dict[str
     if algo.kl_target is not None:
         used["actor/kl_coef"] = roles.kl_coef
         kl = metrics["reward/kl" if algo.kl_in == "reward" else "actor/ref_kl"]
-        total = int(sum_over_ranks(num_samples, roles.topology))
-        roles.kl_coef = next_kl_coef(roles.kl_coef, kl, algo.kl_target, algo.kl_horizon, total)
+        roles.kl_coef = next_kl_coef(
+            roles.kl_coef, kl, algo.kl_target, algo.kl_horizon, num_samples
+        )
     if algo.entropy_target is not None:
         used["actor/entropy_coef"] = entropy_bonus(roles)
         roles.entropy = metrics["actor/entropy"]
@@ -187,14 +358,3 @@ def entropy_bonus(roles: Roles) -> float:
     if target is not None and roles.entropy is not None and roles.entropy > target:
         return 0.0
     return roles.entropy_coef
-
-
-def sync(roles: Roles, version: int) -> None:
-    """Gives the engine the actor's weights; `version` names them."""
-    with roles.phases("sync"):
-        roles.actor.onload()
-        if roles.config.rollout.sleep:
-            roles.rollout.wake()
-        sync_weights(roles.actor, roles.rollout, roles.config.rollout.dtype, roles.config.weights)
-        roles.actor.offload()
-        roles.policy_version = version

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from spmdrl import checkpoint
 from spmdrl.cli import as_source
-from spmdrl.collect import collect, evaluate
+from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines.fsdp import FsdpEngine
+from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
-from spmdrl.phases import seconds_of
-from spmdrl.plan import describe, roles_of
+from spmdrl.placement import Ranks, place, training_roles
+from spmdrl.plan import describe
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
-from spmdrl.roles import Roles
+from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine
-from spmdrl.step import learn, sync
+from spmdrl.rollout.mailbox import Mailbox
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.routing import Post
+from spmdrl.step import hand_over, learn
+from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology, train_degrees
+from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
 from spmdrl.types import Prompt, Sample
+from spmdrl.weights.sync import WeightSync
 
 SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
 
@@ -38,158 +46,241 @@ class Run:
     roles: Roles
     prompts: PromptDataset
     held_out: list[tuple[int, Prompt]]  # the same on every rank
-    order: PromptOrder
+    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
 
     @property
     def engines(self) -> dict[str, FsdpEngine]:
-        """Those that are trained, so saved and resumed."""
-        roles = self.roles
-        named: dict[str, Any] = {"actor": roles.actor, "critic": roles.critic, "prm": roles.prm}
-        return {name: engine for name, engine in named.items() if engine is not None}
+        """Those on this rank that are trained, so saved and resumed."""
+        return {
+            trainer.name: trainer.engine  # type: ignore[misc]
+            for trainer in self.roles.trainers
+            if trainer.name != "ref" and trainer.engine is not None
+        }
+
+    @property
+    def is_log(self) -> bool:
+        """The actor's first rank knows all metrics."""
+        return self.roles.actor.topology.rank == 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts of the data."""
+        return [self.prompts.prompt(i) for i in self.order.take(count)]
 
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
     """Every rank runs it from the first line to the last."""
     run = build(config, runtime)
     roles, phases, steps = run.roles, runtime.phases, config.steps
-    done, log = resume(run)
+    done, log, trace = resume(run)
     phases.on_change = log.phase
+    source = Source(run.take, run.prompts.by_id)
+    roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
     sync(roles, version=done)
+    take_weights(roles, done)
     keep_what_stands()
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
-    phases.take_spans()
+    trace.write(done, phases.take_spans())
+    met = done  # the last step after which all ranks met
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        started_at = time.perf_counter()
-        with phases("data"):
-            prompts = take_prompts(run, config.data.prompts_per_step)
-        collected = collect(roles, prompts, step, more=partial(take_prompts, run))
-        show_samples(run, f"step_{step}", collected.asked)
-        metrics = learn(roles, collected, step)
+        started_at, collected = time.perf_counter(), None
+        if roles.sampling.here:
+            # a rank that samples ahead stays within async_steps of what the trainers have learnt
+            take_weights(roles, max(step - 1 - config.async_steps, met))
+            collected = collect(roles, source, step)
+            show_samples(run, f"step_{step}", collected.asked)
+            collected.facts = {
+                "order": run.order.state_dict(), "reports": reports(run, step, trace, roles.sampling)
+            }  # fmt: skip
+        lesson = hand_over(roles, collected, step)
+        metrics = learn(roles, lesson, step)
         sync(roles, version=step)
-        metrics |= timing(
-            metrics, seconds_of(phases.take_spans()), time.perf_counter() - started_at
+        if lesson is not None:
+            run.order.load_state_dict(lesson.facts["order"])
+            everyone = lesson.facts["reports"] + reports(run, step, trace, roles.training)
+            metrics |= timing(metrics, everyone, time.perf_counter() - started_at)
+            log.step_line(step, metrics, SHOWN)
+        evaluating = bool(run.held_out) and (step == steps or is_due(step, config.eval_every))
+        saving = config.checkpoint.every_steps > 0 and (
+            step == steps or is_due(step, config.checkpoint.every_steps)
         )
-        log.step_line(step, metrics, SHOWN)
-        if run.held_out and (step == steps or is_due(step, config.eval_every)):
+        if evaluating or saving:
+            take_weights(roles, step)
+            met = step
+        if evaluating:
             metrics |= held_out_accuracy(run, step, log)
         log.write(step, metrics)
-        if config.checkpoint.every_steps and (
-            step == steps or is_due(step, config.checkpoint.every_steps)
-        ):
+        if saving:
             save(run, step, log)
-        phases.take_spans()
+    take_weights(roles, steps)
+    roles.post.wait_until_delivered()
+    trace.write(steps, phases.take_spans())
     log.close()
-    roles.rewards.close()
-    roles.rollout.shutdown()
-
-
-def take_prompts(run: Run, count: int) -> list[Prompt]:
-    """The next prompts of the data, the same on every rank."""
-    return [run.prompts.prompt(i) for i in run.order.take(count)]
+    close(roles)
 
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def close(roles: Roles) -> None:
+    if roles.sampler.rewards is not None:
+        roles.sampler.rewards.close()
+    if roles.sampler.here:
+        roles.sampler.model.shutdown()
+
+
 def build(config: PpoConfig, runtime: Runtime) -> Run:
     """Data first, since its mistakes are cheap to find; then the engines. Collective."""
     topology, phases = runtime.topology, runtime.phases
-    rewards = RewardRunner(config.reward, config.rewards)
+    placement = place(config, topology.world)
+    scores = topology.rank in placement.roles["reward"]
+    rewards = RewardRunner(config.reward, config.rewards) if scores else None
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts = PromptDataset.load(config.data.train, tokenizer, config.data, topology)
         order = PromptOrder(
             len(prompts), config.data.prompts_per_step, config.seed, config.data.shuffle
         )
-        rewards.check_sources(prompts.data_sources)
+        sources = set(prompts.data_sources)
         held_out: list[tuple[int, Prompt]] = []
         if config.data.eval is not None:
             dataset = PromptDataset.load(config.data.eval, tokenizer, config.data, topology)
-            rewards.check_sources(dataset.data_sources)
+            sources |= set(dataset.data_sources)
             count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
             held_out = [(i, dataset.prompt(i)) for i in range(count)]
-    engines: dict[str, FsdpEngine] = {}
-    for name, role in roles_of(config).items():
+        if rewards is not None:
+            rewards.check_sources(sorted(sources))
+    places = Places(topology)
+    trainers: dict[str, Trainer] = {}
+    for name, role in training_roles(config).items():
         with phases(f"build {name}"):
-            ranks = Topology.build(topology.device, **train_degrees(role.fsdp))
-            kind = "value" if name == "critic" else "policy"
-            engine = FsdpEngine(kind, role.model or config.model, role, ranks, name == "ref")
-            engine.offload()
-            engines[name] = engine
+            ranks = places.of(placement.roles[name], **train_degrees(role.fsdp))
+            engine: FsdpEngine | None = None
+            if ranks.here:
+                kind = "value" if name == "critic" else "policy"
+                engine = FsdpEngine(kind, role.model or config.model, role, ranks, name == "ref")
+                engine.offload()
+            trainers[name] = Trainer(name, ranks, engine)
+    actor = trainers["actor"]
     with phases("build rollout"):
-        ranks = Topology.build(topology.device, dp=-1, tp=config.rollout.tensor_parallel)
+        ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         rollout = build_engine(config.model, config.rollout, longest, ranks)
-        if config.rollout.sleep:
+        if rollout is not None and config.rollout.sleep:
             rollout.sleep()
-    roles = Roles(
-        config, topology, phases, tokenizer, ranks, rollout, rewards,
-        actor=engines["actor"], ref=engines.get("ref"), critic=engines.get("critic"),
-        prm=engines.get("prm"), kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
-        replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-    )  # fmt: skip
+    with phases("plan weights"):
+        weights = WeightSync(
+            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
+        )
+        scheduler = Scheduler(rollout, ranks) if rollout is not None else None
+        scoring = places.of(placement.roles["reward"], dp=-1)
+        roles = Roles(
+            config, topology, places.of(placement.sampling, dp=-1),
+            places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
+            tokenizer, Sampler(ranks, scheduler, scoring, rewards), weights,
+            mailbox=Mailbox(topology) if config.async_steps else None,
+            actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
+            prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
+            entropy_coef=config.algo.entropy_coef,
+            replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
+            leftover=Leftover() if config.rollout.oversample > 1 else None,
+        )  # fmt: skip
     return Run(config, runtime, roles, prompts, held_out, order)
 
 
-def resume(run: Run) -> tuple[int, RunLog]:
-    """Loads the checkpoint that config.resume asks for; the steps it had done, and the log."""
+class Places:
+    """Topologies by their ranks; those of the same ranks share their groups."""
+
+    def __init__(self, everyone: Topology) -> None:
+        self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
+        self.device = everyone.device
+
+    def of(self, ranks: Ranks, **degrees: int) -> Topology:
+        """Collective over the job."""
+        share = self.known.get(ranks)
+        topology = Topology.build(self.device, ranks, share=share, **degrees)
+        return self.known.setdefault(ranks, topology) if share is None else topology
+
+
+def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
+    """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
     config, runtime = run.config, run.runtime
-    root = runtime.run_dir / "checkpoints"
+    root, topology = runtime.run_dir / "checkpoints", runtime.topology
     done = 0
     with runtime.phases("resume"):
-        folder = checkpoint.find(config.resume, root, runtime.topology)
+        folder = checkpoint.find(config.resume, root, topology)
         if folder is not None:
-            saved = checkpoint.load(folder, run.engines, runtime.topology)
+            saved = checkpoint.load(folder, run.engines, topology)
             done = saved["step"]
             run.order.load_state_dict(saved["order"])
-            restore(run.roles, saved, folder)
-    if runtime.is_main:
-        set_aside_earlier_run(runtime.run_dir, done)
-        write_config(config, runtime.run_dir)
-    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard, done)
+            restore(run, saved, folder)
+    with runtime.phases("resume"):
+        if runtime.is_main:
+            set_aside_earlier_run(runtime.run_dir, done)
+            write_config(config, runtime.run_dir)
+    log = RunLog(runtime.run_dir, run.is_log, config.steps, config.tensorboard, done)
+    trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if folder is not None:
         log.line(f"resumed from {folder}: {done} steps done")
-    return done, log
+    return done, log, trace
 
 
-def restore(roles: Roles, saved: dict[str, Any], folder: Path) -> None:
+def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
     """What the algorithm carries from step to step; a coefficient where it did and does adapt."""
-    algo, rank, world = roles.config.algo, roles.topology.rank, roles.topology.world
+    roles = run.roles
+    algo, sampling = roles.config.algo, roles.sampling
     adaptive = saved.get("adaptive", {})
     if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
         roles.kl_coef = adaptive["kl_coef"]
     if algo.entropy_target is not None and adaptive.get("entropy") is not None:
         roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
+    if not sampling.here:
+        return
     shares = sorted(folder.glob("replay_*.pt"))
     if roles.replay is not None and shares:
-        roles.replay.load(shares, rank, world, num_keys=len(algo.reward_keys))
+        roles.replay.load(shares, sampling.rank, sampling.world, num_keys=len(algo.reward_keys))
+    shares = sorted(folder.glob("leftover_*.pt"))
+    if roles.leftover is not None and shares:
+        roles.leftover.load(
+            shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world
+        )
 
 
 def save(run: Run, step: int, log: RunLog) -> None:
+    roles = run.roles
     state = {name: engine.state_dict() for name, engine in run.engines.items()}
     facts = {
-        "engines": sorted(run.engines),
+        "engines": sorted(trainer.name for trainer in roles.trainers if trainer.name != "ref"),
         "order": run.order.state_dict(),
         "config": as_source(run.config),
         "adaptive": {
-            "kl_coef": run.roles.kl_coef if run.config.algo.kl_target else None,
-            "entropy_coef": run.roles.entropy_coef if run.roles.entropy is not None else None,
-            "entropy": run.roles.entropy,
+            "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
+            "entropy_coef": roles.entropy_coef if roles.entropy is not None else None,
+            "entropy": roles.entropy,
         },
     }
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
-    parts = [*run.roles.actor.pretrained, run.roles.tokenizer]
-    phases, replay = run.runtime.phases, run.roles.replay
-    folder = checkpoint.save(root, step, state, facts, phases, keep, parts, replay)
+    writer = roles.actor.ranks[0]
+    parts = [*roles.actor.model.pretrained, roles.tokenizer] if run.is_log else []
+    own = {}
+    if roles.sampling.here:
+        named = {"replay": roles.replay, "leftover": roles.leftover}
+        own = {name: part for name, part in named.items() if part is not None}
+    folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts, own, writer)
     log.line(f"step {step}/{run.config.steps} | saved {folder}")
 
 
 def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
-    samples, metrics = evaluate(run.roles, run.held_out, step)
-    show_samples(run, f"eval_{step}", samples)
+    roles = run.roles
+    told: list[Any] = [None]
+    if roles.sampling.here:
+        samples, told[0] = evaluate(roles, run.held_out, step)
+        show_samples(run, f"eval_{step}", samples)
+    with roles.phases("evaluate"):  # the rank that logs may not sample
+        dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
+    metrics = told[0]
     scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "accuracy" in k)
     log.line(f"step {step}/{run.config.steps} | held out: {scores} ({len(run.held_out)} prompts)")
     return metrics
@@ -197,14 +288,35 @@ def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
 
 def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
-    write_samples(path, samples, run.config.log_samples, run.runtime.topology)
+    write_samples(path, samples, run.config.log_samples, run.roles.sampling)
+
+
+def reports(run: Run, step: int, trace: TraceFile, topology: Topology) -> list[dict[str, Any]]:
+    """What each rank of `topology` did since it was last asked. Collective over it."""
+    roles = run.roles
+    spans = roles.phases.take_spans()
+    trace.write(step, spans)
+    mine = {"rank": roles.topology.rank, "seconds": busy_and_waiting(spans),
+            "samples": roles.post.moved_bytes, "weights": roles.weight_bytes}  # fmt: skip
+    roles.post.moved_bytes = roles.weight_bytes = 0
+    everyone: list[Any] = [None] * topology.world
+    dist.all_gather_object(everyone, mine, group=topology.control)
+    return everyone
 
 
 def timing(
-    metrics: dict[str, float], seconds: dict[str, float], total_s: float
+    metrics: dict[str, float], everyone: list[dict[str, Any]], total_s: float
 ) -> dict[str, float]:
-    """time/<phase>_s of this step, and response tokens per second of the whole job."""
-    times = {f"time/{name.replace(' ', '_')}_s": s for name, s in seconds.items()}
+    """Seconds by phase over the ranks, idle share, MiB moved, and response tokens per second."""
+    by_rank: dict[int, dict[str, tuple[float, float]]] = {}
+    for report in everyone:  # a rank that samples and trains reports twice
+        seconds = by_rank.setdefault(report["rank"], {})
+        for name, (busy, waiting) in report["seconds"].items():
+            before = seconds.get(name, (0.0, 0.0))
+            seconds[name] = (before[0] + busy, before[1] + waiting)
+    times = phase_metrics(list(by_rank.values()), total_s)
+    for what in ("samples", "weights"):
+        times[f"moved/{what}_mib"] = sum(report[what] for report in everyone) / 2**20
     tokens = metrics["response/tokens"]
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
 

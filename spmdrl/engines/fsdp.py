@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.config import OptimConfig, TrainConfig
@@ -47,14 +44,11 @@ class FsdpEngine:
         hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
         self.pretrained = [hf.config, hf.generation_config]
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
-        full_weights = self.module.state_dict() if topology.rank == 0 else {}
+        full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.module, decoder_layers(hf), DTYPES[config.dtype], topology)
-        set_model_state_dict(
-            self.module, full_weights,
-            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-        )  # fmt: skip
+        scatter_weights(self.module, full_weights, topology)
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
         self.num_updates = 0
@@ -225,6 +219,29 @@ def shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
             part.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topology) -> None:
+    """Fills the shards of `module` from the full tensors that the topology's first rank has."""
+    group, ranks = topology.group, topology.world
+    for name, target in module.state_dict().items():
+        if not isinstance(target, DTensor):
+            value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()
+            dist.broadcast(value, group=group, group_src=0)
+            target.copy_(value)
+            continue
+        shards = topology.axis_size("fsdp")
+        rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
+        mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
+        parts = None
+        if topology.rank == 0:
+            padded = torch.zeros(rows * shards, *target.shape[1:], dtype=target.dtype)
+            padded[: target.shape[0]] = full[name]
+            parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
+        dist.scatter(mine, parts, group=group, group_src=0)
+        local = target.to_local()
+        local.copy_(mine[: len(local)])
 
 
 def set_replica_sync(module: nn.Module, last: bool) -> None:

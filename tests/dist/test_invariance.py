@@ -153,7 +153,6 @@ class Moved:
 
 def steps_on(topology, cases, splits, models):
     """{(case, split): metrics} of this rank, one step each; nothing moves, the rates are 0."""
-    import torch.distributed as dist
 
     from spmdrl.collect import Collected
     from spmdrl.engines.fsdp import FsdpEngine

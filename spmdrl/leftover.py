@@ -1,0 +1,91 @@
+"""What a step asked and did not train on: it comes first in the next one (rollout.oversample)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import RolloutConfig
+from spmdrl.rollout.engine import Completion
+from spmdrl.rollout.handover import pack, unpack
+from spmdrl.rollout.sampling import Question, as_sample
+from spmdrl.types import Prompt, Sample
+
+
+@dataclass
+class Leftover:
+    """Groups that were not complete, or complete when the step had enough.
+
+    `prompts` and `questions` are the same on every rank of the rollout; `samples` are those that
+    ended on this rank.
+    """
+
+    prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
+    questions: list[Question] = field(default_factory=list)  # unanswered, some of them begun
+    samples: list[Sample] = field(default_factory=list)  # not scored yet
+
+    def renumbered(self) -> list[tuple[int, Prompt]]:
+        """Gives the groups the numbers 0, 1, ... and returns `prompts`."""
+        number = {group: i for i, (group, _) in enumerate(self.prompts)}
+        self.prompts = [(number[group], prompt) for group, prompt in self.prompts]
+        self.questions = [replace(q, group=number[q.group]) for q in self.questions]
+        for sample in self.samples:
+            sample.group = number[sample.group]
+        return self.prompts
+
+    def save(self, path: Path) -> None:
+        """This rank's part, with all questions."""
+        begun = {i: q.begun for i, q in enumerate(self.questions) if q.begun is not None}
+        ended = {
+            i: Completion(s.response_ids, s.rollout_logprobs, s.finish_reason, s.policy_version)
+            for i, s in enumerate(self.samples)
+        }
+        torch.save(
+            {
+                "prompts": table([(group, prompt.id) for group, prompt in self.prompts], 2),
+                "questions": table([(q.group, q.index, q.seed) for q in self.questions], 3),
+                "begun": as_bytes(begun),
+                "samples": table([(s.group, s.index) for s in self.samples], 2),
+                "ended": as_bytes(ended),
+            },
+            path,
+        )
+
+    def load(
+        self, paths: list[Path], prompt_of: Callable[[int], Prompt], tokenizer: Any, rank: int,
+        world: int,
+    ) -> None:  # fmt: skip
+        """What all ranks saved; of the samples this rank's part, on any number of ranks."""
+        shares = [torch.load(path, weights_only=True) for path in paths]
+        first = shares[0]
+        self.prompts = [(group, prompt_of(id)) for group, id in first["prompts"].tolist()]
+        prompts = dict(self.prompts)
+        begun = unpack(first["begun"].numpy().tobytes())
+        self.questions = [
+            Question(prompts[group], group, index, seed, begun.get(i))
+            for i, (group, index, seed) in enumerate(first["questions"].tolist())
+        ]
+        self.samples = []
+        for share in shares[rank::world]:
+            ended = unpack(share["ended"].numpy().tobytes())
+            for i, (group, index) in enumerate(share["samples"].tolist()):
+                text = tokenizer.decode(ended[i].token_ids, skip_special_tokens=True)
+                question = Question(prompts[group], group, index, seed=0)
+                self.samples.append(as_sample(question, ended[i], text))
+
+
+def table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, columns)
+
+
+def as_bytes(answers: dict[int, Completion]) -> Tensor:
+    return torch.frombuffer(bytearray(pack(answers)), dtype=torch.uint8)
+
+
+def keeps_leftovers(config: RolloutConfig) -> bool:
+    return config.oversample > 1

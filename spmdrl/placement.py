@@ -1,0 +1,125 @@
+"""Which ranks a role lives on.
+
+    placement={"actor": "0-3", "rollout": "4-7", "ref": "4-5", "critic": "6-7", "reward": "4"}
+
+A role that is not named: actor and rollout live on all ranks, ref, critic and prm with the actor,
+reward with the rollout. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+
+Ranks = tuple[int, ...]  # of the job, ascending
+ROLES = ("actor", "rollout", "ref", "critic", "prm", "reward")
+FOLLOWS = {"ref": "actor", "critic": "actor", "prm": "actor", "reward": "rollout"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of every role that this run has."""
+
+    roles: Mapping[str, Ranks]
+
+    @property
+    def sampling(self) -> Ranks:
+        """Ranks that make and score samples."""
+        return union(self.roles["rollout"], self.roles["reward"])
+
+    @property
+    def training(self) -> Ranks:
+        """Ranks with a model that trains, or is asked about the samples."""
+        return union(
+            *(self.roles[name] for name in self.roles if name not in ("rollout", "reward"))
+        )
+
+    @property
+    def colocated(self) -> bool:
+        return len(set(self.roles.values())) == 1
+
+
+def union(*parts: Ranks) -> Ranks:
+    return tuple(sorted(set().union(*parts)))
+
+
+def place(config: PpoConfig, world: int) -> Placement:
+    """Raises ConfigError where a role or a rank is unknown, or a rank would have nothing to do."""
+    asked = config.placement
+    for name in asked:
+        if name not in ROLES:
+            near = difflib.get_close_matches(name, ROLES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"placement has no role {name!r}{hint}. Roles: {', '.join(ROLES)}")
+    trained = training_roles(config)
+    unused = [name for name in asked if name not in (*trained, "rollout", "reward")]
+    if unused:
+        raise ConfigError(
+            f"placement names {', '.join(unused)}, which this run does not have (ref needs "
+            "algo.kl_coef above 0, critic and prm their own section)"
+        )
+    roles: dict[str, Ranks] = {}
+    for name in ("actor", "rollout", *(n for n in trained if n != "actor"), "reward"):
+        if name in asked:
+            roles[name] = parse_ranks(asked[name], world, f"placement[{name!r}]")
+        else:
+            roles[name] = roles[FOLLOWS[name]] if name in FOLLOWS else tuple(range(world))
+    idle = sorted(set(range(world)) - set(union(*roles.values())))
+    if idle:
+        raise ConfigError(
+            f"placement uses {world - len(idle)} of {world} ranks; nothing would run on "
+            f"{show_ranks(tuple(idle))}: place a role there, or start fewer ranks"
+        )
+    return Placement(roles)
+
+
+def training_roles(config: PpoConfig) -> dict[str, TrainConfig]:
+    """The roles of this run that hold a trainer's model, by name."""
+    roles = {"actor": config.actor}
+    if config.algo.kl_coef > 0 or config.prm is not None:
+        roles["ref"] = config.ref
+    if config.critic is not None:
+        roles["critic"] = config.critic
+    if config.prm is not None:
+        roles["prm"] = config.prm
+    return roles
+
+
+def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
+    """ "0-3", "4", "0,2,5-7" or "all" -> ranks, ascending. Raises ConfigError."""
+    if isinstance(text, tuple | list):  # fire reads 0,2 as a tuple
+        text = ",".join(map(str, text))
+    text = str(text).replace(" ", "")
+    if text == "all":
+        return tuple(range(world))
+    ranks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ConfigError(f"{where}={text!r}: expected ranks like '0-3', '4', '0,2,5-7', 'all'")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{where}={text!r}: {part} runs backwards")
+        ranks += range(first, last + 1)
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(f"{where}={text!r} names a rank twice")
+    if max(ranks) >= world:
+        raise ConfigError(
+            f"{where}={text!r} needs rank {max(ranks)}, but there are {world} ranks: 0-{world - 1}"
+        )
+    return tuple(sorted(ranks))
+
+
+def show_ranks(ranks: Ranks) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)

@@ -1,0 +1,241 @@
+"""Sequences and per-token results on their way between the ranks of roles.
+
+Point to point, between ranks that have something for each other: no rank holds the whole batch,
+none waits for traffic that is not its own, nothing is pickled or padded. Both ends know from the
+Deal what is sent, so a message has no header. Sequences leave in the order in which they were
+packed and arrive in their place: a field is moved as it lies in memory.
+
+Tensors are on the CPU and travel over gloo; engines take a micro-batch to their device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.packing import Deal, empty_batch
+from spmdrl.placement import Ranks
+from spmdrl.topology import Topology
+from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
+
+FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
+ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
+SEQ_FLOATS = 3  # rewards, valid, greedy; the reward keys follow
+
+
+@dataclass
+class Post:
+    """Messages between ranks of the job. What was sent is kept until it has left."""
+
+    topology: Topology  # of the job
+    under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    moved_bytes: int = 0  # sent by this rank since it was last read
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    def send(self, values: Tensor, to: int) -> None:
+        """Returns at once; `values` must not change before the receiver has it."""
+        if values.numel() == 0:
+            return
+        values = values.contiguous()
+        work = dist.isend(values, group=self.topology.group, group_dst=to)
+        assert work is not None
+        self.under_way.append((work, values))
+        self.moved_bytes += values.nbytes
+
+    def expect(self, place: Tensor, source: int) -> list[dist.Work]:
+        """What `source` sends next will lie in `place` when the result was waited for."""
+        if place.numel() == 0:
+            return []
+        work = dist.irecv(place, group=self.topology.group, group_src=source)
+        assert work is not None
+        return [work]
+
+    def forget_delivered(self) -> None:
+        self.under_way = [(w, values) for w, values in self.under_way if not w.is_completed()]
+
+    def wait_until_delivered(self) -> None:
+        for work, _ in self.under_way:
+            work.wait()
+        self.under_way = []
+
+
+# ---- the batch: from the ranks that sampled to those that train
+
+
+def packing_order(deal: Deal, ranks: Ranks, maker: int) -> Tensor:
+    """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
+    rows = deal.by_mini((deal.makers == maker).nonzero().flatten())
+    return rows[torch.argsort(deal.owners[ranks][rows], stable=True)]
+
+
+def send_batch(
+    batch: Batch, deal: Deal, ranks: Ranks, fields: tuple[str, ...], post: Post
+) -> Batch:
+    """Sends each owner its sequences; returns this rank's own share, as `receive_batch` wants it.
+
+    batch: what this rank made, in `packing_order`.
+    """
+    rows = packing_order(deal, ranks, post.rank)
+    assert batch.num_seqs == len(rows), (batch.num_seqs, len(rows))
+    floats = seq_floats(batch)
+    own = batch.select([])
+    for owner in ranks:
+        seqs = (deal.owners[ranks][rows] == owner).nonzero().flatten()
+        if len(seqs) == 0:
+            continue
+        first, end = int(seqs[0]), int(seqs[-1]) + 1
+        tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
+        if owner == post.rank:
+            own = span(batch, first, end)
+            continue
+        for name in fields:
+            post.send(getattr(batch, name)[tokens], owner)
+        post.send(floats[first:end], owner)
+    return own
+
+
+def receive_batch(
+    own: Batch | None, deal: Deal, ranks: Ranks, fields: tuple[str, ...], num_keys: int, post: Post
+) -> list[Batch]:
+    """This rank's Batch of each mini-batch, sequences by address.
+
+    own: what `send_batch` returned; None on a rank that did not sample.
+    """
+    rows = deal.held(ranks, post.rank)
+    makers = deal.makers[rows].unique().tolist()
+    arriving = torch.cat([rows[deal.makers[rows] == maker] for maker in makers] or [rows])
+    batch = empty_batch(deal.seq_lens[arriving], num_keys)
+    batch.groups, batch.indices = deal.groups[arriving], deal.indices[arriving]
+    floats = seq_floats(batch)
+    works: list[dist.Work] = []
+    first = 0
+    for maker in makers:
+        end = first + int((deal.makers[rows] == maker).sum())
+        tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
+        if maker == post.rank:
+            assert own is not None
+            for name in fields:
+                getattr(batch, name)[tokens] = getattr(own, name)
+            floats[first:end] = seq_floats(own)
+        else:
+            for name in fields:
+                works += post.expect(getattr(batch, name)[tokens], maker)
+            works += post.expect(floats[first:end], maker)
+        first = end
+    for work in works:
+        work.wait()
+    batch.rewards, batch.valid, batch.greedy = (
+        floats[:, 0].contiguous(), floats[:, 1].float(), floats[:, 2].contiguous()
+    )  # fmt: skip
+    batch.keys = floats[:, SEQ_FLOATS:].contiguous()
+    return cut(batch, arriving, deal)
+
+
+def cut(batch: Batch, rows: Tensor, deal: Deal) -> list[Batch]:
+    """A Batch of each mini-batch, sequences by address. rows: of the deal, as they lie in batch."""
+    if deal.num_minis == 1 and bool((rows.diff() > 0).all()):
+        return [batch]
+    ordered = torch.argsort(rows)
+    minis = deal.minis[rows[ordered]]
+    return [batch.select(ordered[minis == m].tolist()) for m in range(deal.num_minis)]
+
+
+def seq_floats(batch: Batch) -> Tensor:
+    """(num_seqs, 3 + num_keys) float64: what a sequence has beside its address and tokens."""
+    columns = torch.stack([batch.rewards, batch.valid.double(), batch.greedy], dim=1)
+    return torch.cat([columns, batch.keys], dim=1)
+
+
+def span(batch: Batch, first: int, end: int) -> Batch:
+    """Sequences first .. end - 1, as views."""
+    tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
+    views = {
+        name: value[tokens if name in TOKEN_FIELDS else slice(first, end)]
+        for name, value in batch.tensors()
+    }
+    lens = batch.seq_lens[first:end]
+    return Batch(**views, cu_seqlens=lengths_to_cu_seqlens(lens))
+
+
+# ---- the deal itself, for ranks that train and did not sample
+
+
+def send_deal(deal: Deal, facts: dict[str, Any], to: Ranks, post: Post) -> None:
+    """Called on one rank. facts: JSON-able, a few numbers."""
+    columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
+    table = torch.stack([*columns, *deal.owners.values()], dim=1)
+    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    sizes = torch.tensor([len(table), deal.num_minis, len(text)])
+    for rank in to:
+        post.send(sizes, rank)
+        post.send(text, rank)
+        post.send(table, rank)
+
+
+def receive_deal(source: int, roles: list[Ranks], post: Post) -> tuple[Deal, dict[str, Any]]:
+    """roles: as they were given to `deal`, in that order."""
+
+    def receive(place: Tensor) -> Tensor:
+        for work in post.expect(place, source):
+            work.wait()
+        return place
+
+    num_seqs, num_minis, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
+    facts = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
+    table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
+    columns = [column.contiguous() for column in table.unbind(1)]
+    return Deal(*columns[:5], dict(zip(roles, columns[5:], strict=True)), num_minis), facts
+
+
+# ---- what one role says of the tokens, to another
+
+
+def send_results(
+    values: list[Tensor], deal: Deal, source: Ranks, target: Ranks, post: Post
+) -> None:
+    """values: (num_tokens,) of each mini-batch of this rank as one of `source`."""
+    rows = deal.held(source, post.rank)
+    lens = deal.seq_lens[rows]
+    everything = torch.cat(values)
+    for owner in target:
+        if owner != post.rank:
+            chosen = deal.owners[target][rows] == owner
+            post.send(everything[torch.repeat_interleave(chosen, lens)], owner)
+
+
+def receive_results(
+    own: list[Tensor] | None, deal: Deal, source: Ranks, target: Ranks, post: Post
+) -> list[Tensor]:
+    """(num_tokens,) of each mini-batch of this rank as one of `target`.
+
+    own: what this rank itself has of them as one of `source`; None where it is not.
+    """
+    rows = deal.held(target, post.rank)
+    lens = deal.seq_lens[rows]
+    senders = deal.owners[source][rows]
+    result = torch.zeros(int(lens.sum()))
+    works: list[tuple[list[dist.Work], Tensor, Tensor]] = []
+    for sender in senders.unique().tolist():
+        places = torch.repeat_interleave(senders == sender, lens)
+        if sender == post.rank:
+            assert own is not None
+            held = deal.held(source, post.rank)
+            chosen = deal.owners[target][held] == post.rank
+            result[places] = torch.cat(own)[torch.repeat_interleave(chosen, deal.seq_lens[held])]
+        else:
+            values = torch.zeros(int(places.sum()))
+            works.append((post.expect(values, sender), places, values))
+    for pending, places, values in works:
+        for work in pending:
+            work.wait()
+        result[places] = values
+    sizes = [int(lens[deal.minis[rows] == m].sum()) for m in range(deal.num_minis)]
+    return list(result.split(sizes))

@@ -1,0 +1,135 @@
+"""What each rank did when: a line per step in <run dir>/trace/rank_00003.jsonl, and metrics.
+
+A span is busy time until this rank's work ended and waiting from there on, until all of the phase's
+ranks had come; a span named "wait ..." is waiting altogether. `python -m spmdrl.timeline` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from spmdrl.phases import Span  # imports torch: seconds, for the reader of a trace
+
+KEPT_STEPS = 5_000  # per rank at least, and twice as many at most: some 10 MB
+WAIT = "wait "  # a span so named is never busy
+
+PhaseSeconds = dict[str, tuple[float, float]]  # of one rank: phase -> (busy, waiting) seconds
+
+
+class Line(NamedTuple):
+    """One rank's step, as it stands in the file."""
+
+    step: int
+    host: str
+    spans: list[tuple[str, float, float, float]]  # name, start, end, agreed; seconds, epoch
+
+
+class TraceFile:
+    """One rank's file in <run dir>/trace; the newest KEPT_STEPS steps at least stay in it.
+
+    A run that goes on after `resume_step` keeps the lines up to there, and drops later and torn
+    ones, also those of ranks that the run no longer has. To be made when rank 0 has set an earlier
+    run aside. No handle stays open between steps.
+    """
+
+    def __init__(
+        self, run_dir: Path, rank: int, host: str, resume_step: int = 0, world: int | None = None
+    ) -> None:
+        """`world`: the number of ranks that the run has now; None: as many as there are files."""
+        self.path, self.host, self.num_lines = trace_path(run_dir, rank), host, 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for number, path in trace_files(run_dir).items():
+            if number == rank:
+                self.num_lines = cut_back(path, resume_step)
+            elif world is not None and number >= world and number % world == rank:
+                cut_back(path, resume_step)  # each left-over file has one rank that sees to it
+
+    def write(self, step: int, spans: list[Span]) -> None:
+        """Appends a line. A step may come twice (with its checkpoint, say): both lines count."""
+        rows = [[name, *(round(t, 6) for t in times)] for name, *times in spans]
+        with self.path.open("a") as f:
+            f.write(json.dumps({"step": step, "host": self.host, "spans": rows}) + "\n")
+        self.num_lines += 1
+        if self.num_lines >= 2 * KEPT_STEPS:
+            newest = self.path.read_text().splitlines(keepends=True)[-KEPT_STEPS:]
+            rewrite(self.path, newest)
+            self.num_lines = len(newest)
+
+
+def trace_path(run_dir: Path, rank: int) -> Path:
+    return Path(run_dir, "trace", f"rank_{rank:05d}.jsonl")
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """By rank, ascending."""
+    found = sorted(Path(run_dir, "trace").glob(f"rank_{'[0-9]' * 5}.jsonl"))
+    return {int(path.stem.removeprefix("rank_")): path for path in found}
+
+
+def cut_back(path: Path, resume_step: int) -> int:
+    """Leaves the whole lines of steps up to `resume_step`; their number."""
+    rows = path.read_text(errors="replace").splitlines(keepends=True)
+    parsed = [(row, parse(row)) for row in rows if row.endswith("\n")]
+    kept = [row for row, line in parsed if line is not None and line.step <= resume_step]
+    if kept != rows:
+        rewrite(path, kept)
+    return len(kept)
+
+
+def rewrite(path: Path, rows: list[str]) -> None:
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(rows))
+    aside.replace(path)  # at once: a rank that is killed here loses nothing
+
+
+def work_end(name: str, start: float, end: float) -> float:
+    """Where a span's busy part ends and its waiting begins."""
+    return start if name.startswith(WAIT) else max(start, end)
+
+
+def busy_and_waiting(spans: list[Span]) -> PhaseSeconds:
+    """Sums this rank's spans by phase: (seconds busy, seconds waiting)."""
+    seconds: PhaseSeconds = {}
+    for name, start, end, agreed in spans:
+        busy, waiting = seconds.get(name, (0.0, 0.0))
+        worked = work_end(name, start, end)
+        seconds[name] = (busy + worked - start, waiting + max(agreed - worked, 0.0))
+    return seconds
+
+
+def phase_metrics(everyone: list[PhaseSeconds], step_s: float) -> dict[str, float]:
+    """Where the time of a step went, from busy_and_waiting() of every rank; step_s: its wall time.
+
+    time/<phase>_s: the longest of any rank, from its start until all had agreed.
+    time_min/, time_mean/ and time_max/<phase>_s: busy seconds of the ranks that took part.
+    idle/share and idle/share_max: mean and largest over the ranks of 1 - busy / step_s.
+    """
+    metrics: dict[str, float] = {}
+    for phase in dict.fromkeys(name for rank in everyone for name in rank):
+        took_part = [rank[phase] for rank in everyone if phase in rank]
+        key = f"{phase.replace(' ', '_')}_s"
+        metrics[f"time/{key}"] = max(busy + waiting for busy, waiting in took_part)
+        if not phase.startswith(WAIT):
+            seconds = [busy for busy, _ in took_part]
+            metrics[f"time_min/{key}"] = min(seconds)
+            metrics[f"time_mean/{key}"] = sum(seconds) / len(seconds)
+            metrics[f"time_max/{key}"] = max(seconds)
+    idle = [idle_share(sum(busy for busy, _ in rank.values()), step_s) for rank in everyone]
+    return metrics | {"idle/share": sum(idle) / len(idle), "idle/share_max": max(idle)}
+
+
+def idle_share(busy_s: float, total_s: float) -> float:
+    return max(1.0 - busy_s / total_s, 0.0) if total_s > 0 else 0.0
+
+
+def parse(row: str) -> Line | None:
+    """None for what is no line of a trace."""
+    try:
+        raw = json.loads(row)
+        spans = [(str(n), float(s), float(e), float(a)) for n, s, e, a in raw["spans"]]
+        return Line(int(raw["step"]), str(raw["host"]), spans)
+    except (ValueError, KeyError, TypeError):
+        return None
