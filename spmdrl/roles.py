@@ -12,6 +12,7 @@ from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.topology import Topology
+from spmdrl.weights.sync import WeightSync
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Roles:
     rollout: RolloutEngine
     rewards: RewardRunner
     actor: TrainEngine
+    weight_sync: WeightSync  # actor -> rollout
     ref: TrainEngine | None = None
     critic: TrainEngine | None = None
     prm: TrainEngine | None = None

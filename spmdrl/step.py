@@ -34,7 +34,6 @@ from spmdrl.packing import balance, pack_samples
 from spmdrl.rewards.runner import check_invalid
 from spmdrl.roles import Roles
 from spmdrl.types import Batch
-from spmdrl.weights.sync import sync_weights
 
 
 def learn(roles: Roles, collected: Collected, step: int) -> dict[str, float]:
@@ -195,6 +194,6 @@ def sync(roles: Roles, version: int) -> None:
         roles.actor.onload()
         if roles.config.rollout.sleep:
             roles.rollout.wake()
-        sync_weights(roles.actor, roles.rollout, roles.config.rollout.dtype, roles.config.weights)
+        roles.weight_sync.push()
         roles.actor.offload()
         roles.policy_version = version

@@ -25,6 +25,7 @@ from spmdrl.rollout import build_engine
 from spmdrl.step import learn, sync
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.types import Prompt, Sample
+from spmdrl.weights.sync import WeightSync
 
 SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
 
@@ -125,9 +126,14 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
         rollout = build_engine(config.model, config.rollout, longest, ranks)
         if config.rollout.sleep:
             rollout.sleep()
+    with phases("plan weights"):
+        actor = engines["actor"]
+        weight_sync = WeightSync(
+            actor, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
+        )
     roles = Roles(
         config, topology, phases, tokenizer, ranks, rollout, rewards,
-        actor=engines["actor"], ref=engines.get("ref"), critic=engines.get("critic"),
+        actor=actor, weight_sync=weight_sync, ref=engines.get("ref"), critic=engines.get("critic"),
         prm=engines.get("prm"), kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
     )  # fmt: skip
