@@ -44,10 +44,17 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight on every rank, gathered in buckets.
+    def named_shards(self) -> dict[str, Tensor]:
+        """By Hugging Face name what this rank holds of every weight: DTensors or full tensors.
 
-        A tensor is valid until the next one is asked for.
+        Local and cheap: called before every transfer, since `offload` moves what they point to.
+        """
+        ...
+
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight on every rank, one at a time.
+
+        Takes the memory of one tensor and bucket_bytes. Collective until it is exhausted.
         """
         ...
 

@@ -22,7 +22,8 @@ from spmdrl.engines.schedule import learning_rate
 from spmdrl.packing import empty_batch, micro_batches, split_to_count
 from spmdrl.topology import Topology
 from spmdrl.types import SEQ_FIELDS, Batch, PolicyStats
-from spmdrl.weights.buckets import gathered
+from spmdrl.weights.reshard import full_tensors, slot_bytes
+from spmdrl.weights.shards import agree_on_shards, local_shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -166,9 +167,17 @@ class FsdpEngine:
 
     # ---- weights and memory
 
+    def named_shards(self) -> dict[str, Tensor]:
+        return {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        named = [(n.removeprefix("hf."), p.detach()) for n, p in self.module.named_parameters()]
-        return gathered(named, dtype, bucket_bytes, self.topology.device)
+        topology = self.topology
+        yield from full_tensors(
+            agree_on_shards(self.named_shards(), topology.control),
+            lambda: {name: local_shard(w) for name, w in self.named_shards().items()},
+            [[rank] for rank in topology.ranks],
+            dtype, slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
+        )  # fmt: skip
 
     def offload(self) -> None:
         if self.config.offload_params:

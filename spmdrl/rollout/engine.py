@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from spmdrl.weights.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,26 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights: (Hugging Face name, full tensor). Forgets cached prefixes."""
+        ...
+
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Which part of each weight this rank needs, and where in its parameters it belongs.
+
+        shapes: of the full tensors, by Hugging Face name. Raises ValueError where they do not fit
+        the model. Whoever writes to these places calls `finish_load` when all is written.
+        """
+        ...
+
+    def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads full tensors that `layout` had no place for. `finish_load` is to follow."""
+        ...
+
+    def finish_load(self, running: bool = False) -> None:
+        """Makes new weights take effect and forgets what was computed with the old ones.
+
+        running: requests are in the engine and go on with what they have cached. The caller calls
+        again without it once they have ended, before cached prefixes are to be shared.
+        """
         ...
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:

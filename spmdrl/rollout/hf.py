@@ -6,7 +6,7 @@ depend on its neighbours, and carries finished rows along to the end. This loop 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from spmdrl.rollout.noise import gumbel, mix, preserved_rng
 from spmdrl.rollout.sampling import check_lengths, eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
+from spmdrl.weights.layout import Layout, layout_by_name
 
 
 class HfEngine:
@@ -34,7 +35,8 @@ class HfEngine:
                 f"rollout.engine='hf' has no tensor parallelism, but rollout.tensor_parallel="
                 f"{config.tensor_parallel}: set it to 1, or use engine='vllm'"
             )
-        self.device, self.config, self.max_model_len = topology.device, config, max_model_len
+        self.topology, self.device = topology, topology.device
+        self.config, self.max_model_len = config, max_model_len
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -127,6 +129,11 @@ class HfEngine:
         text = self.tokenizer.decode(tail, skip_special_tokens=True)
         return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
 
+    # weights
+
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        return layout_by_name(self.model, shapes)
+
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ValueError naming a tensor that the model lacks or that was not given."""
@@ -139,6 +146,12 @@ class HfEngine:
             missing.pop(parameters[name].data_ptr(), None)
         if missing:
             raise ValueError(f"weights were not given: {sorted(missing.values())}")
+
+    def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert not list(weights), "every weight has its place"
+
+    def finish_load(self, running: bool = False) -> None:
+        """Nothing is kept from one call of generate to the next."""
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
         return compare_weights(self.model, weights, tp_rank=0, tp_size=1)

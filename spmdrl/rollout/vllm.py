@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ from spmdrl.rollout.noise import preserved_rng
 from spmdrl.rollout.sampling import check_lengths, eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
+from spmdrl.weights.layout import Layout, record_layout
 
 
 @dataclass
@@ -196,6 +197,26 @@ class VllmEngine:
 
     # weights
 
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Raises ValueError where a parameter would not be given."""
+        config = self.core.vllm_config.model_config
+        if config.quantization is not None:  # quantised anew from full tensors
+            return Layout(opaque=list(shapes))
+        loaded: set[str] = set()
+
+        def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+            loaded.update(self.model.load_weights(iter(weights)))
+
+        layout = record_layout(self.model, load, shapes, config.dtype)
+        if not layout.opaque:
+            self.require_all(loaded)
+        return layout
+
+    def require_all(self, loaded: set[str]) -> None:
+        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        if missing:
+            raise ValueError(f"weights were not given: {sorted(missing)}")
+
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """In place: each tensor is copied before the next is asked for, so buffers may be reused.
@@ -204,16 +225,25 @@ class VllmEngine:
         until the call returns. Raises ValueError where a parameter was not given.
         """
         if self.core.vllm_config.model_config.quantization is not None:
+            self.load_opaque(weights)
+        else:
+            self.require_all(self.model.load_weights(iter(weights)))
+        self.finish_load()
+
+    @torch.no_grad()
+    def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self.core.vllm_config.model_config.quantization is not None:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
-            loaded = self.model.load_weights(iter(weights))
-            missing = {name for name, _ in self.model.named_parameters()} - loaded
-            if missing:
-                raise ValueError(f"weights were not given: {sorted(missing)}")
+            self.model.load_weights(iter(weights))
+
+    @torch.no_grad()
+    def finish_load(self, running: bool = False) -> None:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
-        self.forget_prefixes()
-        self.core.reset_encoder_cache()
+        if not running:
+            self.forget_prefixes()
+            self.core.reset_encoder_cache()
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
         """Compares bit by bit, which proves more than checksums would: both sides are here."""

@@ -1,0 +1,213 @@
+"""Weights from trainers to engines on real gloo ranks: same or other ranks, any sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import CHARS, save_qwen3, save_tokenizer
+
+
+def save_moe(folder: Path) -> Path:
+    """Untied, four experts; transformers keeps the experts of a layer in one tensor."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(CHARS), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, eos_token_id=2,
+        bos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+class Case(NamedTuple):
+    """Who trains and who samples: global ranks, FSDP degree, tensor parallelism, and what."""
+
+    actor: list[int]
+    rollout: list[int]
+    model: str
+    fsdp: int = -1
+    tp: int = 1
+    engine: str = "hf"
+    slot: int = 1 << 20
+    dtype: str = "bfloat16"
+
+
+class Trainer:
+    """What a sync needs of a TrainEngine: FSDP2's shards, of a model that each rank reads."""
+
+    def __init__(self, folder: str, topology: Any) -> None:
+        from test_rollout import load_hf
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = load_hf(Path(folder))
+        fully_shard(self.model, mesh=topology.mesh["dp", "fsdp"])
+
+    def named_shards(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+
+def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
+    """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
+    from spmdrl.config import RolloutConfig, WeightsConfig
+    from spmdrl.rollout.engine import WeightMismatch
+    from spmdrl.rollout.hf import HfEngine
+    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.weights import sync
+
+    engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
+    results = []
+    for case in (Case(*values) for values in tuples):
+        cpu = torch.device("cpu")
+        actor_ranks = Topology.build(cpu, case.actor, **train_degrees(case.fsdp))
+        rollout_ranks = Topology.build(cpu, case.rollout, dp=-1, tp=case.tp)
+        actor = rollout = None
+        if actor_ranks.here:
+            actor = Trainer(case.model, actor_ranks)
+        config = RolloutConfig(dtype=case.dtype, kv_cache_mib=16, tensor_parallel=case.tp)
+        if rollout_ranks.here:
+            rollout = engines[case.engine](case.model, config, 64, rollout_ranks)
+            if "moe" in case.model:
+                remember_experts(rollout)
+        sync.slot_bytes = lambda bucket, device, case=case: case.slot
+        weights = sync.WeightSync(
+            actor,
+            actor_ranks,
+            rollout,
+            rollout_ranks,
+            case.dtype,
+            WeightsConfig(check="moe" not in case.model),
+        )
+        stats = []
+        for step in range(2):
+            if actor is not None:
+                change(actor, step)
+            stats.append(weights.push())
+            if "moe" in case.model:
+                check_experts(weights)
+        if actor is not None:
+            change(actor, 2)
+        noticed = False
+        try:
+            check_experts(weights) if "moe" in case.model else weights.check()
+        except WeightMismatch:
+            noticed = True
+        results.append({
+            "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
+            "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
+            "cost": weights.transfer and weights.transfer.plan.cost,
+        })  # fmt: skip
+        if rollout is not None:
+            rollout.shutdown()
+        torch.distributed.barrier()
+    return results
+
+
+def remember_experts(rollout: Any) -> None:
+    """Keeps a vLLM engine's experts as they were written, before its kernel's layout is made."""
+    finish, rollout.experts = rollout.finish_load, {}
+
+    def finish_load(running: bool = False) -> None:
+        named = rollout.model.named_parameters()
+        rollout.experts = {n: p.clone() for n, p in named if "experts" in n}
+        finish(running)
+
+    rollout.finish_load = finish_load
+
+
+def check_experts(weights: Any) -> None:
+    """What the engine's own check leaves out; that they are used, the logprobs show."""
+    from test_rollout import load_hf, worst_error
+
+    from spmdrl.rollout.engine import SamplingParams, WeightMismatch
+
+    rollout, full = weights.rollout, dict(weights.full_tensors(weights.weights))
+    if rollout is None:
+        return
+    tp, rank = rollout.topology.axis_size("tp"), rollout.topology.axis_rank("tp")
+    for name, tensor in full.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "down_proj":
+            held, expected = "w2_weight", tensor.chunk(tp, 2)[rank]
+        elif leaf == "gate_up_proj":
+            held = "w13_weight"
+            expected = torch.cat([part.chunk(tp, 1)[rank] for part in tensor.chunk(2, 1)], 1)
+        else:
+            continue
+        if not torch.equal(rollout.experts[f"{prefix}.routed_experts.{held}"], expected):
+            raise WeightMismatch(name)
+    model = load_hf(Path(rollout.model_path))
+    model.load_state_dict(full)
+    error = worst_error(rollout, model, SamplingParams(temperature=1.0, max_tokens=8), n=4)
+    if error > 1e-4:
+        raise WeightMismatch(f"the engine's logprobs are off by {error}")
+
+
+@torch.no_grad()
+def change(actor: Any, seed: int) -> None:
+    """Every element, by an amount that depends on its place but not on who holds it."""
+    for parameter in actor.model.parameters():
+        local = parameter.to_local()
+        local.mul_(-1.0).add_(0.01 * (seed + 1))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_moe(tmp_path_factory.mktemp("moe")))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Untied; no size is divisible by 2 or 3 where that can be helped."""
+    folder = tmp_path_factory.mktemp("odd")
+    sizes = {"hidden_size": 35, "intermediate_size": 77, "tie_word_embeddings": False}
+    return str(save_qwen3(folder, num_attention_heads=5, num_key_value_heads=5, **sizes))
+
+
+def prove(world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
+    results = run_ranks(world, sync_on, [tuple(case) for case in cases])
+    for case, *ranks in zip(cases, *results, strict=True):
+        for rank, result in enumerate(ranks):
+            assert result["planned"] == result["moved"], (case, rank)
+            assert result["noticed"] == (rank in case.rollout), (case, rank)
+            assert result["opaque"] == 0, case
+        cost = ranks[case.actor[0]]["cost"]
+        moved = sum(result["moved"][0] for result in ranks)
+        assert moved == cost.handed + cost.gathered, case
+    return results
+
+
+def test_one_rank(qwen3: Path, odd: str, moe: str) -> None:
+    cases = [
+        Case([0], [0], str(qwen3)),
+        Case([0], [0], odd),
+        Case([0], [0], moe, engine="vllm", dtype="float32"),
+    ]
+    (results,) = prove(1, cases)
+    assert all(result["moved"] == [0, 0] for result in results)
+
+
+def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
+    tied = str(qwen3)
+    cases = [
+        Case([0, 1], [0, 1], tied),
+        Case([0, 1], [0, 1], tied, slot=300),  # every row on its own
+        Case([0, 1], [0, 1], odd, slot=3000),
+        Case([0, 1], [0, 1], odd, fsdp=1),
+        Case([0], [1], tied),
+        Case([1], [0], odd, slot=3000),
+        Case([0, 1], [1], odd),
+        Case([1], [0, 1], odd),
+        Case([0, 1], [0, 1], tied, engine="vllm", tp=2),
+        Case([0, 1], [0, 1], moe, engine="vllm", slot=5000, dtype="float32"),
+        Case([0], [0, 1], moe, engine="vllm", tp=2, dtype="float32"),
+    ]
+    prove(2, cases)
