@@ -68,19 +68,24 @@ def ask(
     config, algo = roles.config, roles.config.algo
     where: dict[str, Any] = {
         "run_seed": config.seed, "step": step, "policy_version": roles.policy_version,
-        "topology": roles.rollout_topology, "tokenizer": roles.tokenizer,
+        "tokenizer": roles.tokenizer,
     }  # fmt: skip
     with roles.phases("rollout"):
         # a later round may ask a prompt again, after the end of an epoch: other seeds
         purpose = "train" if sampling_round == 1 else f"train round {sampling_round}"
         samples = sample_prompts(
-            roles.rollout, prompts, training_params(config.rollout), config.rollout.n,
+            roles.scheduler, prompts, training_params(config.rollout), config.rollout.n,
             purpose=purpose, **where,
         )  # fmt: skip
         greedy: list[Sample] = []
         if config.rollout.greedy_baseline:
             greedy = sample_prompts(
-                roles.rollout, prompts, greedy_params(config.rollout), 1, purpose="greedy", **where
+                roles.scheduler,
+                prompts,
+                greedy_params(config.rollout),
+                1,
+                purpose="greedy",
+                **where,
             )
     with roles.phases("reward"):
         roles.rewards.score(samples + greedy, roles.phases.still_going)
@@ -143,9 +148,9 @@ def evaluate(
     """Greedy answers to held-out prompts and their mean reward, per data_source where several."""
     with roles.phases("evaluate"):
         samples = sample_prompts(
-            roles.rollout, prompts, greedy_params(roles.config.rollout), n=1,
+            roles.scheduler, prompts, greedy_params(roles.config.rollout), n=1,
             run_seed=roles.config.seed, step=step, policy_version=roles.policy_version,
-            topology=roles.rollout_topology, tokenizer=roles.tokenizer, purpose="eval",
+            tokenizer=roles.tokenizer, purpose="eval",
         )  # fmt: skip
         roles.rewards.score(samples, roles.phases.still_going)
     with roles.phases("evaluate"):

@@ -11,6 +11,7 @@ from spmdrl.phases import Phases
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.topology import Topology
 
 
@@ -24,6 +25,7 @@ class Roles:
     tokenizer: Any
     rollout_topology: Topology
     rollout: RolloutEngine
+    scheduler: Scheduler
     rewards: RewardRunner
     actor: TrainEngine
     ref: TrainEngine | None = None

@@ -22,6 +22,7 @@ from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.roles import Roles
 from spmdrl.rollout import build_engine
+from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.step import learn, sync
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.types import Prompt, Sample
@@ -123,10 +124,12 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
         ranks = Topology.build(topology.device, dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         rollout = build_engine(config.model, config.rollout, longest, ranks)
+        assert rollout is not None  # it lives on all ranks
+        scheduler = Scheduler(rollout, ranks)
         if config.rollout.sleep:
             rollout.sleep()
     roles = Roles(
-        config, topology, phases, tokenizer, ranks, rollout, rewards,
+        config, topology, phases, tokenizer, ranks, rollout, scheduler, rewards,
         actor=engines["actor"], ref=engines.get("ref"), critic=engines.get("critic"),
         prm=engines.get("prm"), kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
         replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
