@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from spmdrl.topology import Topology
@@ -69,3 +70,14 @@ def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
     key = torch.tensor(prefix - (1 << 64) if prefix >= 1 << 63 else prefix)
     bits = torch.where(key >= 0, ~key, key ^ torch.iinfo(torch.int64).min)
     return float(bits.view(torch.float64))
+
+
+def level_group_count() -> None:
+    """After some ranks made process groups among themselves. Collective over the job.
+
+    torch names a group by a counter, and ranks that disagree on the name of their next common group
+    wait for each other for ever.
+    """
+    count = torch.tensor([c10d._world.group_count])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    c10d._world.group_count = int(count)

@@ -7,6 +7,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.hf import HfEngine
 from spmdrl.rollout.sampling import greedy_params, sample_prompts, seed_of, training_params
+from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.vllm import VllmEngine
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
@@ -221,6 +223,104 @@ def first_stop(ids: list[int], stop: str, min_tokens: int) -> int:
     return len(ids)
 
 
+def step_until_ended(engine: Any, ids: list[int], num_steps: int = 10**6) -> dict[int, Completion]:
+    ended: dict[int, Completion] = {}
+    while len(ended) < len(ids) and num_steps:
+        ended.update(engine.step())
+        num_steps -= 1
+    return ended
+
+
+def same_answers(got: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert len(a.versions) == len(a.token_ids)
+
+
+def begun(request: Request, answer: Completion, num_tokens: int) -> Request:
+    return replace(
+        request,
+        response_ids=answer.token_ids[:num_tokens],
+        logprobs=answer.logprobs[:num_tokens],
+        versions=answer.versions[:num_tokens],
+    )
+
+
+def test_an_answer_begun_elsewhere_goes_on_as_if_never_interrupted(engine: Any) -> None:
+    requests = [replace(r, max_tokens=30 + i) for i, r in enumerate(some_requests(12))]
+    free = engine.generate(requests, SamplingParams(max_tokens=60, ignore_eos=True))
+    texts = ["".join(CHARS[i] if i > 3 else "" for i in c.token_ids) for c in free]
+    stop = texts[0][11:14]  # the seams at 12 and 13 cut it
+    for params in (
+        SamplingParams(max_tokens=60, stop=(stop,)),
+        SamplingParams(max_tokens=60, min_tokens=20, stop=(stop,)),
+        SamplingParams(max_tokens=60, top_k=12, top_p=0.9, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=60),
+    ):
+        whole = engine.generate(requests, params)
+        assert not params.stop or any(c.finish_reason == "stop" for c in whole)
+        for seam in (1, 12, 13, 20):
+            left = [i for i, c in enumerate(whole) if len(c.token_ids) > seam]
+            again = [begun(requests[i], whole[i], seam) for i in left]
+            assert left
+            same_answers(engine.generate(again, params), [whole[i] for i in left])
+    stopped = SamplingParams(max_tokens=60, stop=(stop,), ignore_eos=True)
+    assert len(engine.generate(requests[:1], stopped)[0].token_ids) == 14  # over the seams, then
+    with pytest.raises(ValueError, match="answer of 30 tokens leaves nothing"):
+        engine.add([begun(requests[0], free[0], 30)], SamplingParams(max_tokens=60))
+    with pytest.raises(ValueError, match="3 tokens, 0 logprobs"):
+        engine.add([replace(requests[0], response_ids=(7, 8, 9))], SamplingParams(max_tokens=60))
+
+
+def test_requests_come_and_go_while_others_run(engine: Any) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    requests = some_requests(90)  # more than are decoded at once
+    expected = engine.generate(requests, params)
+    ids = engine.add(requests[:80], params)
+    assert step_until_ended(engine, ids, 5) == {}
+    assert (engine.num_running, engine.num_waiting) == (64, 16)
+    given = ids[10:30] + ids[70:]
+    partial = engine.abort(given)
+    assert {len(c.token_ids) for c in partial} == {0, 5}
+    assert {c.finish_reason for c in partial} == {"abort"}
+    for c, whole in zip(partial, expected[10:30] + expected[70:80], strict=True):
+        assert c.token_ids == whole.token_ids[: len(c.token_ids)]
+    resumed = [
+        begun(requests[ids.index(id)], c, len(c.token_ids))
+        for id, c in zip(given, partial, strict=True)
+    ]
+    ids += engine.add(resumed, params)
+    ids += engine.add(requests[80:], replace(params, max_tokens=3))
+    ended = step_until_ended(engine, [id for id in ids if id not in given])
+    assert engine.num_running == engine.num_waiting == 0 and engine.step() == []
+    same_answers([ended[id] for id in ids[:80] if id in ended], expected[:10] + expected[30:70])
+    same_answers([ended[id] for id in ids[80:110]], expected[10:30] + expected[70:80])
+    for id, whole in zip(ids[110:], expected[80:], strict=True):
+        assert ended[id].token_ids == whole.token_ids[:3]
+
+
+def test_every_token_is_of_the_weights_of_its_version(engine: Any, model: Any, other: Any) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = some_requests(70)
+    engine.policy_version = 3
+    ids = engine.add(requests, params)
+    step_until_ended(engine, ids, 8)
+    engine.load_weights(other.named_parameters())
+    engine.policy_version = 4
+    ended = step_until_ended(engine, ids)
+    engine.load_weights(model.named_parameters())
+    for id, request in zip(ids, requests, strict=True):
+        answer = ended[id]
+        old = answer.versions.count(3)  # none, where there was no place for it before
+        assert old in (0, 8) and answer.versions == [3] * old + [4] * (20 - old)
+        before, after = (forward_logprobs(m, request, answer, params) for m in (model, other))
+        expected = torch.cat([before[:old], after[old:]])
+        assert (expected - torch.tensor(answer.logprobs)).abs().max() < 1e-5
+        assert (before[8:] - after[8:]).abs().max() > 1e-3
+    assert sum(3 in c.versions for c in ended.values()) == 64
+
+
 def test_impossible_lengths_are_refused_with_their_numbers(engine: Any) -> None:
     with pytest.raises(ValueError, match=r"4 tokens and max_tokens=397 make 401.*=400"):
         engine.generate([Request([5, 6, 7, 8], 0)], SamplingParams(max_tokens=397))
@@ -371,12 +471,12 @@ def test_samples_carry_their_address(engine: Any, topology: Topology, qwen3: Pat
                        ground_truth=None, text=""))
         for group in range(3)
     ]  # fmt: skip
-    params = training_params(RolloutConfig(max_tokens=30))
+    params, scheduler = training_params(RolloutConfig(max_tokens=30)), Scheduler(engine, topology)
 
     def sample(purpose: str, step: int = 4) -> list[Any]:
         return sample_prompts(
-            engine, prompts, params, 2, run_seed=1, step=step, policy_version=9,
-            topology=topology, tokenizer=tokenizer, purpose=purpose,
+            scheduler, prompts, params, 2, run_seed=1, step=step, policy_version=9,
+            tokenizer=tokenizer, purpose=purpose,
         )  # fmt: skip
 
     samples = sample("train")

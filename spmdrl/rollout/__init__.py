@@ -1,8 +1,10 @@
-"""Engines that sample: vLLM inside the ranks, or Hugging Face `generate`."""
+"""Engines that sample: vLLM inside the ranks, or Hugging Face models in a loop of our own."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from spmdrl.collectives import level_group_count
 
 if TYPE_CHECKING:
     from spmdrl.config import RolloutConfig
@@ -12,12 +14,19 @@ if TYPE_CHECKING:
 
 def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology
-) -> RolloutEngine:
-    """The engine that config.engine names; only its library is imported. Collective."""
-    if config.engine == "hf":
+) -> RolloutEngine | None:
+    """The engine that config.engine names; only its library is imported.
+
+    Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None.
+    """
+    engine: RolloutEngine | None = None
+    if topology.here and config.engine == "hf":
         from spmdrl.rollout.hf import HfEngine
 
-        return HfEngine(model, config, max_model_len, topology)
-    from spmdrl.rollout.vllm import VllmEngine
+        engine = HfEngine(model, config, max_model_len, topology)
+    elif topology.here:
+        from spmdrl.rollout.vllm import VllmEngine
 
-    return VllmEngine(model, config, max_model_len, topology)
+        engine = VllmEngine(model, config, max_model_len, topology)
+    level_group_count()
+    return engine

@@ -6,19 +6,40 @@ depend on its neighbours, and carries finished rows along to the end. This loop 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout.engine import Completion, Request, SamplingParams
+from spmdrl.rollout.engine import (
+    Answer,
+    Completion,
+    Request,
+    SamplingParams,
+    check_lengths,
+    generate,
+)
 from spmdrl.rollout.noise import gumbel, mix, preserved_rng
-from spmdrl.rollout.sampling import check_lengths, eos_token_ids
+from spmdrl.rollout.sampling import eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 from spmdrl.weights.layout import Layout, layout_by_name
+
+
+@dataclass
+class Cohort:
+    """Requests that were prefilled together, left-padded; (num_rows, ...) in the order of `ids`."""
+
+    ids: list[int]  # of requests; one that ended stays until half of them have
+    params: SamplingParams
+    cache: Any
+    tokens: Tensor  # (num_rows, n) int64, not yet in the cache
+    mask: Tensor  # (num_rows, length) int64, `tokens` included
+    seeds: Tensor  # (num_rows,) int64
 
 
 class HfEngine:
@@ -43,81 +64,136 @@ class HfEngine:
         self.model = loaded.to(self.device).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self.eos_token_ids = eos_token_ids(model)
+        self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
+        self.num_requests = 0  # so far
+        self.answers: dict[int, Answer] = {}  # by id, those that go on
+        self.waiting: deque[int] = deque()
+        self.cohorts: list[Cohort] = []
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
-        """At temperature 0 the logprobs are of the model's own distribution (temperature 1).
+    @property
+    def num_running(self) -> int:
+        return len(self.answers) - len(self.waiting)
 
-        Raises ValueError where a prompt and max_tokens exceed max_model_len.
-        """
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """At temperature 0 the logprobs are of the model's own distribution (temperature 1)."""
+        return generate(self, requests, params)
+
+    def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:
         check_lengths(requests, params, self.max_model_len)
-        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        completions: dict[int, Completion] = {}
-        for first in range(0, len(by_length), self.config.max_num_seqs):
-            batch = by_length[first : first + self.config.max_num_seqs]
-            answers = self.complete([requests[i] for i in batch], params)
-            completions.update(zip(batch, answers, strict=True))
-        return [completions[i] for i in range(len(requests))]
+        ids = [self.num_requests + i for i in range(len(requests))]
+        self.num_requests += len(requests)
+        for id, request in zip(ids, requests, strict=True):
+            self.answers[id] = Answer.begin(request, params)
+        self.waiting += sorted(ids, key=lambda id: len(sequence(self.answers[id])))  # less padding
+        return ids
 
     @torch.no_grad()
-    def complete(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
-        """One batch, left-padded. Rows that ended leave it when half of them have."""
+    def step(self) -> list[tuple[int, Completion]]:
+        self.admit()
+        ended = [id for cohort in self.cohorts for id in self.advance(cohort)]
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.ids]
+        return [(id, self.answers.pop(id).completion()) for id in ended]
+
+    def abort(self, ids: Sequence[int]) -> list[Completion]:
+        partial = [self.answers.pop(id).completion() for id in ids]
+        self.waiting = deque(id for id in self.waiting if id in self.answers)
+        self.cohorts = [c for c in self.cohorts if any(id in self.answers for id in c.ids)]
+        return partial
+
+    def forget_prefixes(self) -> None:
+        running = [id for cohort in self.cohorts for id in cohort.ids if id in self.answers]
+        self.waiting.extendleft(reversed(running))
+        self.cohorts = []
+
+    def admit(self) -> None:
+        """Prefills what waits once half of the places are free: every cohort is one more pass."""
         from transformers import DynamicCache
 
-        ids, mask = left_pad([request.prompt_ids for request in requests], self.device)
-        seeds = mix(torch.tensor([request.seed for request in requests], device=self.device))
-        answers: list[Any] = [([], []) for _ in requests]  # token ids, logprobs
-        reasons: list[str | None] = [None] * len(requests)
-        rows = list(range(len(requests)))  # of the batch: which request
-        cache = DynamicCache(config=self.model.config)
-        while None in reasons:
-            lengths = mask.sum(1)  # (num_rows,)
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :],
-                past_key_values=cache,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            num_drawn = len(answers[rows[0]][0])
-            tokens, logprobs = self.draw(logits.float(), seeds + lengths, params, num_drawn)
-            ids, mask = tokens[:, None], torch.cat([mask, torch.ones_like(tokens[:, None])], 1)
-            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                if reasons[row] is None:
-                    answers[row][0].append(token)
-                    answers[row][1].append(logprob)
-                    reasons[row] = self.finish_reason(answers[row][0], params)
-            going = [i for i, row in enumerate(rows) if reasons[row] is None]
-            if 0 < len(going) <= len(rows) // 2:
-                kept = torch.tensor(going, device=self.device)
-                cache.batch_select_indices(kept)
-                ids, mask, seeds = ids[kept], mask[kept], seeds[kept]
-                rows = [rows[i] for i in going]
-        return [
-            Completion(token_ids, logprobs, reason or "length")
-            for (token_ids, logprobs), reason in zip(answers, reasons, strict=True)
-        ]
+        free = self.max_num_seqs - self.num_running
+        if not self.waiting or (self.cohorts and 2 * free < self.max_num_seqs):
+            return
+        by_params: dict[SamplingParams, list[int]] = {}
+        for _ in range(min(free, len(self.waiting))):
+            id = self.waiting.popleft()
+            by_params.setdefault(self.answers[id].params, []).append(id)
+        for params, ids in by_params.items():
+            tokens, mask = left_pad([sequence(self.answers[id]) for id in ids], self.device)
+            seeds = torch.tensor([self.answers[id].request.seed for id in ids], device=self.device)
+            cache = DynamicCache(config=self.model.config)
+            self.cohorts.append(Cohort(ids, params, cache, tokens, mask, mix(seeds)))
 
-    def draw(
-        self, logits: Tensor, seeds: Tensor, params: SamplingParams, num_drawn: int
-    ) -> tuple[Tensor, Tensor]:
-        """logits (num_rows, vocab) float32, seeds (num_rows,) -> tokens, logprobs (num_rows,)."""
-        if num_drawn < params.min_tokens:
-            logits[:, list(self.stop_ids(params))] = float("-inf")
+    def advance(self, cohort: Cohort) -> list[int]:
+        """One token for each row; returns the ids of those that ended with it."""
+        positions = (cohort.mask.cumsum(1) - 1).clamp(min=0)[:, -cohort.tokens.shape[1] :]
+        logits = self.model(
+            input_ids=cohort.tokens,
+            attention_mask=cohort.mask,
+            position_ids=positions,
+            past_key_values=cohort.cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        tokens, logprobs = self.draw(logits.float(), cohort)
+        cohort.tokens = tokens[:, None]
+        cohort.mask = torch.cat([cohort.mask, torch.ones_like(cohort.tokens)], 1)
+        ended, going = [], []
+        for row, (id, token, logprob) in enumerate(
+            zip(cohort.ids, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            answer = self.answers.get(id)
+            if answer is None:
+                continue
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+            answer.versions.append(self.policy_version)
+            answer.finish_reason = self.finish_reason(answer)
+            if answer.finish_reason is None:
+                going.append(row)
+            else:
+                ended.append(id)
+        if not going:
+            cohort.ids = []
+        elif len(going) <= len(cohort.ids) // 2:
+            kept = torch.tensor(going, device=self.device)
+            cohort.cache.batch_select_indices(kept)
+            cohort.tokens, cohort.mask = cohort.tokens[kept], cohort.mask[kept]
+            cohort.seeds = cohort.seeds[kept]
+            cohort.ids = [cohort.ids[row] for row in going]
+        return ended
+
+    def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+        """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,)."""
+        params = cohort.params
+        if params.min_tokens:
+            young = [row for row, id in enumerate(cohort.ids) if self.is_young(id)]
+            stops = torch.tensor(self.stop_ids(params), dtype=torch.int64, device=self.device)
+            logits[torch.tensor(young, dtype=torch.int64)[:, None], stops] = float("-inf")
         logprobs = processed_logprobs(logits, params)
-        noise = gumbel(mix(seeds), logits.shape[1]) if params.temperature > 0 else 0
+        noise: Tensor | int = 0
+        if params.temperature > 0:
+            noise = gumbel(mix(cohort.seeds + cohort.mask.sum(1)), logits.shape[1])
         tokens = (logprobs + noise).argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+    def is_young(self, id: int) -> bool:
+        """Whether the next token may not end the answer."""
+        answer = self.answers.get(id)
+        return answer is not None and len(answer.token_ids) < answer.params.min_tokens
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
 
-    def finish_reason(self, token_ids: list[int], params: SamplingParams) -> str | None:
+    def finish_reason(self, answer: Answer) -> str | None:
         """None while the sequence goes on."""
+        token_ids, params = answer.token_ids, answer.params
         if token_ids[-1] in self.stop_ids(params):
             return "stop"
         if len(token_ids) > params.min_tokens and self.ends_in_stop(token_ids, params.stop):
             return "stop"
-        return "length" if len(token_ids) == params.max_tokens else None
+        return "length" if len(token_ids) == answer.request.limit(params) else None
 
     def ends_in_stop(self, token_ids: list[int], stops: tuple[str, ...]) -> bool:
         """Whether the last token completed a stop string."""
@@ -146,12 +222,13 @@ class HfEngine:
             missing.pop(parameters[name].data_ptr(), None)
         if missing:
             raise ValueError(f"weights were not given: {sorted(missing.values())}")
+        self.forget_prefixes()
 
     def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert not list(weights), "every weight has its place"
 
-    def finish_load(self, running: bool = False) -> None:
-        """Nothing is kept from one call of generate to the next."""
+    def finish_load(self) -> None:
+        self.forget_prefixes()
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
         return compare_weights(self.model, weights, tp_rank=0, tp_size=1)
@@ -165,6 +242,11 @@ class HfEngine:
 
     def shutdown(self) -> None:
         del self.model
+
+
+def sequence(answer: Answer) -> list[int]:
+    """Prompt and what there is of the answer."""
+    return [*answer.request.prompt_ids, *answer.token_ids]
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

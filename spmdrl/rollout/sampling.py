@@ -1,13 +1,15 @@
-"""From prompts to Samples: which rank asks what, with which seed."""
+"""From prompts to Samples: what is asked, with which seed."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdrl.config import RolloutConfig
-from spmdrl.rollout.engine import Request, RolloutEngine, SamplingParams
-from spmdrl.topology import Topology
+from spmdrl.rollout.engine import Completion, Request, SamplingParams
+from spmdrl.rollout.handover import resume, share
+from spmdrl.rollout.scheduler import Goal, Scheduler
 from spmdrl.types import Prompt, Sample
 
 
@@ -22,6 +24,11 @@ def seed_of(
     address = f"{purpose}/{run_seed}/{step}/{prompt_id}/{sample_index}"
     digest = hashlib.blake2b(address.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_of_continuation(seed: int, num_tokens: int) -> int:
+    """For an engine that draws from a generator per request: no noise is drawn a second time."""
+    return seed if num_tokens == 0 else seed_of(seed, num_tokens, 0, 0, "continuation")
 
 
 def training_params(config: RolloutConfig) -> SamplingParams:
@@ -50,8 +57,82 @@ def greedy_params(config: RolloutConfig) -> SamplingParams:
     )
 
 
+@dataclass(frozen=True)
+class Question:
+    """A sample that is to be made, or finished. Its seed stays, whenever it is asked."""
+
+    prompt: Prompt
+    group: int
+    index: int  # which of the prompt's n samples
+    seed: int
+    begun: Completion | None = None  # what an earlier round left unfinished
+
+
+def questions_of(
+    prompts: list[tuple[int, Prompt]], n: int, *, run_seed: int, step: int, purpose: str = "train"
+) -> list[Question]:
+    """Each (group, Prompt) `n` times, the samples of a prompt next to each other."""
+    return [
+        Question(prompt, group, index, seed_of(run_seed, step, prompt.id, index, purpose))
+        for group, prompt in prompts
+        for index in range(n)
+    ]
+
+
+def sample_questions(
+    scheduler: Scheduler,
+    questions: list[Question],
+    params: SamplingParams,
+    *,
+    tokenizer: Any,
+    enough: int | None = None,
+    **hooks: Any,
+) -> tuple[list[Sample], list[Question]]:
+    """(samples that ended on this engine, questions that are left: the same on every rank).
+
+    questions: of the whole round, the same list on every rank of the rollout topology. Each is
+    either among the left ones, begun or not, or a sample on exactly one leader. enough: as many
+    complete groups end the round, over all engines; None: all do. A group is complete when all its
+    questions of this round are answered, so one that an earlier round had partly answered needs
+    only the rest. hooks: see Scheduler.run.
+    """
+    requests = [as_request(question) for question in questions]
+    goal = Goal([question.group for question in questions], enough)
+    outcome = scheduler.run(requests, params, goal, **hooks)
+    left = {} if enough is None else share(outcome.unfinished, scheduler.topology)
+    positions = sorted(outcome.finished)
+    answers = [outcome.finished[i].token_ids for i in positions]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if answers else []
+    samples = [
+        as_sample(questions[i], outcome.finished[i], text)
+        for i, text in zip(positions, texts, strict=True)
+    ]
+    return samples, [
+        replace(questions[i], begun=begun if begun.token_ids else None) for i, begun in left.items()
+    ]
+
+
+def as_request(question: Question) -> Request:
+    request = Request(question.prompt.token_ids, question.seed)
+    return request if question.begun is None else resume(request, question.begun)
+
+
+def as_sample(question: Question, completion: Completion, text: str) -> Sample:
+    return Sample(
+        prompt=question.prompt,
+        group=question.group,
+        index=question.index,
+        response_ids=completion.token_ids,
+        rollout_logprobs=completion.logprobs,
+        loss_mask=[1] * len(completion.token_ids),
+        policy_version=completion.versions,
+        finish_reason=completion.finish_reason,
+        response=text,
+    )
+
+
 def sample_prompts(
-    engine: RolloutEngine,
+    scheduler: Scheduler,
     prompts: list[tuple[int, Prompt]],
     params: SamplingParams,
     n: int,
@@ -59,42 +140,18 @@ def sample_prompts(
     run_seed: int,
     step: int,
     policy_version: int,
-    topology: Topology,
     tokenizer: Any,
     purpose: str = "train",
+    **hooks: Any,
 ) -> list[Sample]:
     """Asks each prompt `n` times; every sample exists on exactly one rank afterwards.
 
-    prompts: (group, Prompt) of the whole step, the same list on every rank. Data rank r takes
-    prompts r, r + dp, r + 2 dp, ...; the ranks of a tensor-parallel group make the same call, and
-    the first of them returns the samples.
+    prompts: (group, Prompt) of the whole step, the same list on every rank of the rollout topology.
+    policy_version: of the engine's weights. hooks: see Scheduler.run.
     """
-    mine = prompts[topology.axis_rank("dp") :: topology.axis_size("dp")]
-    asked = [(group, prompt, index) for group, prompt in mine for index in range(n)]
-    requests = [
-        Request(prompt.token_ids, seed_of(run_seed, step, prompt.id, index, purpose))
-        for _, prompt, index in asked
-    ]
-    completions = engine.generate(requests, params)
-    if topology.axis_rank("tp") != 0:
-        return []
-    texts = tokenizer.batch_decode(
-        [completion.token_ids for completion in completions], skip_special_tokens=True
-    )
-    return [
-        Sample(
-            prompt=prompt,
-            group=group,
-            index=index,
-            response_ids=completion.token_ids,
-            rollout_logprobs=completion.logprobs,
-            loss_mask=[1] * len(completion.token_ids),
-            policy_version=[policy_version] * len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            response=text,
-        )
-        for (group, prompt, index), completion, text in zip(asked, completions, texts, strict=True)
-    ]
+    scheduler.engine.policy_version = policy_version
+    questions = questions_of(prompts, n, run_seed=run_seed, step=step, purpose=purpose)
+    return sample_questions(scheduler, questions, params, tokenizer=tokenizer, **hooks)[0]
 
 
 def eos_token_ids(model: str) -> tuple[int, ...]:
@@ -108,19 +165,3 @@ def eos_token_ids(model: str) -> tuple[int, ...]:
     if found is None:
         found = AutoConfig.from_pretrained(model).get_text_config().eos_token_id
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-
-def check_lengths(requests: list[Request], params: SamplingParams, max_model_len: int) -> None:
-    """Raises ValueError where a prompt and its answer cannot fit the engine."""
-    longest = max((len(request.prompt_ids) for request in requests), default=1)
-    if any(not request.prompt_ids for request in requests):
-        raise ValueError("a prompt has no tokens")
-    if longest + params.max_tokens > max_model_len:
-        raise ValueError(
-            f"a prompt of {longest} tokens and max_tokens={params.max_tokens} make "
-            f"{longest + params.max_tokens}, more than max_model_len={max_model_len}"
-        )
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        raise ValueError(
-            f"min_tokens={params.min_tokens} must be in 0..max_tokens={params.max_tokens}"
-        )

@@ -17,33 +17,31 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout import vllm_cpu
-from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.engine import (
+    Answer,
+    Completion,
+    Request,
+    SamplingParams,
+    WeightMismatch,
+    check_lengths,
+    generate,
+)
 from spmdrl.rollout.noise import preserved_rng
-from spmdrl.rollout.sampling import check_lengths, eos_token_ids
+from spmdrl.rollout.sampling import eos_token_ids, seed_of_continuation
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 from spmdrl.weights.layout import Layout, record_layout
-
-
-@dataclass
-class Sequence:
-    """A request on its way through the engine."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    detokenizer: Any = None  # vLLM's, where stop strings are looked for
 
 
 class VllmEngine:
@@ -69,10 +67,15 @@ class VllmEngine:
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
         self.eos_token_ids = eos_token_ids(model)
+        self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
         self.num_requests = 0  # so far
+        self.answers: dict[int, Answer] = {}  # by id, those that go on
+        self.detokenizers: dict[int, Any] = {}  # where stop strings are looked for
         self.tokenizer: Any = None  # loaded when a stop string is first asked for
-        with preserved_process(), vllm_cpu.patched_construction() if self.on_cpu else nullcontext():
-            self.core = build_core(model, config, max_model_len, topology)
+        group = topology.mesh.get_group("tp")
+        patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
+        with preserved_process(), patches, world_of(group):
+            self.core = build_core(model, config, max_model_len, group, topology.device)
         if self.on_cpu:
             vllm_cpu.gather_only_sampled(self.runner)
             self.noise = vllm_cpu.AddressedNoise(self.runner)
@@ -88,73 +91,104 @@ class VllmEngine:
 
     # sampling
 
-    def generate(self, requests: list[Request], params: SamplingParams) -> list[Completion]:
-        """At temperature 0 the logprobs are of the model's own distribution (temperature 1).
+    @property
+    def num_running(self) -> int:
+        return len(self.core.scheduler.running)
 
-        Raises ValueError where a prompt and max_tokens exceed max_model_len.
-        """
+    @property
+    def num_waiting(self) -> int:
+        return len(self.answers) - self.num_running
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """At temperature 0 the logprobs are of the model's own distribution (temperature 1)."""
+        return generate(self, requests, params)
+
+    def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:
         check_lengths(requests, params, self.max_model_len)
-        self.forget_prefixes()
-        with preserved_rng():
-            sequences = self.add_requests(requests, params)
-            # with asynchronous scheduling (GPU) a batch may be under way after the last answer
-            while self.core.scheduler.has_requests() or self.core.batch_queue:
-                self.step(sequences)
-        return [
-            Completion(s.token_ids, s.logprobs, s.finish_reason or "length")
-            for s in sequences.values()
-        ]
+        shared = self.vllm_params(params)
+        ids = [self.num_requests + i for i in range(len(requests))]
+        self.num_requests += len(requests)
+        for id, request in zip(ids, requests, strict=True):
+            num_begun = len(request.response_ids)
+            own = copy.copy(shared)
+            own.max_tokens = request.limit(params) - num_begun
+            own.min_tokens = max(params.min_tokens - num_begun, 0)
+            if self.on_cpu:
+                self.noise.seeds[str(id)] = request.seed
+            else:
+                own.seed = seed_of_continuation(request.seed, num_begun)
+            asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
+            self.core.add_request(*self.core.preprocess_add_request(asked))
+            self.answers[id] = Answer.begin(request, params)
+            if params.stop:
+                begun = self.engine_request(id, request.prompt_ids, shared)
+                self.detokenizers[id] = self.detokenizer(begun)
+                self.detokenizers[id].update(list(request.response_ids), stop_terminated=False)
+        return ids
 
-    def add_requests(self, requests: list[Request], params: SamplingParams) -> dict[str, Sequence]:
-        """Queues the requests; returns what will hold their answers, in the same order."""
+    def engine_request(self, id: int, prompt_ids: list[int], params: Any) -> Any:
         from vllm.v1.engine import EngineCoreRequest
 
-        shared = self.vllm_params(params)
-        ids = [str(self.num_requests + i) for i in range(len(requests))]  # never used twice
-        self.num_requests += len(requests)
-        if self.on_cpu:
-            self.noise.use_seeds(
-                {id: request.seed for id, request in zip(ids, requests, strict=True)}
-            )
-        sequences = {}
-        for id, request in zip(ids, requests, strict=True):
-            own = copy.copy(shared)
-            own.seed = None if self.on_cpu else request.seed
-            asked = EngineCoreRequest(
-                request_id=id,
-                prompt_token_ids=request.prompt_ids,
-                mm_features=None,
-                sampling_params=own,
-                pooling_params=None,
-                arrival_time=0.0,  # read by statistics, which are off
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            sequences[id] = Sequence(detokenizer=self.detokenizer(asked))
-            self.core.add_request(*self.core.preprocess_add_request(asked))
-        return sequences
+        return EngineCoreRequest(
+            request_id=str(id),
+            prompt_token_ids=prompt_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,  # read by statistics, which are off
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
 
-    def step(self, sequences: dict[str, Sequence]) -> None:
-        """One forward pass; its tokens are appended to their sequences."""
+    def step(self) -> list[tuple[int, Completion]]:
+        """With asynchronous scheduling (GPU) the tokens are those of an earlier pass."""
+        ended = self.forward() if self.answers else []
+        self.drain()
+        return ended
+
+    def forward(self) -> list[tuple[int, Completion]]:
         outputs, model_executed = self.core.step_fn()
         self.core.post_step(model_executed)
-        if not outputs:
-            return
-        for output in outputs[0].outputs:
-            sequence = sequences[output.request_id]
-            if sequence.finish_reason is not None:  # scheduled once more before it was aborted
+        ended = []
+        for output in outputs[0].outputs if outputs else ():
+            id = int(output.request_id)
+            answer = self.answers.get(id)
+            if answer is None:  # scheduled once more before it was aborted
                 continue
-            sequence.token_ids += output.new_token_ids
-            sequence.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            new = output.new_token_ids
+            answer.token_ids += new
+            answer.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            answer.versions += [self.policy_version] * len(new)
             if output.finish_reason is not None:
-                sequence.finish_reason = str(output.finish_reason)
-            if sequence.detokenizer is not None and sequence.detokenizer.update(
-                output.new_token_ids, stop_terminated=sequence.finish_reason == "stop"
+                answer.finish_reason = str(output.finish_reason)
+            if id in self.detokenizers and self.detokenizers[id].update(
+                new, stop_terminated=answer.finish_reason == "stop"
             ):
-                sequence.finish_reason = "stop"
+                answer.finish_reason = "stop"
                 if not output.finished:
                     self.core.abort_requests([output.request_id])
+            if answer.finish_reason is not None:
+                self.forget(id)
+                ended.append((id, answer.completion()))
+        return ended
+
+    def abort(self, ids: Sequence[int]) -> list[Completion]:
+        self.core.abort_requests([str(id) for id in ids])
+        partial = [self.forget(id).completion() for id in ids]
+        self.drain()
+        return partial
+
+    def forget(self, id: int) -> Answer:
+        self.detokenizers.pop(id, None)
+        if self.on_cpu:
+            del self.noise.seeds[str(id)]
+        return self.answers.pop(id)
+
+    def drain(self) -> None:
+        """Once there are no requests: a batch may be under way still, and rows to be cleared."""
+        while not self.answers and (self.core.scheduler.has_requests() or self.core.batch_queue):
+            self.core.step_fn()
 
     def vllm_params(self, params: SamplingParams) -> Any:
         """Raises ValueError for a temperature that vLLM would replace by another."""
@@ -192,8 +226,8 @@ class VllmEngine:
         return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
 
     def forget_prefixes(self) -> None:
-        """So that an answer depends on nothing but its request and the weights."""
-        assert self.core.reset_prefix_cache(), "requests are still in the engine"
+        """Requests that run are preempted, and prefilled anew with their tokens so far."""
+        assert self.core.reset_prefix_cache(reset_running_requests=True)
 
     # weights
 
@@ -238,12 +272,11 @@ class VllmEngine:
             self.model.load_weights(iter(weights))
 
     @torch.no_grad()
-    def finish_load(self, running: bool = False) -> None:
+    def finish_load(self) -> None:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
-        if not running:
-            self.forget_prefixes()
-            self.core.reset_encoder_cache()
+        self.forget_prefixes()
+        self.core.reset_encoder_cache()
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
         """Compares bit by bit, which proves more than checksums would: both sides are here."""
@@ -290,12 +323,18 @@ class VllmEngine:
             destroy_vllm_groups()
 
 
-def build_core(model: str, config: RolloutConfig, max_model_len: int, topology: Topology) -> Any:
-    """vLLM's engine for this rank. Collective."""
+def build_core(
+    model: str,
+    config: RolloutConfig,
+    max_model_len: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Any:
+    """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
 
-    on_cpu = topology.device.type == "cpu"
+    on_cpu = device.type == "cpu"
     args = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -318,25 +357,41 @@ def build_core(model: str, config: RolloutConfig, max_model_len: int, topology: 
     register_architecture(model)
     vllm_config = args.create_engine_config()
     gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
-    return EngineCore(vllm_config, executor_of(topology), log_stats=False)
+    return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
 
 
-def executor_of(topology: Topology) -> type:
+def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
     """vLLM's executor for ranks that a launcher started, told its rank instead of reading RANK.
 
     The name of the rendezvous, which vLLM never opens since torch.distributed is up, also names
-    shared memory on a CPU: random, so that two jobs on one host do not write into each other's.
+    shared memory on a CPU: random, so that two engines on one host, be they of one job or of two,
+    do not write into each other's.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, group=topology.group, group_src=0)
+    dist.broadcast_object_list(name, group=group, group_src=0)
 
     class RankExecutor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"spmdrl:{name[0]}", topology.rank, topology.device.index or 0
+            return f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0
 
     return RankExecutor
+
+
+@contextmanager
+def world_of(group: dist.ProcessGroup) -> Iterator[None]:
+    """Meanwhile the group is all that torch.distributed knows: its ranks are numbered from 0.
+
+    vLLM takes the default group for its world. So it sees one engine of tp ranks, and makes its own
+    groups among them, whatever other ranks the job has and whatever they do.
+    """
+    world = c10d._get_default_group()
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)
 
 
 def register_architecture(model: str) -> None:

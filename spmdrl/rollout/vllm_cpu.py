@@ -64,13 +64,10 @@ class AddressedNoise:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.seeds: dict[str, int] = {}  # by request id
+        self.seeds: dict[str, int] = {}  # by request id, of those that go on
         self.row_ids: list[str] = []
         self.row_seeds = torch.empty(0, dtype=torch.int64)
         runner.sampler.topk_topp_sampler.forward = self.draw
-
-    def use_seeds(self, seeds: dict[str, int]) -> None:
-        self.seeds, self.row_ids = seeds, []
 
     def draw(
         self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None

@@ -133,11 +133,10 @@ class WeightSync:
             self.topology.device, self.topology.group,
         )  # fmt: skip
 
-    def push(self, running: bool = False) -> SyncStats:
+    def push(self) -> SyncStats:
         """Puts the actor's weights into the engine. Collective over the ranks of both roles.
 
-        running: the engine holds requests, which go on; see RolloutEngine.finish_load. Raises
-        WeightMismatch with config.check where the engine does not hold what was sent. Does nothing
+        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check where the engine does not hold what was sent. Does nothing
         on ranks outside both roles.
         """
         start = time.perf_counter()
@@ -151,7 +150,7 @@ class WeightSync:
             for _ in tensors:
                 pass
         if self.rollout is not None:
-            self.rollout.finish_load(running)
+            self.rollout.finish_load()
         if self.config.check:
             self.check()
         padded = self.transfer.block_group is not None

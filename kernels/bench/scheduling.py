@@ -1,0 +1,158 @@
+"""Two engines share a long-tailed workload: torchrun --nproc-per-node 2 kernels/bench/scheduling.py
+
+Real vLLM engines, one per rank, on a small random Qwen3. Answers have log-normal lengths (sigma 1,
+cut at 8 times the median), in random order. Three ways in turn, `--runs` times, medians reported:
+
+    alone    every engine answers the whole list, at the same time. Half of what that takes is the
+             ideal: all the work of one engine, split without a rest and without a cost.
+    static   engine r answers requests r, r + 2, ...
+    ours     spmdrl.rollout.scheduler
+
+An engine's idle share is the part of the makespan that it does not spend in steps. A JSON line for
+each size of the engines: with places for a part of the list, and with places for all of it at once.
+There the longest answer alone takes as many steps on two engines as on one, and what a step costs
+whatever is in it cannot be halved; `critical_s` is what those steps cost with one request inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fire
+import torch
+import torch.distributed as dist
+
+from spmdrl.config import RolloutConfig
+from spmdrl.program import ENGINE_ENV
+from spmdrl.rollout.engine import Request, SamplingParams
+from spmdrl.topology import Topology
+
+PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+
+
+def save_model(folder: str, hidden: int, layers: int) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+        eos_token_id=2, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def workload(num_requests: int, median: int, seed: int) -> list[Request]:
+    draw = random.Random(seed)
+    lengths = [min(median * math.exp(draw.gauss(0, 1)), 8 * median) for _ in range(num_requests)]
+    return [
+        Request([5 + i % 200, 6, 7, 8], seed=i, max_tokens=max(round(length), 1))
+        for i, length in enumerate(lengths)
+    ]
+
+
+class Clock:
+    """Seconds inside engine.step."""
+
+    def __init__(self, engine: Any) -> None:
+        self.busy_s, self.inner = 0.0, engine.step
+        engine.step = self.step
+
+    def step(self) -> Any:
+        start = time.perf_counter()
+        ended = self.inner()
+        self.busy_s += time.perf_counter() - start
+        return ended
+
+    def run(self, work: Callable[[], object]) -> tuple[float, list[float]]:
+        """Makespan over all ranks, and each rank's idle share of it."""
+        dist.barrier()
+        self.busy_s, start = 0.0, time.perf_counter()
+        work()
+        took = torch.tensor([time.perf_counter() - start, self.busy_s], dtype=torch.float64)
+        everyone = [torch.empty_like(took) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, took)
+        makespan = max(float(t[0]) for t in everyone)
+        return makespan, [1 - float(t[1]) / makespan for t in everyone]
+
+
+def compare(
+    model: str, ranks: Topology, requests: list[Request], max_num_seqs: int, runs: int
+) -> None:
+    from spmdrl.rollout.scheduler import Scheduler
+    from spmdrl.rollout.vllm import VllmEngine
+
+    config = RolloutConfig(dtype="float32", max_num_seqs=max_num_seqs, kv_cache_mib=512)
+    engine = VllmEngine(model, config, 1024, ranks)
+    scheduler, clock = Scheduler(engine, ranks), Clock(engine)
+    longest = max(requests, key=lambda request: request.limit(PARAMS))
+    ways: dict[str, Callable[[], object]] = {
+        "alone": lambda: engine.generate(requests, PARAMS),
+        "static": lambda: engine.generate(requests[ranks.rank :: ranks.world], PARAMS),
+        "ours": lambda: scheduler.run(requests, PARAMS),
+        "critical": lambda: engine.generate([longest], PARAMS),
+    }
+    seen: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in ways}
+    for turn in range(runs + 1):
+        for name, work in ways.items():
+            result = clock.run(work)
+            if turn:  # the first warms up
+                seen[name].append(result)
+    took = {name: statistics.median(r[0] for r in results) for name, results in seen.items()}
+    ideal = took["alone"] / ranks.world
+
+    def idle(name: str) -> list[float]:
+        shares = zip(*(r[1] for r in seen[name]), strict=True)
+        return [round(statistics.median(share), 3) for share in shares]
+
+    lengths = sorted(request.limit(PARAMS) for request in requests)
+    row = {
+        "max_num_seqs": max_num_seqs, "requests": len(requests), "tokens": sum(lengths),
+        "median_tokens": lengths[len(lengths) // 2], "longest_tokens": lengths[-1],
+        "ideal_s": round(ideal, 3), "critical_s": round(took["critical"], 3),
+        "static_s": round(took["static"], 3), "ours_s": round(took["ours"], 3),
+        "ours/ideal": round(took["ours"] / ideal, 3),
+        "static/ideal": round(took["static"] / ideal, 3),
+        "static/ours": round(took["static"] / took["ours"], 3),
+        "idle_static": idle("static"), "idle_ours": idle("ours"),
+        "spread_ours_s": [round(f(r[0] for r in seen["ours"]), 3) for f in (min, max)],
+    }  # fmt: skip
+    if ranks.rank == 0:
+        print(json.dumps(row), flush=True)
+    engine.shutdown()
+
+
+def main(
+    requests: int = 192, median: int = 48, places: int = 24, runs: int = 5, seed: int = 0,
+    hidden: int = 192, layers: int = 4,
+) -> None:  # fmt: skip
+    for name, value in ENGINE_ENV.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = Topology.build(torch.device("cpu"), dp=-1, tp=1)
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        model = str(Path(shared[0], "model"))
+        if ranks.rank == 0:
+            save_model(model, hidden, layers)
+        dist.barrier()
+        asked = workload(requests, median, seed)
+        for max_num_seqs in (places, requests):
+            compare(model, ranks, asked, max_num_seqs, runs)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

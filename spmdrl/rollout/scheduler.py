@@ -1,0 +1,426 @@
+"""Rounds of requests, shared out over engines while they run. No server: a key-value store.
+
+Every rank knows the whole list of a round. What is agreed on are counters in the store that
+torch.distributed has anyway:
+
+    next      how many requests have been taken beyond the first share of every engine, which is a
+              consecutive part of the list; an engine adds to it, and what it added is its
+    done      how many have ended
+    log       2 * (number of changes of weights) + (1 once the round is over)
+    load/E    requests inside engine E, once all are taken
+    ask/E     what another engine asks of E: "thief:number:load"; "" when it is free to be asked
+    gift/T/N  what engine T got for its ask number N: half of the difference, as handover.pack
+
+An engine runs in bursts of a few steps. Between two of them its leader (tensor-parallel rank 0)
+reads the log, takes requests, gives, or asks the engine with the most left when it has little
+itself. The decision goes to the other ranks of the group as one broadcast. Requests move as
+continuations, so whoever ends an answer, it is the same answer.
+
+Only engine 0 writes to the log, and an engine leaves the round only when the log says so. So all
+engines change weights at the same point of the log, whenever each of them gets there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from spmdrl.rollout.handover import pack, pick, resume, unpack
+from spmdrl.rollout.noise import preserved_rng
+from spmdrl.topology import Topology
+
+BURST_S = 0.04  # between two decisions
+MAX_STEPS = 32  # per burst
+IDLE_S = 0.003  # between two looks into the store with nothing to do
+FAILED = 1 << 40  # in the log: an engine raised
+MOST_ASKED = 16  # engines whose load is looked up, however many there are
+
+
+@dataclass
+class Outcome:
+    """What became of a round's requests on this engine, by position in the list.
+
+    Each position is in one of the two on exactly one leader; both are empty on other ranks.
+    """
+
+    finished: dict[int, Completion] = field(default_factory=dict)
+    unfinished: dict[int, Completion] = field(default_factory=dict)  # only after an early stop
+
+
+@dataclass
+class Goal:
+    """When a round ends. `groups[i]` is the group of request i; enough None: with the last."""
+
+    groups: Sequence[int] = ()
+    enough: int | None = None  # complete groups, over all engines
+
+    def __post_init__(self) -> None:
+        self.missing: dict[int, int] = {}  # requests of each group
+        for group in self.groups:
+            self.missing[group] = self.missing.get(group, 0) + 1
+        if self.enough is not None and not 0 < self.enough <= len(self.missing):
+            raise ValueError(f"{self.enough} of {len(self.missing)} groups cannot be complete")
+
+
+@dataclass
+class Decision:
+    """What all ranks of an engine do next, in this order."""
+
+    loads: int = 0  # changes of weights
+    give: list[int] = field(default_factory=list)  # engine ids to be aborted
+    stop: bool = False
+    first: int = 0  # fresh requests first .. first + count - 1
+    count: int = 0
+    taken: bytes = pack({})  # continuations, as handover.pack
+    num_steps: int = 0
+    refill_below: int = 0  # requests inside: then the burst ends early
+
+    def to_words(self) -> np.ndarray:
+        """int64; to_words()[0] is its length."""
+        head = [self.loads, self.stop, self.first, self.count, self.num_steps, self.refill_below]
+        taken = np.frombuffer(self.taken, np.int32).tolist()
+        words = [*head, len(self.give), *self.give, *taken]
+        return np.array([1 + len(words), *words], np.int64)
+
+    @classmethod
+    def from_words(cls, words: np.ndarray) -> Decision:
+        loads, stop, first, count, num_steps, refill_below, num_given = words[1:8].tolist()
+        give, taken = words[8 : 8 + num_given].tolist(), words[8 + num_given :].astype(np.int32)
+        return cls(loads, give, bool(stop), first, count, taken.tobytes(), num_steps, refill_below)
+
+
+class Scheduler:
+    """One per rank and run; `run` is called any number of times."""
+
+    def __init__(self, engine: RolloutEngine, topology: Topology, static: bool = False) -> None:
+        """Collective over `topology`, whose axes are dp (engines) and tp.
+
+        static: every engine keeps its part of the list. The tokens are the same, but what else is
+        in a batch, and so the last bit of a logprob, does not depend on how fast each engine is.
+        """
+        self.engine, self.topology, self.static = engine, topology, static
+        self.tp_group = topology.mesh.get_group("tp")
+        self.tp_size, self.is_leader = topology.axis_size("tp"), topology.axis_rank("tp") == 0
+        self.number, self.num_engines = topology.axis_rank("dp"), topology.axis_size("dp")
+        self.rounds, self.num_stolen = 0, 0  # so far; requests that this engine took over
+        # torchrun's store outlives a crash: what an earlier attempt left there has another name
+        nonce = torch.tensor(list(secrets.token_bytes(8)))
+        dist.broadcast(nonce, group=topology.control, group_src=0)
+        self.prefix = f"rollout/{bytes(nonce.tolist()).hex()}"
+        self.store: Any = dist.HashStore()
+        if self.num_engines > 1:
+            # a connection of its own, since calls on a store block each other
+            shared: Any = dist.distributed_c10d._get_default_store()
+            self.store = shared.clone()
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        goal: Goal | None = None,
+        *,
+        between_bursts: Callable[[], None] = lambda: None,
+        new_weights: Callable[[], bool] = lambda: False,
+        load_weights: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Completes the requests, the same list on every rank. Collective over the topology.
+
+        between_bursts: called on every rank at each boundary. new_weights: on rank 0 at each of its
+        boundaries; where it returns True, load_weights is called on every rank of every engine,
+        at its next boundary and before the round is over. It replaces the weights, which makes the
+        engine forget_prefixes, and sets engine.policy_version.
+        """
+        self.rounds += 1
+        store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
+        desk = None
+        if self.is_leader:
+            desk = Desk(self, store, len(requests), goal or Goal(), new_weights)
+        over = False
+        try:
+            outcome = self.work(desk, requests, params, between_bursts, load_weights)
+            over = True
+        finally:
+            if desk is not None and not over:
+                desk.raise_alarm()
+        check_each_once(outcome, len(requests), self.topology)
+        if desk is not None:
+            desk.clear()
+        return outcome
+
+    def work(
+        self,
+        desk: Desk | None,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        between_bursts: Callable[[], None],
+        load_weights: Callable[[], None],
+    ) -> Outcome:
+        """This engine's part of a round."""
+        engine, outcome = self.engine, Outcome()
+        positions: dict[int, int] = {}  # by engine id, of what is inside
+        engine.forget_prefixes()
+        while True:
+            between_bursts()
+            decision = self.agree(None if desk is None else desk.decide(list(positions)))
+            for _ in range(decision.loads):
+                load_weights()
+            give = list(positions) if decision.stop else decision.give
+            aborted = engine.abort(give)
+            partial = {positions.pop(id): c for id, c in zip(give, aborted, strict=True)}
+            if decision.stop:
+                if desk is not None:
+                    outcome.unfinished = partial | desk.leave()
+                return outcome
+            if desk is not None:
+                desk.hand_over(partial)
+            fresh = range(decision.first, decision.first + decision.count)
+            taken = unpack(decision.taken)
+            asked = [requests[i] for i in fresh]
+            asked += [resume(requests[i], begun) for i, begun in taken.items()]
+            self.num_stolen += len(taken)
+            positions |= zip(engine.add(asked, params), [*fresh, *taken], strict=True)
+            if not positions and desk is not None:
+                time.sleep(IDLE_S)
+            started_at = time.perf_counter()
+            num_steps, ended = self.burst(decision, positions)
+            if desk is not None:
+                desk.took(num_steps, time.perf_counter() - started_at)
+                desk.ended(list(ended))
+                outcome.finished |= ended
+
+    def burst(
+        self, decision: Decision, positions: dict[int, int]
+    ) -> tuple[int, dict[int, Completion]]:
+        """At most decision.num_steps steps: how many, and what ended, taken from `positions`."""
+        ended: dict[int, Completion] = {}
+        num_steps, fewest = 0, max(decision.refill_below, 1)
+        with preserved_rng():
+            while num_steps < decision.num_steps and len(positions) >= fewest:
+                for id, completion in self.engine.step():
+                    ended[positions.pop(id)] = completion
+                num_steps += 1
+        return num_steps, ended
+
+    def agree(self, decision: Decision | None) -> Decision:
+        """The leader's decision, on every rank of its engine."""
+        if self.tp_size == 1:
+            assert decision is not None
+            return decision
+        words = torch.zeros(64, dtype=torch.int64)  # long enough for nearly every decision
+        packed = None if decision is None else torch.from_numpy(decision.to_words())
+        if packed is not None:
+            words[: len(packed)] = packed[:64]
+        dist.broadcast(words, group=self.tp_group, group_src=0)
+        length = int(words[0])
+        if length > 64:
+            words = torch.empty(length, dtype=torch.int64) if packed is None else packed
+            dist.broadcast(words, group=self.tp_group, group_src=0)
+        return Decision.from_words(words[:length].numpy())
+
+
+class Desk:
+    """Where an engine's leader meets the others, for one round."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: dist.Store,
+        num_requests: int,
+        goal: Goal,
+        new_weights: Callable[[], bool],
+    ) -> None:
+        self.store: Any = store  # its stub knows no bytes
+        self.num_requests, self.goal = num_requests, goal
+        self.engine, self.me = scheduler.engine, scheduler.number
+        self.num_engines, self.new_weights = scheduler.num_engines, new_weights
+        self.steals = self.num_engines > 1 and not scheduler.static
+        most = self.engine.max_num_seqs
+        # some wait, so that a free place is soon taken; all of them where there is no one else
+        self.capacity = most + max(most // 4, 1) if self.steals else num_requests
+        share = min(math.ceil(num_requests / self.num_engines), self.capacity)
+        self.first_taken = min(share * self.num_engines, num_requests)
+        start = min(share * self.me, num_requests)
+        self.own = range(start, min(start + share, num_requests))
+        self.done = 0  # over all engines, as last seen
+        self.unreported = 0  # ended here, and not yet added to it
+        self.complete = 0  # groups, over all engines, as last seen
+        self.all_taken = False  # as far as is known here
+        self.num_loads = 0
+        self.load = 0  # as the others know it
+        self.num_asks, self.asked = 0, ""  # the ask that is open: its key and value
+        self.asked_of = 0
+        self.serving = 0  # the gift that is being made is for: thief, its number
+        self.gift = ""
+        self.num_steps = 1  # of the next burst
+
+    def decide(self, ids: list[int]) -> Decision:
+        """ids: of what is inside the engine, in the order it was added."""
+        decision = Decision(num_steps=self.num_steps)
+        self.done = self.store.add("done", self.unreported)
+        self.unreported = 0
+        log = self.read_log()
+        decision.loads, self.num_loads = log // 2 - self.num_loads, log // 2
+        decision.stop = bool(log & 1)
+        if decision.stop:
+            return decision
+        if not self.all_taken:
+            fresh = self.take(len(ids))
+            decision.first, decision.count = fresh.start, len(fresh)
+        inside = len(ids) + decision.count
+        if self.all_taken and self.steals:
+            decision.taken = self.collect()
+            self.publish(inside + int(np.frombuffer(decision.taken, np.int32)[0]))
+            decision.give = self.serve(ids)
+            if self.asked == "":
+                self.ask()
+        if not self.all_taken:
+            decision.refill_below = min(self.engine.max_num_seqs, math.ceil(0.8 * inside))
+        return decision
+
+    def took(self, num_steps: int, seconds: float) -> None:
+        """Sets the length of the next burst by that of the last one."""
+        if num_steps:
+            wanted = int(BURST_S * num_steps / max(seconds, 1e-6))
+            self.num_steps = min(max(wanted, 1), 2 * self.num_steps, MAX_STEPS)
+
+    def read_log(self) -> int:
+        """Engine 0 first writes what there is to be told. Raises where another engine failed."""
+        if self.me == 0:
+            if self.is_over():
+                self.store.add("log", 1)
+            elif self.new_weights():
+                self.store.add("log", 2)
+        log = self.store.add("log", 0)
+        if log >= FAILED:
+            raise RuntimeError("another rollout engine failed; its own rank says why")
+        return log
+
+    def is_over(self) -> bool:
+        if self.goal.enough is None:
+            return self.done == self.num_requests
+        return self.store.add("complete", 0) >= self.goal.enough
+
+    def take(self, inside: int) -> range:
+        """Fresh requests: at first those that are this engine's, so that on engines that answer
+        equally fast each answer has the same neighbours every time. Then as many as fit, and no
+        more than a fair share of what is left."""
+        if self.own:
+            fresh, self.own = self.own, range(0)
+            self.all_taken = self.first_taken == self.num_requests
+            return fresh
+        share = math.ceil((self.num_requests - self.done) / self.num_engines)
+        wanted = min(self.capacity, share) - inside
+        if wanted <= 0:
+            return range(0)
+        end = self.first_taken + self.store.add("next", wanted)
+        self.all_taken = end >= self.num_requests
+        return range(min(end - wanted, self.num_requests), min(end, self.num_requests))
+
+    def ended(self, positions: list[int]) -> None:
+        self.unreported += len(positions)
+        if self.goal.enough is None:
+            return
+        for position in positions:
+            group = self.goal.groups[position]
+            if self.store.add(f"group/{group}", 1) == self.goal.missing[group]:
+                self.store.add("complete", 1)
+
+    # stealing
+
+    def publish(self, load: int) -> None:
+        if load != self.load:
+            self.store.add(f"load/{self.me}", load - self.load)
+            self.load = load
+
+    def ask(self) -> None:
+        """Asks the engine with the most left, if that is more than twice as much as here."""
+        others = [e for e in range(self.num_engines) if e != self.me]
+        # a sample of a large job will do; drawn from a generator of its own
+        others = random.Random(self.num_asks * self.num_engines + self.me).sample(
+            others, min(len(others), MOST_ASKED)
+        )
+        loads = {e: self.store.add(f"load/{e}", 0) for e in others}
+        most = max(others, key=loads.__getitem__)
+        if loads[most] <= 2 * self.load + 1:
+            return
+        wish = f"{self.me}:{self.num_asks + 1}:{self.load}"
+        if self.store.compare_set(f"ask/{most}", "", wish).decode() == wish:
+            self.num_asks += 1
+            self.asked, self.asked_of = wish, most
+
+    def collect(self) -> bytes:
+        """What came for the ask that is open, if it has come."""
+        key = f"gift/{self.me}/{self.num_asks}"
+        if self.asked == "" or not self.store.check([key]):
+            return pack({})
+        gift = self.store.get(key)
+        self.store.delete_key(key)
+        self.asked = ""
+        return gift
+
+    def serve(self, ids: list[int]) -> list[int]:
+        """What to give to the engine that asks: half of the difference."""
+        mailbox = f"ask/{self.me}"
+        wish = self.store.compare_set(mailbox, "", "").decode()
+        if wish == "" or self.store.compare_set(mailbox, wish, "served").decode() != "served":
+            return []
+        thief, number, load = wish.split(":")
+        self.gift = f"gift/{thief}/{number}"
+        return pick(ids, max(len(ids) - int(load), 0) // 2, self.engine.num_waiting)
+
+    def hand_over(self, partial: dict[int, Completion]) -> None:
+        """Sends what `serve` chose, also where it is nothing: the other may then ask elsewhere."""
+        if self.gift:
+            self.store.set(self.gift, pack(partial))
+            self.store.set(f"ask/{self.me}", "")
+            self.gift = ""
+
+    # the end
+
+    def leave(self) -> dict[int, Completion]:
+        """What belongs to this engine and never got into it; to engine 0, what nobody took."""
+        fresh = list(self.own)
+        if self.me == 0:
+            end = self.first_taken + self.store.add("next", self.num_requests)
+            fresh += range(end - self.num_requests, self.num_requests)
+        left = {i: Completion([], [], "abort") for i in fresh}
+        if self.asked:
+            mailbox = f"ask/{self.asked_of}"
+            if self.store.compare_set(mailbox, self.asked, "withdrawn").decode() != "withdrawn":
+                self.store.wait([f"gift/{self.me}/{self.num_asks}"])  # it is on its way
+                left |= unpack(self.collect())
+        return left
+
+    def raise_alarm(self) -> None:
+        with suppress(dist.DistNetworkError, dist.DistStoreError):  # the store may be what failed
+            self.store.add("log", FAILED)
+
+    def clear(self) -> None:
+        """Deletes the round's keys, once nobody reads them any more."""
+        if self.num_engines == 1 or self.me == 0:
+            groups = self.goal.missing if self.goal.enough is not None else ()
+            for key in ("next", "done", "log", "complete", *(f"group/{g}" for g in groups)):
+                self.store.delete_key(key)
+        self.store.delete_key(f"load/{self.me}")
+        self.store.delete_key(f"ask/{self.me}")
+
+
+def check_each_once(outcome: Outcome, num_requests: int, topology: Topology) -> None:
+    """That no request was lost and none answered twice. Collective: the round's last meeting."""
+    counts = torch.zeros(num_requests, dtype=torch.int32)
+    for position in [*outcome.finished, *outcome.unfinished]:
+        counts[position] += 1
+    dist.all_reduce(counts, group=topology.control)
+    wrong = (counts != 1).nonzero().flatten().tolist()
+    assert not wrong, f"requests {wrong[:8]} came out {counts[wrong[:8]].tolist()} times, not once"
