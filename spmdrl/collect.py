@@ -79,7 +79,7 @@ def collect(roles: Roles, source: Source, step: int) -> Collected:
         prompts = source.take(min(wanted, math.ceil(missing / share)))
     if roles.sampler.here and config.rollout.sleep:
         with roles.phases("rollout", roles.sampler.topology):
-            roles.sampler.model.sleep()
+            roles.sampler.engine.sleep()
     return result
 
 
@@ -239,7 +239,8 @@ def evaluate(
 
     On the ranks that sample or score.
     """
-    sampler, samples = roles.sampler, []
+    sampler = roles.sampler
+    samples: list[Sample] = []
     if sampler.here:
         with roles.phases("evaluate", sampler.topology):
             questions = questions_of(

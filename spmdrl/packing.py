@@ -136,8 +136,8 @@ def deal(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> Deal:
                 ranks, partition(work[members].tolist(), len(ranks)), strict=True
             ):
                 owners[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
-    columns = [column.contiguous() for column in table.unbind(1)]
-    return Deal(*columns, minis, owners, num_minis)
+    groups, indices, seq_lens, makers = (column.contiguous() for column in table.unbind(1))
+    return Deal(groups, indices, seq_lens, makers, minis, owners, num_minis)
 
 
 def address_order(table: Tensor) -> Tensor:

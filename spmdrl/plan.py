@@ -339,7 +339,8 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     lines = ["parameters and memory of a rank (estimate, GiB)"]
     for name, m in roles.items():
         leaves = [word for word, is_on in (("weights", m.config.offload_params),
-                                           ("Adam", m.config.offload_optimizer)) if is_on]  # fmt: skip
+                                           ("Adam", m.config.offload_optimizer))
+                  if is_on]  # fmt: skip
         away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
         lines.append(
             f"  {name:8} {m.parameters / 1e6:,.1f}M parameters; weights {m.weights:.2f}, gradients "
@@ -349,8 +350,9 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
     asleep = "given back while training" if config.rollout.sleep else "kept while training"
-    lines.append(f"  rollout  weights {weights:.2f}, KV cache {cache:.2f} (CPU; on a GPU up to "
-                 f"{config.rollout.gpu_memory_utilization:.0%} of its memory); {asleep}")  # fmt: skip
+    share = f"{config.rollout.gpu_memory_utilization:.0%}"
+    lines.append(f"  rollout  weights {weights:.2f}, KV cache {cache:.2f} (CPU; on a GPU up "
+                 f"to {share} of its memory); {asleep}")  # fmt: skip
     bucket = config.weights.bucket_mib / 1024
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
     peaks = []

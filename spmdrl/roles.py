@@ -47,7 +47,7 @@ class Sampler:
     """The role that samples, and the one that scores. On a rank outside they are None."""
 
     topology: Topology  # axes dp, tp: one engine per tp group
-    scheduler: Scheduler | None
+    driver: Scheduler | None
     scoring: Topology  # ranks that run reward functions
     rewards: RewardRunner | None
 
@@ -56,8 +56,12 @@ class Sampler:
         return self.topology.here
 
     @property
-    def model(self) -> RolloutEngine:
-        assert self.scheduler is not None, "no rollout on this rank"
+    def scheduler(self) -> Scheduler:
+        assert self.driver is not None, "no rollout on this rank"
+        return self.driver
+
+    @property
+    def engine(self) -> RolloutEngine:
         return self.scheduler.engine
 
 

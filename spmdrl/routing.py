@@ -191,8 +191,9 @@ def receive_deal(source: int, roles: list[Ranks], post: Post) -> tuple[Deal, dic
     num_seqs, num_minis, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
     facts = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
     table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
-    columns = [column.contiguous() for column in table.unbind(1)]
-    return Deal(*columns[:5], dict(zip(roles, columns[5:], strict=True)), num_minis), facts
+    groups, indices, seq_lens, makers, minis, *owners = (c.contiguous() for c in table.unbind(1))
+    by_role = dict(zip(roles, owners, strict=True))
+    return Deal(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
 
 
 # ---- what one role says of the tokens, to another

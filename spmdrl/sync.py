@@ -42,11 +42,11 @@ def push(roles: Roles, version: int) -> None:
     if actor.here:
         actor.model.onload()
     if sampler.here and roles.config.rollout.sleep:
-        sampler.model.wake()
+        sampler.engine.wake()
     stats = roles.weights.push()
     if actor.here:
         actor.model.offload()
     if sampler.here:
-        sampler.model.policy_version = version
+        sampler.engine.policy_version = version
     roles.policy_version = version
     roles.weight_bytes += stats.moved_bytes

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,6 @@ def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
     return {name: world // known if d == -1 else d for name, d in degrees.items()}
 
 
-def train_degrees(fsdp: int) -> dict[str, int]:
+def train_degrees(fsdp: int) -> dict[str, Any]:
     """Axes of a training role: replicas of groups of `fsdp` ranks that share one copy; -1: all."""
     return {"dp": 1 if fsdp == -1 else -1, "fsdp": fsdp}

@@ -90,9 +90,8 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             take_weights(roles, max(step - 1 - config.async_steps, met))
             collected = collect(roles, source, step)
             show_samples(run, f"step_{step}", collected.asked)
-            collected.facts = {
-                "order": run.order.state_dict(), "reports": reports(run, step, trace, roles.sampling)
-            }  # fmt: skip
+            mine = reports(run, step, trace, roles.sampling)
+            collected.facts = {"order": run.order.state_dict(), "reports": mine}
         lesson = hand_over(roles, collected, step)
         metrics = learn(roles, lesson, step)
         sync(roles, version=step)
@@ -128,7 +127,7 @@ def close(roles: Roles) -> None:
     if roles.sampler.rewards is not None:
         roles.sampler.rewards.close()
     if roles.sampler.here:
-        roles.sampler.model.shutdown()
+        roles.sampler.engine.shutdown()
 
 
 def build(config: PpoConfig, runtime: Runtime) -> Run:
@@ -264,10 +263,12 @@ def save(run: Run, step: int, log: RunLog) -> None:
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
     writer = roles.actor.ranks[0]
     parts = [*roles.actor.model.pretrained, roles.tokenizer] if run.is_log else []
-    own = {}
+    own: dict[str, checkpoint.Keepsake] = {}
     if roles.sampling.here:
-        named = {"replay": roles.replay, "leftover": roles.leftover}
-        own = {name: part for name, part in named.items() if part is not None}
+        if roles.replay is not None:
+            own["replay"] = roles.replay
+        if roles.leftover is not None:
+            own["leftover"] = roles.leftover
     folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts, own, writer)
     log.line(f"step {step}/{run.config.steps} | saved {folder}")
 

@@ -136,8 +136,8 @@ class WeightSync:
     def push(self) -> SyncStats:
         """Puts the actor's weights into the engine. Collective over the ranks of both roles.
 
-        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check where the engine does not hold what was sent. Does nothing
-        on ranks outside both roles.
+        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check
+        where the engine does not hold what was sent. Does nothing on ranks outside both roles.
         """
         start = time.perf_counter()
         if self.transfer is None:
