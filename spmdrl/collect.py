@@ -176,8 +176,7 @@ def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
 def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sample]:
     """The samples without the greedy answers, which become their baselines.
 
-    A sample whose greedy answer has no valid reward has no baseline, so it is invalid too. The two
-    may have been made on different ranks. Collective.
+    The two may have been made on different ranks. Collective.
     """
     rows = [
         [s.group, s.reward is not None, 0.0 if s.reward is None else s.reward + s.penalty]
@@ -190,12 +189,20 @@ def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sampl
         for group, valid, reward in torch.cat(all_gather_rows(table, topology)).tolist()
     }
     sampled = [s for s in samples if s.index != GREEDY]
-    for sample in sampled:
+    add_greedy_rewards(sampled, baseline)
+    return sampled
+
+
+def add_greedy_rewards(samples: list[Sample], baseline: dict[int, tuple[bool, float]]) -> None:
+    """baseline: by group, whether the greedy answer has a reward, and which.
+
+    A sample whose greedy answer has none has no baseline, so it is invalid too.
+    """
+    for sample in samples:
         valid, reward = baseline[sample.group]
         if not valid and sample.invalid is None:
             sample.reward, sample.invalid = None, "the greedy answer to the prompt is invalid"
         sample.greedy_reward = reward
-    return sampled
 
 
 def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 Every estimator with every policy loss that goes with it, and every option that has a statistic of
 the batch in it, through the step's own code, on 1, 2 and 3 gloo ranks, with three micro-batch
-budgets and with the samples in another order on other ranks.
+budgets, with the samples in another order on other ranks, and with the roles on ranks of their own.
 """
 
 import random
@@ -38,10 +38,11 @@ BASE = PpoConfig(
     rollout=RolloutConfig(n=SAMPLES, max_tokens=24),
     actor=TRAIN,
 )
-# (world, micro-batch budget, order of the samples); the first is what the others are held to
+# (world, micro-batch budget, order of the samples, ranks of sampling, actor, ref, critic, prm);
+# the first is what the others are held to
 SPLITS = [
-    (1, 64, "given"), (1, 1000, "shuffled"), (2, 40, "shuffled"), (2, 1000, "given"),
-    (3, 64, "shuffled"),
+    (1, 64, "given", ""), (1, 1000, "shuffled", ""), (2, 40, "shuffled", ""),
+    (2, 1000, "given", "0 1 1 0 0"), (3, 64, "shuffled", ""), (3, 1000, "shuffled", "02 01 2 12 0"),
 ]  # fmt: skip
 pytestmark = pytest.mark.timeout(600)
 
@@ -124,7 +125,7 @@ def sample_of(group, index, overlong_buffer, step=0):
     return Sample(
         prompt=Prompt(group, [5 + group] * (1 + group), "d", "1", "p"), group=group, index=index,
         response_ids=[rng.randint(3, 60) for _ in range(n)], loss_mask=mask,
-        rollout_logprobs=[-4.4 + rng.gauss(0, 0.15) for _ in range(n)], policy_version=[1] * n,
+        rollout_logprobs=[-4.4 + rng.gauss(0, 0.15) for _ in range(n)], policy_version=[0] * n,
         finish_reason="stop", reward=None if invalid else correct, invalid=invalid,
         greedy_reward=float(group % 2), reward_info={"format": rng.random(), "correct": correct},
         penalty=-0.1 if overlong_buffer and n > 14 else 0.0,
@@ -157,37 +158,56 @@ def steps_on(topology, cases, splits, models):
     from spmdrl.collect import Collected
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.phases import Phases
-    from spmdrl.roles import Roles
-    from spmdrl.step import learn
+    from spmdrl.roles import Roles, Trainer
+    from spmdrl.routing import Post
+    from spmdrl.step import hand_over, learn
     from spmdrl.topology import Topology
 
-    ranks = Topology.build(topology.device, dp=1, fsdp=-1)
-    now, before, prm = (FsdpEngine("policy", m, TRAIN, ranks) for m in (*models, models[1]))
-    critic = FsdpEngine("value", models[0], TRAIN, ranks)
     phases = Phases(topology)
     results = {}
     for split in splits:
-        _, budget, order = split
-        for engine in (now, before, prm, critic):
-            engine.config = replace(TRAIN, micro_batch_tokens=budget)
-        places = [(g, i) for g in range(NUM_GROUPS) for i in range(SAMPLES)]
+        _, budget, order, placement = split
+        everyone = "".join(map(str, topology.ranks))
+        sets = [tuple(map(int, ranks)) for ranks in (placement or " ".join([everyone] * 5)).split()]
+        sampling, *places = (
+            Topology.build(topology.device, ranks, dp=1, fsdp=-1) for ranks in sets
+        )
+        training = Topology.build(topology.device, set().union(*sets[1:]), dp=-1)
+        train = replace(TRAIN, micro_batch_tokens=budget)
+
+        def engine(kind, model, place, train=train):
+            return FsdpEngine(kind, model, train, place) if place.here else None
+
+        actor, ref, critic, prm = places
+        now, before = (engine("policy", model, actor) for model in models)
+        moved = Moved(now, before) if now else None
+        roles = [
+            Trainer("actor", actor, moved), Trainer("ref", ref, engine("policy", models[0], ref)),
+            Trainer("critic", critic, engine("value", models[0], critic)),
+            Trainer("prm", prm, engine("policy", models[1], prm)),
+        ]  # fmt: skip
+        addresses = [(g, i) for g in range(NUM_GROUPS) for i in range(SAMPLES)]
         if order == "shuffled":
-            random.Random(budget).shuffle(places)
-        mine = places[topology.rank :: topology.world]
+            random.Random(budget).shuffle(addresses)
+        mine = addresses[sampling.rank :: sampling.world] if sampling.here else []
         for name, config in cases.items():
-            samples = [sample_of(*place, config.algo.overlong_buffer) for place in mine]
+            samples = [sample_of(*address, config.algo.overlong_buffer) for address in mine]
             needs_ref = config.algo.kl_coef > 0 or config.prm is not None
-            roles = Roles(
-                config, topology, phases, tokenizer=None, rollout_topology=topology, rollout=None,
-                rewards=None, actor=Moved(now, before), ref=now if needs_ref else None,
-                critic=critic if config.critic else None, prm=prm if config.prm else None,
+            here = Roles(
+                config, topology, sampling, training, syncing=topology, phases=phases,
+                post=Post(topology), tokenizer=None, sampler=None, weights=None, mailbox=None,
+                actor=roles[0], ref=roles[1] if needs_ref else None,
+                critic=roles[2] if config.critic else None, prm=roles[3] if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
-                replay=replay_of(config, [sample_of(*place, 0, 1) for place in mine]),
+                replay=replay_of(config, [sample_of(*address, 0, 1) for address in mine]),
             )  # fmt: skip
-            metrics = learn(roles, Collected(samples, NUM_GROUPS, samples), step=1)
-            metrics |= {"next/kl_coef": roles.kl_coef, "next/entropy_coef": roles.entropy_coef}
-            del metrics["balance/imbalance"]  # how even the ranks' work is
-            results[name, split] = metrics
+            collected = Collected(samples, NUM_GROUPS, samples) if sampling.here else None
+            metrics = learn(here, hand_over(here, collected, step=1), step=1)
+            here.post.wait_until_delivered()
+            if actor.here:
+                metrics |= {"next/kl_coef": here.kl_coef, "next/entropy_coef": here.entropy_coef}
+                del metrics["balance/imbalance"]  # how even the ranks' work is
+                results[name, split] = metrics
     return results
 
 
@@ -201,8 +221,9 @@ def steps(tmp_path_factory):
     for world in (1, 2, 3):
         splits = [split for split in SPLITS if split[0] == world]
         per_rank = run_ranks(world, steps_on, CASES, splits, models, timeout_s=300)
-        for key in per_rank[0]:
-            found[key] = [results[key] for results in per_rank]
+        for results in per_rank:  # ranks of the actor
+            for key, metrics in results.items():
+                found.setdefault(key, []).append(metrics)
     return found
 
 

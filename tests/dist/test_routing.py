@@ -19,19 +19,83 @@ def make_sample(group, index):
                   reward_info={"format": index / 16})  # fmt: skip
 
 
-def balanced_on(topology, makers):
-    from spmdrl.packing import balance, pack_samples
+def dealt(topology, samples, mini_batches, keys=(), roles=None):
+    """(Deal, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks."""
+    from spmdrl.collectives import all_gather_rows
+    from spmdrl.packing import deal, pack_samples
+    from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch
 
+    roles, me = roles or [topology.ranks], topology.rank
+    rows = [(s.group, s.index, s.num_tokens, me) for s in samples]
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+    found = deal(torch.cat(all_gather_rows(table, topology)), mini_batches, roles)
+    by_address = {(s.group, s.index): s for s in samples}
+    post, own, batches = Post(topology), {}, {}
+    for ranks in roles:
+        order = packing_order(found, ranks, me)
+        addresses = zip(found.groups[order].tolist(), found.indices[order].tolist(), strict=True)
+        batch = pack_samples([by_address[address] for address in addresses], keys)
+        own[ranks] = send_batch(batch, found, ranks, FIELDS, post)
+    for ranks in roles:
+        if me in ranks:
+            batches[ranks] = receive_batch(own[ranks], found, ranks, FIELDS, len(keys), post)
+    post.wait_until_delivered()
+    return found, batches
+
+
+def balanced_on(topology, makers):
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if makers[(4 * g + i) % len(makers)] % topology.world == topology.rank]  # fmt: skip
-    batches, imbalance = balance(pack_samples(mine, ["format"]), 2, topology)
+    found, batches = dealt(topology, mine, 2, ["format"])
     rows = [
         (m, int(b.groups[i]), int(b.indices[i]), one.token_ids.tolist(), one.loss_mask.tolist(),
          one.rollout_logprobs.tolist(), one.policy_version.tolist(), float(b.rewards[i]),
          float(b.valid[i]), float(b.greedy[i]), b.keys[i].tolist())
-        for m, b in enumerate(batches) for i in range(b.num_seqs) for one in [b.select([i])]
+        for m, b in enumerate(batches[topology.ranks])
+        for i in range(b.num_seqs) for one in [b.select([i])]
     ]  # fmt: skip
-    return rows, imbalance
+    return rows, found.imbalance(topology.ranks)
+
+
+def results_on(topology, roles, makers):
+    """What rank r of a role says of a token must reach whoever has it in another role."""
+    from spmdrl.routing import Post, receive_results, send_results
+
+    mine = [make_sample(g, i) for g in range(5) for i in range(3)
+            if makers[(g + i) % len(makers)] == topology.rank]  # fmt: skip
+    found, batches = dealt(topology, mine, 2, roles=roles)
+    post, wrong = Post(topology), 0
+    for source in roles:
+        said = None
+        if source in batches:
+            said = [b.token_ids * 0.5 + torch.repeat_interleave(b.groups, b.seq_lens)
+                    for b in batches[source]]  # fmt: skip
+        for target in roles:
+            if said is not None:
+                send_results(said, found, source, target, post)
+            if target in batches:
+                heard = receive_results(said, found, source, target, post)
+                for b, values in zip(batches[target], heard, strict=True):
+                    want = b.token_ids * 0.5 + torch.repeat_interleave(b.groups, b.seq_lens)
+                    wrong += int((values != want).sum()) + abs(len(values) - b.num_tokens)
+    post.wait_until_delivered()
+    held = {ranks: [(g, i) for b in parts for g, i in zip(b.groups.tolist(), b.indices.tolist(),
+                    strict=True)] for ranks, parts in batches.items()}  # fmt: skip
+    return wrong, held
+
+
+def test_every_role_gets_every_sample_once_and_results_find_their_token():
+    everything = [(g, i) for g in range(5) for i in range(3)]
+    for world, roles, makers in (
+        (2, [(0,), (1,)], [1]),
+        (3, [(0, 1, 2), (2,), (0, 1)], [0, 2]),
+        (4, [(2, 3), (1,), (0, 3), (0, 1, 2, 3)], [0, 2]),
+    ):
+        ranks = run_ranks(world, results_on, roles, makers)
+        assert [wrong for wrong, _ in ranks] == [0] * world
+        for role in roles:
+            held = [address for rank in role for address in ranks[rank][1][role]]
+            assert sorted(held) == everything, (world, role)
 
 
 def test_balance_keeps_every_sample_whole_and_once():
@@ -55,32 +119,14 @@ def test_balance_keeps_every_sample_whole_and_once():
         assert [rows for rows, _ in alone] == [rows for rows, _ in results]
 
 
-def advantages_on(topology, estimator):
-    from spmdrl.config import AlgoConfig
-    from spmdrl.packing import balance, pack_samples
-    from spmdrl.step import add_advantages
-
-    mine = [make_sample(g, i) for g in range(6) for i in range(4)
-            if (g + i) % topology.world == topology.rank]  # fmt: skip
-    batches, _ = balance(pack_samples(mine), 2, topology)
-    for b in batches:
-        b.values = torch.sin(b.token_ids.float()) * b.loss_mask
-    metrics = add_advantages(batches, AlgoConfig(advantage=estimator, lam=0.9), topology)
-    return metrics, {
-        (int(b.groups[i]), int(b.indices[i])): (one.advantages, one.loss_weights)
-        for b in batches for i in range(b.num_seqs) for one in [b.select([i])]
-    }  # fmt: skip
-
-
 def few_on(topology, estimator):
     """Two samples on three ranks."""
     from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
     from spmdrl.credit import add_advantages
-    from spmdrl.packing import balance, pack_samples
 
     config = PpoConfig("-", DataConfig("-"), "gsm8k", algo=AlgoConfig(advantage=estimator))
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
-    batches, _ = balance(pack_samples(mine), 1, topology)
+    batches = dealt(topology, mine, 1)[1][topology.ranks]
     batches[0].values = batches[0].loss_mask * 0.5
     return batches[0].num_seqs, add_advantages(batches, config, 0.0, topology)
 
@@ -109,12 +155,10 @@ def test_kth_largest_over_all_ranks():
 
 def few_groups_on(topology):
     """Two groups left of many, and three mini-batches asked for."""
-    from spmdrl.packing import balance, pack_samples
-
     mine = [
         make_sample(g, i) for g in (3, 5) for i in range(4) if i % topology.world == topology.rank
     ]
-    batches, _ = balance(pack_samples(mine), 3, topology)
+    batches = dealt(topology, mine, 3)[1][topology.ranks]
     return [sorted({int(g) for g in b.groups}) for b in batches]
 
 
