@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.placement import Ranks
-from spmdrl.types import Batch, Sample, lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 
@@ -49,21 +49,25 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     return batch
 
 
-def empty_batch(seq_lens: Tensor, num_keys: int = 0) -> Batch:
-    """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64."""
+def empty_batch(seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = ()) -> Batch:
+    """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
+
+    without: per-token fields that are to be set by the caller.
+    """
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
+    tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
     return Batch(
-        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        token_ids=torch.zeros(tokens["token_ids"], dtype=torch.int64),
         cu_seqlens=lengths_to_cu_seqlens(seq_lens),
-        loss_mask=torch.zeros(num_tokens),
-        rollout_logprobs=torch.zeros(num_tokens),
+        loss_mask=torch.zeros(tokens["loss_mask"]),
+        rollout_logprobs=torch.zeros(tokens["rollout_logprobs"]),
         groups=torch.zeros(num_seqs, dtype=torch.int64),
         indices=torch.zeros(num_seqs, dtype=torch.int64),
         rewards=torch.zeros(num_seqs, dtype=torch.float64),
         valid=torch.zeros(num_seqs),
         greedy=torch.zeros(num_seqs, dtype=torch.float64),
         keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
-        policy_version=torch.zeros(num_tokens, dtype=torch.int64),
+        policy_version=torch.zeros(tokens["policy_version"], dtype=torch.int64),
     )
 
 

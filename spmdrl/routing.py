@@ -107,51 +107,63 @@ def receive_batch(
 ) -> list[Batch]:
     """This rank's Batch of each mini-batch, sequences by address.
 
-    own: what `send_batch` returned; None on a rank that did not sample.
+    own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
+    while the next ones are still under way.
     """
     rows = deal.held(ranks, post.rank)
-    makers = deal.makers[rows].unique().tolist()
-    arriving = torch.cat([rows[deal.makers[rows] == maker] for maker in makers] or [rows])
-    batch = empty_batch(deal.seq_lens[arriving], num_keys)
-    batch.groups, batch.indices = deal.groups[arriving], deal.indices[arriving]
-    floats = seq_floats(batch)
-    works: list[dist.Work] = []
+    makers = deal.makers[rows]
+    own = empty_batch(rows.new_zeros(0), num_keys) if own is None else own
+    senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
+    theirs = [rows[makers == sender] for sender in senders]
+    lens = torch.cat([deal.seq_lens[part] for part in [*theirs, rows[:0]]])
+    cu_seqlens = lengths_to_cu_seqlens(lens)
+    places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
+    places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
+    works: dict[str, list[dist.Work]] = {name: [] for name in places}
     first = 0
-    for maker in makers:
-        end = first + int((deal.makers[rows] == maker).sum())
-        tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
-        if maker == post.rank:
-            assert own is not None
-            for name in fields:
-                getattr(batch, name)[tokens] = getattr(own, name)
-            floats[first:end] = seq_floats(own)
-        else:
-            for name in fields:
-                works += post.expect(getattr(batch, name)[tokens], maker)
-            works += post.expect(floats[first:end], maker)
-        first = end
-    for work in works:
-        work.wait()
-    batch.rewards, batch.valid, batch.greedy = (
-        floats[:, 0].contiguous(), floats[:, 1].float(), floats[:, 2].contiguous()
-    )  # fmt: skip
-    batch.keys = floats[:, SEQ_FLOATS:].contiguous()
-    return cut(batch, arriving, deal)
+    for sender, part in zip(senders, theirs, strict=True):
+        seqs = slice(first, first + len(part))
+        tokens = slice(int(cu_seqlens[first]), int(cu_seqlens[seqs.stop]))
+        for name, place in places.items():
+            works[name] += post.expect(place[seqs if name == "floats" else tokens], sender)
+        first = seqs.stop
 
-
-def cut(batch: Batch, rows: Tensor, deal: Deal) -> list[Batch]:
-    """A Batch of each mini-batch, sequences by address. rows: of the deal, as they lie in batch."""
-    if deal.num_minis == 1 and bool((rows.diff() > 0).all()):
-        return [batch]
-    ordered = torch.argsort(rows)
-    minis = deal.minis[rows[ordered]]
-    return [batch.select(ordered[minis == m].tolist()) for m in range(deal.num_minis)]
+    # where each row lies: what arrives, then what is this rank's own
+    lying = torch.cat([*theirs, rows[makers == post.rank]])
+    by_row = torch.argsort(lying)
+    order = by_row[torch.searchsorted(lying[by_row], rows)]
+    counts = torch.bincount(deal.minis[rows], minlength=deal.num_minis).tolist()
+    minis = [
+        empty_batch(deal.seq_lens[part], num_keys, without=fields) for part in rows.split(counts)
+    ]
+    for mini, part in zip(minis, rows.split(counts), strict=True):
+        mini.groups, mini.indices = deal.groups[part], deal.indices[part]
+    for name, place in places.items():
+        for work in works[name]:
+            work.wait()
+        if name == "floats":
+            floats = torch.cat([place, seq_floats(own)])[order].split(counts)
+            for mini, values in zip(minis, floats, strict=True):
+                set_seq_floats(mini, values)
+            continue
+        pieces = place.split(lens.tolist())
+        pieces += getattr(own, name).split(own.seq_lens.tolist())
+        for mini, part in zip(minis, order.split(counts), strict=True):
+            picked = [pieces[i] for i in part.tolist()]
+            setattr(mini, name, torch.cat(picked) if picked else place[:0])
+    return minis
 
 
 def seq_floats(batch: Batch) -> Tensor:
     """(num_seqs, 3 + num_keys) float64: what a sequence has beside its address and tokens."""
     columns = torch.stack([batch.rewards, batch.valid.double(), batch.greedy], dim=1)
     return torch.cat([columns, batch.keys], dim=1)
+
+
+def set_seq_floats(batch: Batch, values: Tensor) -> None:
+    """What `seq_floats` took, (num_seqs, 3 + num_keys) float64."""
+    batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
+    batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
 
 
 def span(batch: Batch, first: int, end: int) -> Batch:

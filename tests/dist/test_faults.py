@@ -23,7 +23,7 @@ if os.environ["RANK"] == "1":
 """
 SITES = {
     "data": ("data", "spmdrl.data", "PromptDataset.prompt"),
-    "rollout": ("rollout", "spmdrl.collect", "sample_prompts"),
+    "rollout": ("rollout", "spmdrl.collect", "sample_questions"),
     "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.score"),
     "checkpoint": ("checkpoint", "torch", "save"),
     # amid training the other rank is inside a collective that never completes

@@ -1,0 +1,143 @@
+"""Moving a rollout batch from the ranks that made it to those that train on it, against one raw
+all-to-all of the same bytes:
+
+    torchrun --standalone --nproc-per-node 2 kernels/bench/routing.py --mib 92
+
+Batches with sequences of log-normal length (median 2,000 tokens), token ids, mask, logprobs and
+versions of each token, spread evenly over the ranks; every rank keeps 1/ranks of what it made. Raw:
+one packed uint8 buffer per rank through all_to_all_single, the output allocated anew each time as
+ours is. `route`: send_batch and receive_batch, with one mini-batch; `whole` adds the exchange of
+the table, the deal (Karmarkar-Karp) and the order by address. Alternating, medians over the slowest
+rank; a JSON line each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+import fire
+import torch
+import torch.distributed as dist
+
+from spmdrl.collectives import all_gather_rows
+from spmdrl.packing import deal, empty_batch
+from spmdrl.phases import Phases
+from spmdrl.program import keep_freed_memory
+from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch
+from spmdrl.topology import Topology
+from spmdrl.types import Batch
+
+LIMIT_S = 300
+
+
+def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
+    """mib: of the whole job's batch."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    topology = Topology.build(torch.device("cpu"), dp=-1)
+    table, batch = made_here(mib, seed, topology)
+    post = Post(topology)
+    dealt = deal(torch.cat(all_gather_rows(table, topology)), 1, [topology.ranks])
+    batch = in_order(batch, dealt, topology)
+    total = torch.tensor([batch.num_tokens * 24 + batch.num_seqs * 24])
+    dist.all_reduce(total)
+    num_bytes = int(total) // topology.world**2 * topology.world  # per rank
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def raw() -> object:
+        out = torch.empty_like(buffer)
+        dist.all_to_all_single(out, buffer, group=topology.group)
+        return out
+
+    arrived: list = []
+
+    def route() -> object:
+        own = send_batch(batch, dealt, topology.ranks, FIELDS, post)
+        arrived[:] = [own]
+        minis = receive_batch(own, dealt, topology.ranks, FIELDS, 0, post)
+        post.wait_until_delivered()
+        return minis
+
+    def whole() -> object:
+        tables = torch.cat(all_gather_rows(table, topology))
+        found = deal(tables, 1, [topology.ranks])
+        packing_order(found, topology.ranks, topology.rank)
+        return route()
+
+    phases = Phases(topology)
+
+    def empty_phase() -> None:
+        with phases("empty"):
+            pass
+
+    timed = {"raw all-to-all": raw, "route": route, "whole": whole}
+    seconds = alternate(timed, runs, topology)
+    size = {"mib": round(num_bytes * topology.world / 2**20, 1), "ranks": topology.world}
+    for name, median in seconds.items():
+        row = {"what": name, "ms": round(median * 1e3, 2)}
+        row["ratio_to_raw"] = round(median / seconds["raw all-to-all"], 2)
+        tell(row | size)
+    count = 200
+    start = time.perf_counter()
+    for _ in range(count):
+        empty_phase()
+    tell({"what": "empty phase", "ms": round((time.perf_counter() - start) / count * 1e3, 3)})
+    dist.destroy_process_group()
+
+
+def made_here(mib: float, seed: int, topology: Topology) -> tuple[torch.Tensor, Batch]:
+    """Table (n, 4) and Batch of this rank's part: every world-th sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = (2000 * torch.randn(100_000, generator=generator).mul(0.6).exp()).long().clamp(min=16)
+    lens = lens[: int((lens.cumsum(0) * 24 < mib * 2**20).sum())]
+    mine = torch.arange(len(lens))[topology.rank :: topology.world]
+    batch = empty_batch(lens[mine])
+    batch.token_ids = torch.randint(0, 1 << 17, (batch.num_tokens,))
+    batch.loss_mask, batch.rollout_logprobs = (
+        torch.ones(batch.num_tokens),
+        -torch.rand(batch.num_tokens),
+    )
+    batch.groups, batch.indices = mine // 8, mine % 8
+    makers = torch.full_like(mine, topology.rank)
+    return torch.stack([batch.groups, batch.indices, lens[mine], makers], dim=1), batch
+
+
+def in_order(batch: Batch, dealt, topology: Topology) -> Batch:
+    """As step.hand_over packs it."""
+    order = packing_order(dealt, topology.ranks, topology.rank)
+    place = {(g, i): at for at, (g, i) in enumerate(
+        zip(batch.groups.tolist(), batch.indices.tolist(), strict=True))}  # fmt: skip
+    addresses = zip(dealt.groups[order].tolist(), dealt.indices[order].tolist(), strict=True)
+    return batch.select([place[address] for address in addresses])
+
+
+def alternate(
+    work: dict[str, Callable[[], object]], runs: int, topology: Topology
+) -> dict[str, float]:
+    """Median seconds of each, on the slowest rank; every run starts on all ranks together."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    end = time.monotonic() + LIMIT_S
+    for run in range(runs + 2):
+        for name, function in work.items():
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if run >= 2:
+                seconds[name].append(float(taken))
+        assert time.monotonic() < end, f"over the limit of {LIMIT_S} s"
+    return {name: sorted(found)[len(found) // 2] for name, found in seconds.items()}
+
+
+def tell(row: dict) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,0 +1,165 @@
+"""Whole runs with roles on ranks of their own: the same numbers, wherever a role lives."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from programs import CONFIG, finish, metrics_of, start, torchrun, wait_for, write_task
+from test_faults import FAULT, LIMIT_S, pids_of
+
+# every role: critic, reference, two mini-batches, an evaluation after every step
+ALL_ROLES = CONFIG.replace("    eval_every=0,\n", "    eval_every=1,\n").replace(
+    "config = PpoConfig(",
+    'config = PpoConfig(\n    algo=AlgoConfig(advantage="gae", kl_coef=0.01, mini_batches=2, '
+    'correction=CorrectionConfig(level="token")),\n'
+    '    critic=TrainConfig(dtype="float32", micro_batch_tokens=128),',
+)
+TIMED = ("time", "idle/", "moved/", "throughput/", "balance/", "staleness/")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = tmp_path_factory.mktemp("placement")
+    Path(path, "model").symlink_to(qwen3)
+    write_task(path)
+    Path(path, "cfg.py").write_text(ALL_ROLES)
+    return path
+
+
+def rows_of(folder, name, ranks, *args):
+    done = torchrun(folder, ranks, "--config", "cfg.py", "--steps", "3", "--run_dir", name, *args)
+    assert done.code == 0, done.output[-4000:]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(TIMED)}
+        for row in metrics_of(folder / name)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return rows_of(folder, "alone", 1)
+
+
+PLACEMENTS = {
+    "split": (2, '{"actor":"0","rollout":"1"}', ()),
+    "mixed": (4, '{"actor":"2-3","rollout":"0,2","ref":"1","critic":"0,3","reward":"1,3"}', ()),
+    # the weights of step n are in before step n + 1 is sampled, since every step is evaluated
+    "async": (3, '{"actor":"1","rollout":"0,2","critic":"1"}', ("--async_steps", "2")),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_the_numbers_do_not_depend_on_the_placement(folder, alone, name):
+    ranks, placement, args = PLACEMENTS[name]
+    rows = rows_of(folder, name, ranks, "--placement", placement, *args)
+    assert len(rows) == len(alone) == 4
+    for got, want in zip(rows, alone, strict=True):
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-6), (want["step"], key)
+    traces = sorted(Path(folder, name, "trace").glob("rank_*.jsonl"))
+    assert len(traces) == ranks
+
+
+def test_vllm_lives_on_some_ranks_and_the_engines_hold_the_trainers_weights(folder):
+    rows = rows_of(
+        folder, "vllm", 3, "--placement", '{"actor":"0,2","rollout":"1-2"}',
+        "--rollout.engine", "vllm", "--weights.check",
+    )  # fmt: skip
+    for row in rows[1:]:
+        assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides
+
+
+def test_sampling_ahead_stays_within_its_bound(folder):
+    args = ["--steps", "8", "--eval_every", "0", "--rollout.max_tokens", "60",
+            "--placement", '{"actor":"0","rollout":"1"}']  # fmt: skip
+    done = torchrun(
+        folder, 2, "--config", "cfg.py", "--run_dir", "ahead", "--async_steps", "2", *args
+    )
+    assert done.code == 0, done.output[-4000:]
+    rows = [json.loads(line) for line in Path(folder, "ahead/metrics.jsonl").open()][1:]
+    assert len(rows) == 8
+    assert rows[0]["staleness/max"] == 0
+    assert max(row["staleness/max"] for row in rows) in (1, 2)
+    busy = {}
+    for rank in (0, 1):
+        lines = Path(folder, f"ahead/trace/rank_{rank:05d}.jsonl").open()
+        busy[rank] = [
+            (name, start, end)
+            for line in lines
+            for name, start, end, _ in json.loads(line)["spans"]
+        ]
+    updates = [(s, e) for name, s, e in busy[0] if name in ("update_actor", "old_logprobs")]
+    rollouts = [(s, e) for name, s, e in busy[1] if name == "rollout"]
+    both = sum(max(0, min(e, f) - max(s, t)) for s, e in updates for t, f in rollouts)
+    assert both > 0  # at the same time
+
+
+def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(folder):
+    """More prompts are asked than trained on. Answers of every step are whole, and what a
+    checkpoint keeps is asked on."""
+    args = ["--config", "cfg.py", "--run_dir", "partial", "--rollout.oversample", "1.5",
+            "--rollout.max_num_seqs", "8", "--checkpoint.every_steps", "2",
+            "--eval_every", "0"]  # fmt: skip
+    done = torchrun(folder, 2, *args, "--steps", "2")
+    assert done.code == 0, done.output[-4000:]
+    import torch
+
+    saved = [
+        torch.load(path, weights_only=True)
+        for path in sorted(Path(folder, "partial/checkpoints/step_00000002").glob("leftover_*.pt"))
+    ]
+    left = saved[0]["prompts"].tolist()
+    assert left
+    assert len(left) * 4 == len(saved[0]["questions"]) + sum(len(s["samples"]) for s in saved)
+    done = torchrun(folder, 3, *args, "--steps", "4", "--resume", "auto")
+    assert done.code == 0, done.output[-4000:]
+    rows = [json.loads(line) for line in Path(folder, "partial/metrics.jsonl").open()][1:]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) >= 1
+    asked = {
+        json.loads(line)["prompt_id"]
+        for line in Path(folder, "partial/samples/step_3.jsonl").open()
+    }
+    assert {prompt for _, prompt in left} & asked
+
+
+@pytest.mark.parametrize(
+    ("site", "phase", "module", "name"),
+    [
+        ("rollout", "rollout", "spmdrl.collect", "sample_questions"),
+        ("sampling side", "balance", "spmdrl.step", "deal_out"),
+        ("training side", "update_actor", "spmdrl.algo.objectives", "masked_max"),
+    ],
+)
+def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, module, name):
+    victim = 0 if site == "training side" else 1
+    fault = FAULT.format(module=module, name=name).replace('"1"', f'"{victim}"')
+    Path(folder, "bad.py").write_text(ALL_ROLES + fault)
+    done = torchrun(
+        folder, 2, "--config", "bad.py", "--run_dir", f"bad {phase}", "--eval_every", "0",
+        "--data.eval", "None", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
+    )  # fmt: skip
+    took = time.time() - float(Path(folder, "struck").read_text())
+    assert done.code == 1
+    assert took < LIMIT_S
+    told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank")]
+    assert len(told) == 1, done.output[-4000:]
+    assert told[0].startswith(f"spmdrl: rank {victim} on ")
+    assert f"failed in phase '{phase}': OSError" in told[0]
+
+
+def test_a_killed_sampler_ends_the_trainers(folder):
+    proc = start(
+        folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0", "--run_dir", "dead",
+        "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
+    )  # fmt: skip
+    wait_for(folder, "step 2/1000", proc)
+    victim = pids_of(proc, "spmdrl.ppo")[1]
+    os.kill(victim, signal.SIGKILL)
+    done = finish(proc, folder, LIMIT_S)
+    assert done.code == 1
+    assert f"Signal 9 (SIGKILL) received by PID {victim}" in done.output.split("Root Cause")[-1]
