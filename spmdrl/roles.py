@@ -27,7 +27,7 @@ class Roles:
     rollout: RolloutEngine
     rewards: RewardRunner
     actor: TrainEngine
-    weight_sync: WeightSync  # actor -> rollout
+    weight_sync: WeightSync | None = None  # actor -> rollout
     ref: TrainEngine | None = None
     critic: TrainEngine | None = None
     prm: TrainEngine | None = None

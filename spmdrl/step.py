@@ -194,6 +194,7 @@ def sync(roles: Roles, version: int) -> None:
         roles.actor.onload()
         if roles.config.rollout.sleep:
             roles.rollout.wake()
+        assert roles.weight_sync is not None
         roles.weight_sync.push()
         roles.actor.offload()
         roles.policy_version = version
