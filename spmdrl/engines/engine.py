@@ -47,7 +47,7 @@ class TrainEngine(Protocol):
     def named_shards(self) -> dict[str, Tensor]:
         """By Hugging Face name what this rank holds of every weight: DTensors or full tensors.
 
-        Local and cheap: called before every transfer, since `offload` moves what they point to.
+        Local. They stay the same objects, whatever `offload` and `onload` do to their memory.
         """
         ...
 

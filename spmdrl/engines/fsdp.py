@@ -170,11 +170,15 @@ class FsdpEngine:
     def named_shards(self) -> dict[str, Tensor]:
         return {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
 
+    @torch.no_grad()
+    def local_shards(self) -> dict[str, Tensor]:
+        return {name: local_shard(w) for name, w in self.named_shards().items()}
+
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         topology = self.topology
         yield from full_tensors(
             agree_on_shards(self.named_shards(), topology.control),
-            lambda: {name: local_shard(w) for name, w in self.named_shards().items()},
+            self.local_shards,
             [[rank] for rank in topology.ranks],
             dtype, slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
         )  # fmt: skip

@@ -48,6 +48,14 @@ class Layout:
     places: list[Place] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
 
+    def holders(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
+        """Where every parameter is found that has a place: quicker to ask than the modules."""
+        unique = dict.fromkeys((place.module, place.name) for place in self.places)
+        return [
+            (module._parameters if name in module._parameters else module._buffers, name)
+            for module, name in unique
+        ]
+
 
 def layout_by_name(model: nn.Module, shapes: Mapping[str, Any]) -> Layout:
     """Of an engine that keeps full tensors under their Hugging Face names.

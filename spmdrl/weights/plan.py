@@ -220,7 +220,8 @@ def _pieces(
 ) -> Iterator[tuple[int, int, int, Piece]]:  # fmt: skip
     """(receiver, its region, position in its block or -1, piece) of the whole job.
 
-    index: only that weight's, whose regions are wanted[tp_rank]; chunk: only that part of every share.
+    index: only that weight's, whose regions are wanted[tp_rank]; chunk: only that part of every
+    share.
     """
     for tp_rank, needed in enumerate(regions):
         column = _column(table, tp_rank)

@@ -21,7 +21,7 @@ from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 
 HAND_OVER, GATHER = 71, 72  # tags
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 8 << 20  # more does not stay in the cache between packing and sending
+CPU_SLOT_BYTES = 8 << 20  # larger messages leave the cache between packing and sending
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
@@ -49,6 +49,7 @@ class _Copies:
     sends: list[tuple[int, int, int]] = field(default_factory=list)  # (peer, first, last)
     receives: list[tuple[int, int, int]] = field(default_factory=list)
     shares: list[tuple[int, int]] = field(default_factory=list)  # (first, last) by position
+    views: tuple[list[Tensor], list[Tensor]] | None = None  # of the slot, while it is kept
 
 
 @dataclass
@@ -57,13 +58,19 @@ class _Underway:
 
     copies: _Copies
     slot: Tensor
-    parts: tuple[Tensor, ...]
+    unpacked: list[Tensor]
     incoming: list[dist.Work]
     outgoing: list[dist.Work]
 
-    def views(self, ends: list[_End]) -> list[Tensor]:
-        parts = self.parts
-        return [parts[i] if shape is None else parts[i].view(shape) for i, shape, _ in ends]
+
+def views(copies: _Copies, slot: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The slot's parts as they are packed, and as they are unpacked."""
+    parts = slot.split(copies.lengths)
+    packed, unpacked = (
+        [parts[i] if shape is None else parts[i].view(shape) for i, shape, _ in ends]
+        for ends in (copies.packed, copies.unpacked)
+    )
+    return packed, unpacked
 
 
 class Transfer:
@@ -77,47 +84,53 @@ class Transfer:
         plan: Plan,
         shards: Callable[[], dict[str, Tensor]],  # my parts of the training weights, by name
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
+        addresses: Callable[[], tuple[int, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
         block_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.plan, self.shards, self.places = plan, shards, places
+        self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
         self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
         self.bound: tuple[int, ...] = ()  # addresses for which the copies were made
         self.copies: list[_Copies] = []
+        self.slots: list[Tensor] = []
         self.moved = 0  # bytes that this rank sent, so far
 
     @torch.no_grad()
     def run(self) -> int:
         """Collective over both roles' ranks; returns the bytes that this rank sent."""
-        shards, places = self.shards(), self.places()
-        addresses = tuple(t.data_ptr() for t in (*shards.values(), *places))
+        addresses = self.addresses()
         if addresses != self.bound or not self.copies:
+            shards, places = self.shards(), self.places()
             self.copies = [self.bind(bucket, shards, places) for bucket in self.plan.buckets]
             self.bound = addresses
+            self.slots = []
         before = self.moved
         most = max((sum(c.lengths) for c in self.copies), default=0)
-        slots = [
-            torch.empty(most, dtype=self.dtype, device=self.device)
-            for _ in range(min(SLOTS, len(self.copies)))
-        ]
+        while len(self.slots) < min(SLOTS, len(self.copies)):
+            self.slots.append(torch.empty(most, dtype=self.dtype, device=self.device))
         underway: _Underway | None = None
         for number, copies in enumerate(self.copies):
-            following = self.start(copies, slots[number % SLOTS])
+            following = self.start(copies, self.slots[number % SLOTS])
             if underway is not None:
                 self.finish(underway)
             underway = following
         if underway is not None:
             self.finish(underway)
+        if self.device.type != "cpu":  # small on a CPU, where views of them are worth keeping
+            self.slots = []
         return self.moved - before
 
     def start(self, copies: _Copies, slot: Tensor) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
         slot = slot[: sum(copies.lengths)]
-        now = _Underway(copies, slot, slot.split(copies.lengths), [], [])
+        packed, unpacked = copies.views or views(copies, slot)
+        if self.device.type == "cpu":
+            copies.views = packed, unpacked
+        now = _Underway(copies, slot, unpacked, [], [])
         now.incoming += self.exchange(slot, [], copies.receives, HAND_OVER)
-        copy_all(now.views(copies.packed), [end.tensor for end in copies.packed])
+        copy_all(packed, [end.tensor for end in copies.packed])
         now.outgoing += self.exchange(slot, copies.sends, [], HAND_OVER)
         if not self.plan.handover:
             self.gather(now)
@@ -130,8 +143,7 @@ class Transfer:
             now.incoming = []
             self.gather(now)
         wait(now.incoming)
-        ends = now.copies.unpacked
-        copy_all([end.tensor for end in ends], now.views(ends))
+        copy_all([end.tensor for end in now.copies.unpacked], now.unpacked)
         wait(now.outgoing)
 
     def gather(self, now: _Underway) -> None:
@@ -265,6 +277,6 @@ def full_tensors(
         needed = [[(0, box)] for _ in table[0]]
         plan = make_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
-        Transfer(plan, lambda: held, lambda full=full: full, dtype, device, group).run()  # type: ignore[misc]
+        Transfer(plan, lambda: held, lambda full=full: full, tuple, dtype, device, group).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]

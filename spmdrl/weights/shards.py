@@ -31,7 +31,8 @@ def held_box(weight: Tensor) -> Box | None:
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+    """To be called under torch.no_grad()."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def agree_on_shards(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[Weight]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,8 @@ class WeightSync:
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.weights: list[Weight] = []
+        self.named: dict[str, Tensor] = actor.named_shards() if actor else {}
+        self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
         self.transfer: Transfer | None = None
         self.opaque: list[Weight] = []
         block_group = None
@@ -68,8 +70,9 @@ class WeightSync:
             plan, layout = self.make_plan()
             self.transfer = Transfer(
                 plan, self.shards, lambda: [place.tensor() for place in layout.places],
-                self.dtype, device, self.topology.group,
+                self.addresses, self.dtype, device, self.topology.group,
             )  # fmt: skip
+            self.holders = layout.holders()
         if device.type != "cpu":
             block_group = self.build_block_groups()
             if self.transfer is not None:
@@ -78,7 +81,7 @@ class WeightSync:
     def make_plan(self) -> tuple[Plan, Layout]:
         """Collective over the ranks of both roles."""
         control = self.topology.control
-        self.weights = agree_on_shards(self.actor.named_shards() if self.actor else {}, control)
+        self.weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in self.weights}
         number = {w.name: i for i, w in enumerate(self.weights)}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
@@ -120,11 +123,15 @@ class WeightSync:
                     mine = group
         return mine
 
+    @torch.no_grad()
     def shards(self) -> dict[str, Tensor]:
-        if self.actor is None:
-            return {}
-        with torch.no_grad():
-            return {name: local_shard(w) for name, w in self.actor.named_shards().items()}
+        return {name: local_shard(weight) for name, weight in self.named.items()}
+
+    @torch.no_grad()
+    def addresses(self) -> tuple[int, ...]:
+        """Offloading and sleeping move weights, which the transfer then looks up anew."""
+        shards = [local_shard(weight).data_ptr() for weight in self.named.values()]
+        return (*shards, *(held[name].data_ptr() for held, name in self.holders))  # type: ignore[union-attr]
 
     def full_tensors(self, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
@@ -145,10 +152,11 @@ class WeightSync:
         moved = self.transfer.run()
         if self.opaque:
             tensors = self.full_tensors(self.opaque)
-            if self.rollout is not None:
-                self.rollout.load_opaque(tensors)
-            for _ in tensors:
-                pass
+            try:
+                if self.rollout is not None:
+                    self.rollout.load_opaque(tensors)
+            finally:
+                exhaust(tensors)
         if self.rollout is not None:
             self.rollout.finish_load()
         if self.config.check:
@@ -166,10 +174,10 @@ class WeightSync:
         if self.transfer is None:
             return 0
         tensors = self.full_tensors(self.weights)
-        count = self.rollout.check_weights(tensors) if self.rollout is not None else 0
-        for _ in tensors:
-            pass
-        return count
+        try:
+            return self.rollout.check_weights(tensors) if self.rollout is not None else 0
+        finally:
+            exhaust(tensors)
 
     def describe(self) -> list[str]:
         """What the plan is to move, for a log; [] outside both roles."""
@@ -179,6 +187,12 @@ class WeightSync:
         if self.opaque:
             lines.append(f"  as full tensors: {[w.name for w in self.opaque[:5]]} ...")
         return lines
+
+
+def exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """So that ranks whose engine did not want them all, or failed, leave no other rank waiting."""
+    for _ in tensors:
+        pass
 
 
 def table_of(rollout: Topology) -> list[list[int]]:

@@ -129,7 +129,8 @@ def check_experts(weights: Any) -> None:
 
     from spmdrl.rollout.engine import SamplingParams, WeightMismatch
 
-    rollout, full = weights.rollout, dict(weights.full_tensors(weights.weights))
+    full = dict(weights.full_tensors(weights.weights))
+    rollout = weights.rollout
     if rollout is None:
         return
     tp, rank = rollout.topology.axis_size("tp"), rollout.topology.axis_rank("tp")
@@ -173,7 +174,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def prove(world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    results = run_ranks(world, sync_on, [tuple(case) for case in cases])
+    results = run_ranks(world, sync_on, [tuple(case) for case in cases], timeout_s=70)
     for case, *ranks in zip(cases, *results, strict=True):
         for rank, result in enumerate(ranks):
             assert result["planned"] == result["moved"], (case, rank)
@@ -211,3 +212,102 @@ def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
         Case([0], [0, 1], moe, engine="vllm", tp=2, dtype="float32"),
     ]
     prove(2, cases)
+
+
+def test_three_ranks(qwen3: Path, odd: str) -> None:
+    tied = str(qwen3)
+    cases = [
+        Case([0, 1, 2], [0, 1, 2], tied),
+        Case([0, 1, 2], [0, 1, 2], odd, slot=3000),
+        Case([0, 1], [2], tied),
+        Case([2], [0, 1], odd),
+        Case([0, 1], [1, 2], tied),
+        Case([0, 2], [1], odd, fsdp=1),
+    ]
+    prove(3, cases)
+
+
+def test_four_ranks(qwen3: Path, odd: str) -> None:
+    tied, four = str(qwen3), [0, 1, 2, 3]
+    cases = [
+        Case([0, 1], [2, 3], tied),
+        Case(four, four, tied, fsdp=2),
+        Case([0, 1], four, odd),
+        Case(four, [0, 3], odd, fsdp=2),
+    ]
+    prove(4, cases)
+
+
+def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
+    """(bytes by which the process grew at its fullest, bytes of a bucket) of each case's push."""
+    from spmdrl.config import WeightsConfig
+    from spmdrl.topology import Topology
+    from spmdrl.weights import reshard, sync
+    from spmdrl.weights.layout import layout_by_name
+
+    class Held:
+        """A trainer (float32 row shards) or, with dp and tp, an engine of big matrices."""
+
+        def __init__(self, ranks: Any, dtype: torch.dtype, split: int) -> None:
+            sizes = [(1024 // split, 2048)] * 12
+            self.model = torch.nn.Module()
+            for i, size in enumerate(sizes):
+                weight = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+                self.model.register_parameter(f"w{i}", weight)
+            self.ranks = ranks
+
+        def named_shards(self) -> dict[str, torch.Tensor]:
+            from torch.distributed.tensor import DTensor, Shard
+
+            mesh = self.ranks.mesh["fsdp"]
+            return {
+                name: DTensor.from_local(p, mesh, [Shard(0)])
+                for name, p in self.model.named_parameters()
+            }
+
+        def layout(self, shapes: Any) -> Any:
+            return layout_by_name(self.model, shapes)
+
+        def finish_load(self, running: bool = False) -> None:
+            pass
+
+    results = []
+    for actor, rollout, bucket in cases:
+        cpu = torch.device("cpu")
+        actor_ranks = Topology.build(cpu, actor, dp=1, fsdp=-1)
+        rollout_ranks = Topology.build(cpu, rollout, dp=-1, tp=1)
+        trainer = Held(actor_ranks, torch.float32, len(actor)) if actor_ranks.here else None
+        engine = Held(rollout_ranks, torch.bfloat16, 1) if rollout_ranks.here else None
+        sync.slot_bytes = lambda num_bytes, device: num_bytes // reshard.SLOTS
+        weights: Any = sync.WeightSync(
+            trainer, actor_ranks, engine, rollout_ranks, "bfloat16", WeightsConfig(bucket >> 20)
+        )
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        before = resident("VmHWM")
+        weights.push()
+        results.append((resident("VmHWM") - before, bucket))
+        del weights, trainer, engine
+    return results
+
+
+def resident(field: str) -> int:
+    """Bytes of this process that are in memory: VmRSS now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+def test_a_sync_takes_at_most_one_bucket_and_one_tensor() -> None:
+    """The model is 48 MiB in bfloat16, a tensor 4 MiB; gloo's and malloc's needs are included."""
+    both = [0, 1]
+    cases = [
+        (both, both, 8 << 20),
+        (both, both, 16 << 20),
+        ([0], [1], 8 << 20),
+        ([1], both, 8 << 20),
+    ]
+    too_large = (both, both, 64 << 20)
+    for results in run_ranks(2, memory_on, [*cases, too_large], timeout_s=70):
+        for case, (grown, bucket) in zip(cases, results, strict=False):
+            assert grown <= bucket + (4 << 20), case
+        assert results[-1][0] > 12 << 20  # the measure sees a bucket that is too large
