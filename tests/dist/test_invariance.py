@@ -180,7 +180,8 @@ def steps_on(topology, cases, splits, models):
             needs_ref = config.algo.kl_coef > 0 or config.prm is not None
             roles = Roles(
                 config, topology, phases, tokenizer=None, rollout_topology=topology, rollout=None,
-                rewards=None, actor=Moved(now, before), ref=now if needs_ref else None,
+                scheduler=None, rewards=None, actor=Moved(now, before),
+                ref=now if needs_ref else None,
                 critic=critic if config.critic else None, prm=prm if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
                 replay=replay_of(config, [sample_of(*place, 0, 1) for place in mine]),
