@@ -1,14 +1,17 @@
 """Two engines share a long-tailed workload: torchrun --nproc-per-node 2 kernels/bench/scheduling.py
 
 Real vLLM engines, one per rank, on a small random Qwen3. Answers have log-normal lengths (sigma 1,
-cut at 8 times the median), in random order. Three ways in turn, `--runs` times, medians reported:
+cut at 8 times the median), in random order. Three ways in turn, `--runs` times; medians, and ratios
+of the best runs, which other work on the machine disturbs least:
 
     alone    every engine answers the whole list, at the same time. Half of what that takes is the
              ideal: all the work of one engine, split without a rest and without a cost.
     static   engine r answers requests r, r + 2, ...
     ours     spmdrl.rollout.scheduler
 
-An engine's idle share is the part of the makespan that it does not spend in steps. A JSON line for
+An engine's idle share is the part of the makespan that it does not spend in steps; cpu_s is the
+processor time of the busiest rank, which is its makespan without rests on a machine that has
+nothing else to do, and steps the passes of both engines. A JSON line for
 each size of the engines: with places for a part of the list, and with places for all of it at once.
 There the longest answer alone takes as many steps on two engines as on one, and what a step costs
 whatever is in it cannot be halved; `critical_s` is what those steps cost with one request inside.
@@ -25,12 +28,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fire
 import torch
 import torch.distributed as dist
 
+from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import RolloutConfig
 from spmdrl.program import ENGINE_ENV
 from spmdrl.rollout.engine import Request, SamplingParams
@@ -60,29 +64,40 @@ def workload(num_requests: int, median: int, seed: int) -> list[Request]:
     ]
 
 
+class Run(NamedTuple):
+    makespan_s: float  # over all ranks
+    idle: list[float]  # each rank's share of it
+    cpu_s: float  # of the rank that used most
+    steps: int  # of all ranks
+
+
 class Clock:
     """Seconds inside engine.step."""
 
     def __init__(self, engine: Any) -> None:
-        self.busy_s, self.inner = 0.0, engine.step
+        self.busy_s, self.steps, self.inner = 0.0, 0, engine.step
         engine.step = self.step
 
     def step(self) -> Any:
         start = time.perf_counter()
         ended = self.inner()
         self.busy_s += time.perf_counter() - start
+        self.steps += 1
         return ended
 
-    def run(self, work: Callable[[], object]) -> tuple[float, list[float]]:
-        """Makespan over all ranks, and each rank's idle share of it."""
+    def run(self, work: Callable[[], object]) -> Run:
         dist.barrier()
-        self.busy_s, start = 0.0, time.perf_counter()
+        self.busy_s, self.steps = 0.0, 0
+        start, cpu = time.perf_counter(), time.process_time()
         work()
-        took = torch.tensor([time.perf_counter() - start, self.busy_s], dtype=torch.float64)
-        everyone = [torch.empty_like(took) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, took)
-        makespan = max(float(t[0]) for t in everyone)
-        return makespan, [1 - float(t[1]) / makespan for t in everyone]
+        took = [time.perf_counter() - start, self.busy_s, time.process_time() - cpu, self.steps]
+        mine = torch.tensor(took, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        table = torch.stack(everyone)
+        makespan = float(table[:, 0].max())
+        idle = (1 - table[:, 1] / makespan).tolist()
+        return Run(makespan, idle, float(table[:, 2].max()), int(table[:, 3].sum()))
 
 
 def compare(
@@ -101,19 +116,24 @@ def compare(
         "ours": lambda: scheduler.run(requests, PARAMS),
         "critical": lambda: engine.generate([longest], PARAMS),
     }
-    seen: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in ways}
+    seen: dict[str, list[Run]] = {name: [] for name in ways}
     for turn in range(runs + 1):
         for name, work in ways.items():
             result = clock.run(work)
             if turn:  # the first warms up
                 seen[name].append(result)
-    took = {name: statistics.median(r[0] for r in results) for name, results in seen.items()}
+    took = {
+        name: statistics.median(r.makespan_s for r in results) for name, results in seen.items()
+    }
+    best = {name: min(r.makespan_s for r in results) for name, results in seen.items()}
+    cpu = {name: statistics.median(r.cpu_s for r in results) for name, results in seen.items()}
     ideal = took["alone"] / ranks.world
 
     def idle(name: str) -> list[float]:
-        shares = zip(*(r[1] for r in seen[name]), strict=True)
+        shares = zip(*(r.idle for r in seen[name]), strict=True)
         return [round(statistics.median(share), 3) for share in shares]
 
+    stolen_per_round = round(sum_over_ranks(scheduler.num_stolen, ranks) / scheduler.rounds, 1)
     lengths = sorted(request.limit(PARAMS) for request in requests)
     row = {
         "max_num_seqs": max_num_seqs, "requests": len(requests), "tokens": sum(lengths),
@@ -124,7 +144,13 @@ def compare(
         "static/ideal": round(took["static"] / ideal, 3),
         "static/ours": round(took["static"] / took["ours"], 3),
         "idle_static": idle("static"), "idle_ours": idle("ours"),
-        "spread_ours_s": [round(f(r[0] for r in seen["ours"]), 3) for f in (min, max)],
+        "best_ours/best_ideal": round(best["ours"] / best["alone"] * ranks.world, 3),
+        "best_static/best_ours": round(best["static"] / best["ours"], 3),
+        "cpu_s": {n: round(c, 2) for n, c in cpu.items()},
+        "cpu_ours/ideal": round(cpu["ours"] / cpu["alone"] * ranks.world, 3),
+        "cpu_static/ours": round(cpu["static"] / cpu["ours"], 3),
+        "steps": {n: statistics.median(r.steps for r in seen[n]) for n in ways},
+        "stolen": stolen_per_round,
     }  # fmt: skip
     if ranks.rank == 0:
         print(json.dumps(row), flush=True)
@@ -132,7 +158,7 @@ def compare(
 
 
 def main(
-    requests: int = 192, median: int = 48, places: int = 24, runs: int = 5, seed: int = 0,
+    requests: int = 256, median: int = 32, places: int = 8, runs: int = 5, seed: int = 0,
     hidden: int = 192, layers: int = 4,
 ) -> None:  # fmt: skip
     for name, value in ENGINE_ENV.items():

@@ -35,16 +35,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from spmdrl.rollout.engine import Answer, Completion, Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.handover import pack, pick, resume, unpack
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.topology import Topology
 
-BURST_S = 0.04  # between two decisions
+BURST_S = 0.06  # between two decisions
 MAX_STEPS = 32  # per burst
-IDLE_S = 0.003  # between two looks into the store with nothing to do
+IDLE_S = 0.004  # between two looks into the store with nothing to do
 FAILED = 1 << 40  # in the log: an engine raised
-MOST_ASKED = 16  # engines whose load is looked up, however many there are
+MOST_ASKED = 8  # engines whose load is looked up, however many there are
 
 
 @dataclass
@@ -106,8 +106,9 @@ class Scheduler:
     def __init__(self, engine: RolloutEngine, topology: Topology, static: bool = False) -> None:
         """Collective over `topology`, whose axes are dp (engines) and tp.
 
-        static: every engine keeps its part of the list. The tokens are the same, but what else is
-        in a batch, and so the last bit of a logprob, does not depend on how fast each engine is.
+        static: every engine keeps its part of the list, so that what else is in a batch does not
+        depend on how fast each engine is. vLLM on CPUs gives every answer bit for bit whatever else
+        is in a batch; elsewhere the last bits of a logprob depend on it.
         """
         self.engine, self.topology, self.static = engine, topology, static
         self.tp_group = topology.mesh.get_group("tp")
@@ -169,6 +170,7 @@ class Scheduler:
         """This engine's part of a round."""
         engine, outcome = self.engine, Outcome()
         positions: dict[int, int] = {}  # by engine id, of what is inside
+        assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
         engine.forget_prefixes()
         while True:
             between_bursts()
@@ -180,7 +182,9 @@ class Scheduler:
             partial = {positions.pop(id): c for id, c in zip(give, aborted, strict=True)}
             if decision.stop:
                 if desk is not None:
-                    outcome.unfinished = partial | desk.leave()
+                    untaken, gift = desk.leave()
+                    begun = {i: Answer.begin(requests[i], params).completion() for i in untaken}
+                    outcome.unfinished = partial | gift | begun
                 return outcome
             if desk is not None:
                 desk.hand_over(partial)
@@ -189,9 +193,12 @@ class Scheduler:
             asked = [requests[i] for i in fresh]
             asked += [resume(requests[i], begun) for i, begun in taken.items()]
             self.num_stolen += len(taken)
-            positions |= zip(engine.add(asked, params), [*fresh, *taken], strict=True)
-            if not positions and desk is not None:
-                time.sleep(IDLE_S)
+            if asked:
+                positions |= zip(engine.add(asked, params), [*fresh, *taken], strict=True)
+            if not positions:
+                if desk is not None:
+                    time.sleep(IDLE_S * (1 + self.num_engines / 8))  # one server answers them all
+                continue
             started_at = time.perf_counter()
             num_steps, ended = self.burst(decision, positions)
             if desk is not None:
@@ -246,8 +253,9 @@ class Desk:
         self.num_engines, self.new_weights = scheduler.num_engines, new_weights
         self.steals = self.num_engines > 1 and not scheduler.static
         most = self.engine.max_num_seqs
-        # some wait, so that a free place is soon taken; all of them where there is no one else
-        self.capacity = most + max(most // 4, 1) if self.steals else num_requests
+        # as many wait as run, so that a free place is taken without a look into the store; what
+        # waits is the first to be given away. All of them where there is no one to share with.
+        self.capacity = 2 * most if self.steals else num_requests
         share = min(math.ceil(num_requests / self.num_engines), self.capacity)
         self.first_taken = min(share * self.num_engines, num_requests)
         start = min(share * self.me, num_requests)
@@ -267,8 +275,9 @@ class Desk:
     def decide(self, ids: list[int]) -> Decision:
         """ids: of what is inside the engine, in the order it was added."""
         decision = Decision(num_steps=self.num_steps)
-        self.done = self.store.add("done", self.unreported)
-        self.unreported = 0
+        if self.unreported or self.me == 0 or not self.all_taken:
+            self.done = self.store.add("done", self.unreported)
+            self.unreported = 0
         log = self.read_log()
         decision.loads, self.num_loads = log // 2 - self.num_loads, log // 2
         decision.stop = bool(log & 1)
@@ -312,9 +321,8 @@ class Desk:
         return self.store.add("complete", 0) >= self.goal.enough
 
     def take(self, inside: int) -> range:
-        """Fresh requests: at first those that are this engine's, so that on engines that answer
-        equally fast each answer has the same neighbours every time. Then as many as fit, and no
-        more than a fair share of what is left."""
+        """Fresh requests: at first this engine's share, neighbours in the list, which are samples
+        of one prompt. Then as many as fit, and no more than a fair share of what is left."""
         if self.own:
             fresh, self.own = self.own, range(0)
             self.all_taken = self.first_taken == self.num_requests
@@ -388,19 +396,19 @@ class Desk:
 
     # the end
 
-    def leave(self) -> dict[int, Completion]:
-        """What belongs to this engine and never got into it; to engine 0, what nobody took."""
-        fresh = list(self.own)
+    def leave(self) -> tuple[list[int], dict[int, Completion]]:
+        """What belongs to this engine and never got into it: fresh requests, to engine 0 those that
+        nobody took; and a gift that is on its way."""
+        untaken, gift = list(self.own), {}
         if self.me == 0:
             end = self.first_taken + self.store.add("next", self.num_requests)
-            fresh += range(end - self.num_requests, self.num_requests)
-        left = {i: Completion([], [], "abort") for i in fresh}
+            untaken += range(end - self.num_requests, self.num_requests)
         if self.asked:
             mailbox = f"ask/{self.asked_of}"
             if self.store.compare_set(mailbox, self.asked, "withdrawn").decode() != "withdrawn":
-                self.store.wait([f"gift/{self.me}/{self.num_asks}"])  # it is on its way
-                left |= unpack(self.collect())
-        return left
+                self.store.wait([f"gift/{self.me}/{self.num_asks}"])
+                gift = unpack(self.collect())
+        return untaken, gift
 
     def raise_alarm(self) -> None:
         with suppress(dist.DistNetworkError, dist.DistStoreError):  # the store may be what failed

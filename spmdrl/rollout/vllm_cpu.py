@@ -41,7 +41,7 @@ def patched_construction() -> Iterator[None]:
         if weight.is_meta or weight.ndim != 2:
             pack(layer, remove_weight)
         else:
-            layer.cpu_linear = linear
+            layer.cpu_linear = linear_by_row
 
     utils.dispatch_cpu_unquantized_gemm = keep
     library.init_cpu_memory_env = lambda nodes: None
@@ -53,6 +53,16 @@ def patched_construction() -> Iterator[None]:
         library.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
         sys.modules.update(of_numba)
+
+
+def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, (num_rows, in) -> (num_rows, out), each row the same bits whatever the others are.
+
+    oneDNN's products are so from two rows on; a single one takes another path, so it gets company.
+    """
+    if x.shape[0] == 1:
+        return linear(x.expand(2, -1).contiguous(), weight, bias)[:1]
+    return linear(x, weight, bias)
 
 
 class AddressedNoise:

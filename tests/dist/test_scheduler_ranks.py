@@ -16,7 +16,7 @@ SUBSETS = {  # name: (ranks of the job, engine, tp)
     "two by two": ((0, 1, 2, 3), "vllm", 2),
     "hf": ((0, 2, 3), "hf", 1),
 }
-NUM, SEQS = 64, 6
+NUM, SEQS = 64, 24
 
 
 def long_first(num: int = NUM) -> list[Any]:
@@ -65,9 +65,8 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
             engine.shutdown()
         dist.all_reduce(count, group=across)
         dist.barrier()
-        keys = [
-            f"{r}/{key}" for r in (1, 2, 3) for key in ("next", "done", "log", "load/0", "ask/0")
-        ]
+        names = ("next", "done", "log", "load/0", "ask/0")
+        keys = [f"{number}/{name}" for number in (1, 2, 3) for name in names]
         left = [key for key in keys if prefixes and store.check([f"{prefixes[-1]}/{key}"])]
         assert not left, left
     assert len(set(prefixes)) == len(prefixes)
@@ -149,6 +148,8 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
                 for i, answer in leader[case].items():
                     assert answer.token_ids == alone[i].token_ids, (name, case, i)
                     assert answer.logprobs == pytest.approx(alone[i].logprobs, abs=1e-5)
+                    if engine == "vllm" and tp == 1:  # bit for bit, over every seam
+                        assert answer.logprobs == alone[i].logprobs
         for i, answer in leaders[0]["begun"].items():
             assert answer.token_ids == alone[i].token_ids[: len(answer.token_ids)]
         seen = set()
@@ -160,7 +161,7 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
                 before, after = (forward_logprobs(m, requests[i], answer, params) for m in models)
                 expected = torch.cat([before[:old], after[old:]])
                 assert (expected - torch.tensor(answer.logprobs)).abs().max() < 1e-5, (name, i)
-        assert (True, True) in seen and (False, True) in seen, (name, seen)
+        assert (True, True) in seen, (name, seen)  # an answer begun by one and ended by the other
 
 
 def _failing(topology: Any, folder: str) -> list[str]:

@@ -1,0 +1,24 @@
+"""Seeds, and how the policy samples."""
+
+from __future__ import annotations
+
+from spmdrl.config import RolloutConfig
+from spmdrl.rollout.engine import SamplingParams
+from spmdrl.rollout.sampling import greedy_params, seed_of, training_params
+
+
+def test_seeds_are_addresses() -> None:
+    seeds = {seed_of(a, b, c, d) for a in range(3) for b in range(4) for c in range(5)
+             for d in range(6)}  # fmt: skip
+    assert len(seeds) == 3 * 4 * 5 * 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62
+    assert seed_of(1, 23, 4, 5) != seed_of(12, 3, 4, 5)
+    assert seed_of(0, 0, 0, 0) == 9175755425211827508
+
+
+def test_params_come_from_the_config() -> None:
+    config = RolloutConfig(temperature=0.6, top_p=0.9, top_k=3, min_tokens=2, max_tokens=9,
+                           stop=("x",), stop_token_ids=(7,), ignore_eos=True)  # fmt: skip
+    assert training_params(config) == SamplingParams(0.6, 0.9, 3, 2, 9, ("x",), (7,), True)
+    assert greedy_params(config) == SamplingParams(0.0, 1.0, 0, 2, 9, ("x",), (7,), True)
