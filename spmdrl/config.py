@@ -62,6 +62,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     kv_cache_mib: int = 512  # on a CPU, per rank
     sleep: bool = True  # give the engine's memory back while training
+    static_split: bool = False  # engine e takes a fixed share, nothing moves between engines: for
+    # GPU and hf runs that are to repeat bit for bit
     oversample: float = 1.0  # ask so many times the prompts, stop when prompts_per_step are
     # complete, go on with the rest in the next step; above 1 needs algo.correction
     greedy_baseline: bool = False  # ask each prompt once more, greedily: the baseline of remax

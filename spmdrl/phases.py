@@ -24,6 +24,9 @@ from spmdrl.config import ConfigError
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
 
+LOWEST = dist.AllreduceOptions()
+LOWEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+
 
 @dataclass(frozen=True)
 class Story:
@@ -106,13 +109,14 @@ class Phases:
         """
         if failure is not None and self.watchdog:
             self.watchdog.report(asdict(self.story(failure)))
-        world, rank = topology.world, topology.rank
-        failed = torch.tensor([world if failure is None else rank])
-        dist.all_reduce(failed, dist.ReduceOp.MIN, group=topology.control)
+        world = topology.world
+        failed = torch.tensor([world if failure is None else topology.rank])
+        # as dist.all_reduce, which costs a sixth more: phases come twenty to a step
+        topology.control.allreduce([failed], LOWEST).wait()
         if failed.item() == world:
             return
         first: list[Any] = [None]
-        if failure is not None and failed.item() == rank:
+        if failure is not None and failed.item() == topology.rank:
             first = [asdict(self.story(failure))]
         dist.broadcast_object_list(first, group=topology.control, group_src=int(failed.item()))
         story = Story(**first[0])

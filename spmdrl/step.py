@@ -100,7 +100,8 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
                 own[ranks] = send_batch(batch, dealt, ranks, names, post)
     if not roles.training.here:
         return None
-    with roles.phases("receive", roles.training):
+    name = "receive" if roles.sampling.here else "wait samples"
+    with roles.phases(name, roles.training):
         if dealt is None:
             dealt, facts = receive_deal(roles.sampling.ranks[0], sets, post)
         batches = {

@@ -57,6 +57,10 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
+# (rank, step, (name, start, end, agreed in seconds since the epoch))
+Located = tuple[int, int, tuple[str, float, float, float]]
+
+
 class Trace(NamedTuple):
     """The steps that are shown. A rank without any of them is not in `hosts`."""
 
@@ -144,7 +148,26 @@ def read_trace(run_dir: Path, steps: str | None) -> Trace:
     absent = [str(rank) for rank in paths if rank not in lines]
     if absent:
         notes.append(f"no such steps from rank {', '.join(absent)}")
-    return merge(lines, notes)
+    shown = [(rank, line.step, s) for rank in lines for line in lines[rank] for s in line.spans]
+    # ranks that sample ahead are in other steps at the time of these
+    begin, end = min(s[1] for _, _, s in shown), max(s[3] for _, _, s in shown)
+    beside = [
+        (rank, line.step, clipped(name, times, begin, end))
+        for rank, path in paths.items()
+        for line in lines_of(path)
+        if line is not None and not first <= line.step <= last
+        for name, *times in line.spans
+        if times[0] < end and times[2] > begin
+    ]
+    hosts = {rank: lines[rank][-1].host for rank in sorted(lines)}
+    return merge(shown, beside, hosts, notes)
+
+
+def clipped(
+    name: str, times: list[float], begin: float, end: float
+) -> tuple[str, float, float, float]:
+    start, worked, agreed = (min(max(t, begin), end) for t in times)
+    return name, start, worked, agreed
 
 
 def lines_of(path: Path) -> Iterator[Line | None]:
@@ -175,15 +198,18 @@ def step_range(steps: str | None, newest: int) -> tuple[int, int]:
     return low, int(last or newest)
 
 
-def merge(lines: dict[int, list[Line]], notes: list[str]) -> Trace:
-    """One trace of the ranks' lines, with times from its first span on."""
-    spans = [(rank, line.step, s) for rank in lines for line in lines[rank] for s in line.spans]
-    zero = min(start for _, _, (_, start, _, _) in spans)
+def merge(
+    shown: list[Located], beside: list[Located], hosts: dict[int, str], notes: list[str]
+) -> Trace:
+    """One trace of spans, with times from the first of `shown` on. beside: of other steps."""
+    zero = min(start for _, _, (_, start, _, _) in shown)
+    own = {step for _, step, _ in shown}
     pieces: list[Piece] = []
     steps: dict[int, float] = {}
-    for rank, step, (name, start, end, agreed) in spans:
+    for rank, step, (name, start, end, agreed) in [*shown, *beside]:
         start, worked, agreed = start - zero, work_end(name, start, end) - zero, agreed - zero
-        steps[step] = min(start, steps.get(step, start))
+        if step in own:
+            steps[step] = min(start, steps.get(step, start))
         if worked > start:
             pieces.append(Piece(rank, step, name, start, worked, waiting=False))
         if agreed > worked:
@@ -194,7 +220,6 @@ def merge(lines: dict[int, list[Line]], notes: list[str]) -> Trace:
         if not p.waiting:
             by_rank = busy.setdefault(p.phase, {})
             by_rank[p.rank] = by_rank.get(p.rank, 0.0) + p.seconds
-    hosts = {rank: lines[rank][-1].host for rank in sorted(lines)}
     total_s = max((piece.end for piece in pieces), default=1e-6)
     return Trace(hosts, dict(sorted(steps.items())), pieces, busy, total_s, notes)
 

@@ -78,6 +78,8 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     sync(roles, version=done)
     take_weights(roles, done)
     keep_what_stands()
+    for line in roles.weights.describe():
+        log.line(line)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
     trace.write(done, phases.take_spans())
@@ -173,12 +175,12 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
         )
-        scheduler = Scheduler(rollout, ranks) if rollout is not None else None
+        driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         scoring = places.of(placement.roles["reward"], dp=-1)
         roles = Roles(
             config, topology, places.of(placement.sampling, dp=-1),
             places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
-            tokenizer, Sampler(ranks, scheduler, scoring, rewards), weights,
+            tokenizer, Sampler(ranks, driver, scoring, rewards), weights,
             mailbox=Mailbox(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,

@@ -154,8 +154,8 @@ def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, modul
 
 def test_a_killed_sampler_ends_the_trainers(folder):
     proc = start(
-        folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0", "--run_dir", "dead",
-        "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
+        folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",
+        "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
     victim = pids_of(proc, "spmdrl.ppo")[1]
