@@ -77,7 +77,7 @@ def collect(roles: Roles, source: Source, step: int) -> Collected:
         # as many as will do at the rate so far
         share = max(result.num_groups, 1) / num_asked
         prompts = source.take(min(wanted, math.ceil(missing / share)))
-    if roles.sampler.here and config.rollout.sleep:
+    if roles.sampler.here and roles.sleeps:
         with roles.phases("rollout", roles.sampler.topology):
             roles.sampler.engine.sleep()
     return result

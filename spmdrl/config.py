@@ -61,7 +61,7 @@ class RolloutConfig:
     enforce_eager: bool = False  # no CUDA graphs; always so on a CPU
     gpu_memory_utilization: float = 0.5
     kv_cache_mib: int = 512  # on a CPU, per rank
-    sleep: bool = True  # give the engine's memory back while training
+    sleep: bool = True  # give the engine's memory back while training, where ranks do both
     static_split: bool = False  # engine e takes a fixed share, nothing moves between engines: for
     # GPU and hf runs that are to repeat bit for bit
     oversample: float = 1.0  # ask so many times the prompts, stop when prompts_per_step are

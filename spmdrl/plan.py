@@ -349,7 +349,8 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
-    asleep = "given back while training" if config.rollout.sleep else "kept while training"
+    sleeps = config.rollout.sleep and set(placement.roles["rollout"]) & set(placement.training)
+    asleep = "given back while training" if sleeps else "kept while training"
     share = f"{config.rollout.gpu_memory_utilization:.0%}"
     lines.append(f"  rollout  weights {weights:.2f}, KV cache {cache:.2f} (CPU; on a GPU up "
                  f"to {share} of its memory); {asleep}")  # fmt: skip
@@ -362,7 +363,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         engine = weights + cache if samples else 0.0
         idle = sum(m.idle for m in mine)
         while_training = max((m.busy - m.idle for m in mine), default=0.0)
-        while_training += (weights if config.rollout.sleep else engine) * samples
+        while_training += (weights if sleeps else engine) * samples
         peaks.append((idle + max(while_training, engine + bucket), rank))
     most, rank = max(peaks, key=lambda peak: peak[0])
     lines.append(f"  peak     {most:.2f} on rank {rank}, the fullest")

@@ -93,6 +93,12 @@ class Roles:
     weight_bytes: int = 0  # that this rank sent, since it was last reported
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the engines give their memory back: not where nobody beside them trains."""
+        shared = set(self.sampler.topology.ranks) & set(self.training.ranks)
+        return self.config.rollout.sleep and bool(shared)
+
+    @property
     def trainers(self) -> list[Trainer]:
         found = (self.actor, self.ref, self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]

@@ -41,7 +41,7 @@ def push(roles: Roles, version: int) -> None:
     actor, sampler = roles.actor, roles.sampler
     if actor.here:
         actor.model.onload()
-    if sampler.here and roles.config.rollout.sleep:
+    if sampler.here and roles.sleeps:
         sampler.engine.wake()
     stats = roles.weights.push()
     if actor.here:

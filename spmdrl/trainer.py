@@ -169,8 +169,6 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         rollout = build_engine(config.model, config.rollout, longest, ranks)
-        if rollout is not None and config.rollout.sleep:
-            rollout.sleep()
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
@@ -188,6 +186,8 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
             leftover=Leftover() if config.rollout.oversample > 1 else None,
         )  # fmt: skip
+        if rollout is not None and roles.sleeps:
+            rollout.sleep()
     return Run(config, runtime, roles, prompts, held_out, order)
 
 

@@ -33,7 +33,8 @@ class Watchdog:
     """Runs until `close`. Story: a dict with rank, host, phase, cause and details.
 
     store: a connection of its own (Store.clone), since calls on a store block each other.
-    lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang.
+    lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
+    unless another rank gets on, for which this one may be waiting.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         count, story_since = 0, None
+        told, others, others_since = self.phase_since, b"", time.monotonic()
         peer = (self.rank + 1) % self.world
         peer_beat, peer_since = "", time.monotonic()
         while not self.done.wait(PERIOD_S):
@@ -100,6 +102,13 @@ class Watchdog:
                 story = self.first_story()
                 key = f"beat/{peer}"
                 beat = self.store.get(key).decode() if self.store.check([key]) else ""
+                if self.phase_since != told and count % 8 == 0:
+                    told = self.phase_since
+                    self.store.set("progress", f"{self.rank} {told}")
+                elif time.monotonic() - self.phase_since > self.stall_s / 2:
+                    seen = self.store.get("progress") if self.store.check(["progress"]) else b""
+                    if seen != others:
+                        others, others_since = seen, time.monotonic()
             except RuntimeError:  # the store's host is gone, or slow: the guard decides
                 continue
             now = self.reached = time.monotonic()
@@ -114,7 +123,7 @@ class Watchdog:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
                 _, host, phase = beat.split(" ", 2)
                 self._report(peer, host, phase, silent)
-            elif now - self.phase_since > self.stall_s:
+            elif now - self.phase_since > self.stall_s and now - others_since > self.stall_s / 2:
                 stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
                 self._report(self.rank, self.host, self.phase, stalled)
 

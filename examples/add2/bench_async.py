@@ -4,9 +4,9 @@
 
 The add2 workload with the actor on rank 0 and vLLM on rank 1, one thread each, sampling in float32
 with so few places that it takes about as long as the update (`gen_s`, `train_s`: medians of their
-busy seconds). Both runs weigh by the engine's own logprobs (algo.correction.bypass), so that neither
-pays for a pass that the other saves. step_s: median between the ends of two steps, the first two
-dropped; in turn, `--rounds` times.
+busy seconds). Both runs weigh by the engine's own logprobs (algo.correction.bypass), so that
+neither pays for a pass that the other saves. step_s: median between the ends of two steps, the
+first two dropped; in turn, `--rounds` times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def measure(ahead: int, steps: int) -> dict[str, float]:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "spmdrl.ppo", "--config", "examples/add2/config.py", "--steps", str(steps),
         "--run_dir", f"runs/add2/ahead_{ahead}", "--async_steps", str(ahead),
-        "--placement", '{"actor":"0","rollout":"1"}', "--rollout.dtype", "float32", "--rollout.max_num_seqs", "40",
+        "--placement", '{"actor":"0","rollout":"1"}', "--rollout.dtype", "float32",
+        "--rollout.max_num_seqs", "40",
         "--algo.correction.bypass", "True",
     ]  # fmt: skip
     subprocess.run(command, check=True, timeout=LIMIT_S, env=os.environ | ENV,
