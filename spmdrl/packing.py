@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,21 +162,42 @@ def partition(work: list[float], num_parts: int) -> list[list[int]]:
 
     Returns the item numbers of each part, ascending. Deterministic.
     """
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, cost in enumerate(work):
-        parts: list[tuple[float, list[int]]] = [(cost, [i])]
-        parts += [(0.0, []) for _ in range(num_parts - 1)]
-        heapq.heappush(heap, (-cost, i, parts))
-    if not heap:
-        return [[] for _ in range(num_parts)]
+    # A node is a way to fill all parts: with one item, or as the merger of two others. `sums` has
+    # its parts' work, heaviest first; `merged` which two it joins and how its parts were sorted.
+    n = len(work)
+    sums: dict[int, np.ndarray] = {}
+    merged: list[tuple[int, int, np.ndarray]] = []
+    heap = [(-cost, i) for i, cost in enumerate(work)]  # largest difference first
+    heapq.heapify(heap)
+
+    def taken(node: int) -> np.ndarray:
+        if node >= n:
+            return sums.pop(node)
+        alone = np.zeros(num_parts)
+        alone[0] = work[node]
+        return alone
+
     while len(heap) > 1:
-        _, tie, heavy = heapq.heappop(heap)
-        _, _, light = heapq.heappop(heap)
+        (_, one), (_, other) = heapq.heappop(heap), heapq.heappop(heap)
         # the heaviest part of one takes the lightest of the other
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(heavy, reversed(light), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
-    return [sorted(items) for _, items in heap[0][2]]
+        both = taken(one) + taken(other)[::-1]
+        order = np.argsort(-both, kind="stable")
+        sums[n + len(merged)] = both = both[order]
+        heapq.heappush(heap, (float(both[-1] - both[0]), n + len(merged)))
+        merged.append((one, other, order))
+
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    pending = [(node, np.arange(num_parts)) for _, node in heap]
+    while pending:  # which part each place of a node became in the end
+        node, labels = pending.pop()
+        if node < n:
+            parts[labels[0]].append(node)
+            continue
+        one, other, order = merged[node - n]
+        places = np.empty_like(labels)
+        places[order] = labels
+        pending += [(one, places), (other, places[::-1])]
+    return [sorted(items) for items in parts]
 
 
 def micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
