@@ -298,8 +298,11 @@ class PromptOrder:
                     f"has {name}={getattr(self, name)}. Use the same data and seed, or start anew "
                     "with --resume never."
                 )
+        if state["epoch"] != self.epoch:
+            self._permutation = epoch_permutation(
+                self.length, self.seed, state["epoch"], self.shuffle
+            )
         self.epoch, self.offset = state["epoch"], state["offset"]
-        self._permutation = epoch_permutation(self.length, self.seed, self.epoch, self.shuffle)
 
 
 def epoch_permutation(length: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import RolloutConfig
+from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.engine import Completion
 from spmdrl.rollout.handover import pack, unpack
 from spmdrl.rollout.sampling import Question, as_sample
@@ -25,6 +25,7 @@ class Leftover:
     ended on this rank.
     """
 
+    config: RolloutConfig
     prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
     questions: list[Question] = field(default_factory=list)  # unanswered, some of them begun
     samples: list[Sample] = field(default_factory=list)  # not scored yet
@@ -47,6 +48,8 @@ class Leftover:
         }
         torch.save(
             {
+                "n": self.config.n,
+                "max_tokens": self.config.max_tokens,
                 "prompts": table([(group, prompt.id) for group, prompt in self.prompts], 2),
                 "questions": table([(q.group, q.index, q.seed) for q in self.questions], 3),
                 "begun": as_bytes(begun),
@@ -60,9 +63,19 @@ class Leftover:
         self, paths: list[Path], prompt_of: Callable[[int], Prompt], tokenizer: Any, rank: int,
         world: int,
     ) -> None:  # fmt: skip
-        """What all ranks saved; of the samples this rank's part, on any number of ranks."""
+        """What all ranks saved; of the samples this rank's part, on any number of ranks.
+
+        Raises ConfigError where begun answers do not fit what is asked now.
+        """
         shares = [torch.load(path, weights_only=True) for path in paths]
         first = shares[0]
+        if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
+            raise ConfigError(
+                f"the checkpoint holds answers begun with rollout.n={first['n']}, max_tokens="
+                f"{first['max_tokens']}; this run has n={self.config.n}, max_tokens="
+                f"{self.config.max_tokens}. Keep n and at least as many tokens, or drop what was "
+                "begun with --rollout.oversample 1"
+            )
         self.prompts = [(group, prompt_of(id)) for group, id in first["prompts"].tolist()]
         prompts = dict(self.prompts)
         begun = unpack(first["begun"].numpy().tobytes())
@@ -85,7 +98,3 @@ def table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
 
 def as_bytes(answers: dict[int, Completion]) -> Tensor:
     return torch.frombuffer(bytearray(pack(answers)), dtype=torch.uint8)
-
-
-def keeps_leftovers(config: RolloutConfig) -> bool:
-    return config.oversample > 1

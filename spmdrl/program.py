@@ -69,8 +69,8 @@ def started(config: Any) -> Iterator[Runtime]:
     config: a PpoConfig or SftConfig. Exits the process where the body raises.
     """
     prepare_environment()
-    # the watchdog is to speak before a collective's own limit, which knows no phase
-    timeout = timedelta(seconds=config.stall_timeout_s + 60)
+    # a rank may wait for others as long as these get on: the watchdog knows that, a group does not
+    timeout = timedelta(days=7)
     try:
         device = start_process_group(timeout)
     except ConfigError as error:

@@ -33,8 +33,9 @@ class Post:
     """Messages between ranks of the job. What was sent is kept until it has left."""
 
     topology: Topology  # of the job
-    under_way: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-    moved_bytes: int = 0  # sent by this rank since it was last read
+    step: int = 0  # that new messages belong to
+    under_way: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
+    moved_bytes: int = 0  # received by this rank since it was last read
 
     @property
     def rank(self) -> int:
@@ -47,8 +48,7 @@ class Post:
         values = values.contiguous()
         work = dist.isend(values, group=self.topology.group, group_dst=to)
         assert work is not None
-        self.under_way.append((work, values))
-        self.moved_bytes += values.nbytes
+        self.under_way.append((self.step, work, values))
 
     def expect(self, place: Tensor, source: int) -> list[dist.Work]:
         """What `source` sends next will lie in `place` when the result was waited for."""
@@ -56,15 +56,21 @@ class Post:
             return []
         work = dist.irecv(place, group=self.topology.group, group_src=source)
         assert work is not None
+        self.moved_bytes += place.nbytes
         return [work]
 
-    def forget_delivered(self) -> None:
-        self.under_way = [(w, values) for w, values in self.under_way if not w.is_completed()]
+    def begin(self, step: int, delivered: int) -> None:
+        """What is sent from here on is of `step`. Lets go of what was sent up to step `delivered`,
+        once it has arrived: gloo knows of a message that it has only when it is waited for."""
+        self.step = step
+        self.wait_until_delivered(delivered)
 
-    def wait_until_delivered(self) -> None:
-        for work, _ in self.under_way:
-            work.wait()
-        self.under_way = []
+    def wait_until_delivered(self, step: int | None = None) -> None:
+        """step: of no later messages than its own."""
+        for sent_in, work, _ in self.under_way:
+            if step is None or sent_in <= step:
+                work.wait()
+        self.under_way = [each for each in self.under_way if step is not None and each[0] > step]
 
 
 # ---- the batch: from the ranks that sampled to those that train

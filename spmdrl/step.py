@@ -86,10 +86,12 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
     dealt: Deal | None = None
     facts: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
+    # of a rank that samples ahead: what was learnt from has arrived
+    ahead = config.async_steps > 0 and roles.sampler.here
+    post.begin(step, delivered=roles.policy_version if ahead else step - 1)
     if roles.sampling.here:
         assert collected is not None
         with roles.phases("balance", roles.sampling):
-            post.forget_delivered()
             batch, dealt, facts = deal_out(roles, collected, step)
             if roles.sampling.rank == 0:
                 others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)

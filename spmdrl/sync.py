@@ -14,7 +14,7 @@ def sync(roles: Roles, version: int) -> None:
     if not roles.syncing.here or (ahead and not roles.actor.here):
         return
     if not ahead:  # those that only sample wait here for the others to have learnt
-        with roles.phases("sync", roles.syncing):
+        with roles.phases("wait sync", roles.syncing):
             pass
     with roles.phases("sync", roles.actor.topology if ahead else roles.syncing):
         if ahead:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl import checkpoint
+from spmdrl.algo.checks import require
 from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
@@ -33,6 +36,8 @@ from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
 from spmdrl.types import Prompt, Sample
 from spmdrl.weights.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
 
@@ -144,6 +149,12 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
         order = PromptOrder(
             len(prompts), config.data.prompts_per_step, config.seed, config.data.shuffle
         )
+        asked = math.ceil(config.data.prompts_per_step * config.rollout.oversample)
+        require(
+            asked <= len(prompts),
+            f"data.prompts_per_step={config.data.prompts_per_step} x rollout.oversample="
+            f"{config.rollout.oversample} = {asked} prompts, but the data has {len(prompts)}",
+        )
         sources = set(prompts.data_sources)
         held_out: list[tuple[int, Prompt]] = []
         if config.data.eval is not None:
@@ -184,7 +195,7 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
             entropy_coef=config.algo.entropy_coef,
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-            leftover=Leftover() if config.rollout.oversample > 1 else None,
+            leftover=Leftover(config.rollout) if config.rollout.oversample > 1 else None,
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
@@ -247,6 +258,8 @@ def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
         roles.leftover.load(
             shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world
         )
+    elif shares and sampling.rank == 0:
+        logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)
 
 
 def save(run: Run, step: int, log: RunLog) -> None:
@@ -281,7 +294,8 @@ def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
     if roles.sampling.here:
         samples, told[0] = evaluate(roles, run.held_out, step)
         show_samples(run, f"eval_{step}", samples)
-    with roles.phases("evaluate"):  # the rank that logs may not sample
+    # the rank that logs may not sample
+    with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
     metrics = told[0]
     scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "accuracy" in k)

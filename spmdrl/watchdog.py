@@ -123,9 +123,17 @@ class Watchdog:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
                 _, host, phase = beat.split(" ", 2)
                 self._report(peer, host, phase, silent)
-            elif now - self.phase_since > self.stall_s and now - others_since > self.stall_s / 2:
+            elif now - self.phase_since > self.stall_s and self._is_last(
+                others, now - others_since
+            ):
                 stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
                 self._report(self.rank, self.host, self.phase, stalled)
+
+    def _is_last(self, others: bytes, silent_s: float) -> bool:
+        """Whether the job has stopped, as far as this rank can tell. The one that got on last is
+        to say so first: the others were waiting for it."""
+        mine = others.startswith(f"{self.rank} ".encode())
+        return silent_s > self.stall_s / 2 + (0 if mine else 10)
 
     def _report(self, rank: int, host: str, phase: str, cause: str) -> None:
         self.report(

@@ -450,7 +450,8 @@ def check_invalid(samples: list[Sample], config: RewardConfig, topology: Topolog
     story: list[Any] = [None]
     if topology.rank == quoted:
         reason = (invalid[0].invalid or "").strip().splitlines()
-        story = [f"prompt {invalid[0].prompt.id} on rank {quoted}: {reason[-1] if reason else ''}"]
+        where = f"prompt {invalid[0].prompt.id} on rank {topology.ranks[quoted]}"
+        story = [f"{where}: {reason[-1] if reason else ''}"]
     dist.broadcast_object_list(story, group=topology.group, group_src=quoted)
     raise TooManyInvalid(
         f"{num_invalid} of {num_samples} samples have no reward, more than "

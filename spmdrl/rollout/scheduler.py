@@ -44,6 +44,7 @@ BURST_S = 0.06  # between two decisions
 MAX_STEPS = 32  # per burst
 IDLE_S = 0.004  # between two looks into the store with nothing to do
 FAILED = 1 << 40  # in the log: an engine raised
+WITHDRAWN = "withdrawn"  # in a mailbox: the engine that asked has left the round
 MOST_ASKED = 8  # engines whose load is looked up, however many there are
 
 
@@ -137,10 +138,10 @@ class Scheduler:
     ) -> Outcome:
         """Completes the requests, the same list on every rank. Collective over the topology.
 
-        between_bursts: called on every rank at each boundary. new_weights: on rank 0 at each of its
-        boundaries; where it returns True, load_weights is called on every rank of every engine,
-        at its next boundary and before the round is over. It replaces the weights, which makes the
-        engine forget_prefixes, and sets engine.policy_version.
+        between_bursts: called on every rank after each burst that got on. new_weights: on rank 0
+        at each of its boundaries; where it returns True, load_weights is called on every rank of
+        every engine, at its next boundary and before the round is over. It replaces the weights,
+        which makes the engine forget_prefixes, and sets engine.policy_version.
         """
         self.rounds += 1
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
@@ -173,7 +174,6 @@ class Scheduler:
         assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
         engine.forget_prefixes()
         while True:
-            between_bursts()
             decision = self.agree(None if desk is None else desk.decide(list(positions)))
             for _ in range(decision.loads):
                 load_weights()
@@ -201,6 +201,8 @@ class Scheduler:
                 continue
             started_at = time.perf_counter()
             num_steps, ended = self.burst(decision, positions)
+            if num_steps:
+                between_bursts()
             if desk is not None:
                 desk.took(num_steps, time.perf_counter() - started_at)
                 desk.ended(list(ended))
@@ -266,6 +268,7 @@ class Desk:
         self.all_taken = False  # as far as is known here
         self.num_loads = 0
         self.load = 0  # as the others know it
+        self.num_looks = 0  # for an engine to ask
         self.num_asks, self.asked = 0, ""  # the ask that is open: its key and value
         self.asked_of = 0
         self.serving = 0  # the gift that is being made is for: thief, its number
@@ -355,7 +358,8 @@ class Desk:
         """Asks the engine with the most left, if that is more than twice as much as here."""
         others = [e for e in range(self.num_engines) if e != self.me]
         # a sample of a large job will do; drawn from a generator of its own
-        others = random.Random(self.num_asks * self.num_engines + self.me).sample(
+        self.num_looks += 1
+        others = random.Random(self.num_looks * self.num_engines + self.me).sample(
             others, min(len(others), MOST_ASKED)
         )
         loads = {e: self.store.add(f"load/{e}", 0) for e in others}
@@ -381,7 +385,9 @@ class Desk:
         """What to give to the engine that asks: half of the difference."""
         mailbox = f"ask/{self.me}"
         wish = self.store.compare_set(mailbox, "", "").decode()
-        if wish == "" or self.store.compare_set(mailbox, wish, "served").decode() != "served":
+        if wish in ("", WITHDRAWN):
+            return []
+        if self.store.compare_set(mailbox, wish, "served").decode() != "served":
             return []
         thief, number, load = wish.split(":")
         self.gift = f"gift/{thief}/{number}"
@@ -405,7 +411,7 @@ class Desk:
             untaken += range(end - self.num_requests, self.num_requests)
         if self.asked:
             mailbox = f"ask/{self.asked_of}"
-            if self.store.compare_set(mailbox, self.asked, "withdrawn").decode() != "withdrawn":
+            if self.store.compare_set(mailbox, self.asked, WITHDRAWN).decode() != WITHDRAWN:
                 self.store.wait([f"gift/{self.me}/{self.num_asks}"])
                 gift = unpack(self.collect())
         return untaken, gift

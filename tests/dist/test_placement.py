@@ -64,13 +64,26 @@ def test_the_numbers_do_not_depend_on_the_placement(folder, alone, name):
     assert len(traces) == ranks
 
 
-def test_vllm_lives_on_some_ranks_and_the_engines_hold_the_trainers_weights(folder):
-    rows = rows_of(
-        folder, "vllm", 3, "--placement", '{"actor":"0,2","rollout":"1-2"}',
-        "--rollout.engine", "vllm", "--weights.check",
+def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
+    """Steps that do not meet, a rank for rewards alone; then from the checkpoint with shared ranks.
+    weights.check proves that the engines hold the trainers' weights after every push."""
+    args = ["--config", "cfg.py", "--run_dir", "vllm", "--rollout.engine", "vllm",
+            "--weights.check", "--eval_every", "0", "--checkpoint.every_steps", "4"]  # fmt: skip
+    done = torchrun(
+        folder, 3, *args, "--steps", "4", "--async_steps", "2",
+        "--placement", '{"actor":"0","rollout":"1","reward":"2"}',
     )  # fmt: skip
-    for row in rows[1:]:
-        assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides
+    assert done.code == 0, done.output[-4000:]
+    done = torchrun(
+        folder, 3, *args, "--steps", "5", "--resume", "auto",
+        "--placement", '{"actor":"0,2","rollout":"1-2","critic":"1"}',
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    assert "4 steps done" in done.output
+    rows = [json.loads(line) for line in Path(folder, "vllm/metrics.jsonl").open()][1:]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in (rows[0], rows[4]):
+        assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides, weights of one version
 
 
 def test_sampling_ahead_stays_within_its_bound(folder):

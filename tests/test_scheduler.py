@@ -1,0 +1,49 @@
+"""An engine's desk in the shared queue, one message at a time. The engine is a stand-in."""
+
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from spmdrl.rollout.engine import Completion
+from spmdrl.rollout.scheduler import Desk, Goal
+
+STUB = SimpleNamespace(max_num_seqs=4, num_waiting=0)
+
+
+def desk_of(number, store, num_engines=2):
+    scheduler = SimpleNamespace(engine=STUB, number=number, num_engines=num_engines, static=False)
+    return Desk(scheduler, store, 8, Goal(), lambda: False)
+
+
+def test_half_of_the_difference_is_given_away_and_arrives():
+    store = dist.HashStore()
+    victim, thief = desk_of(0, store), desk_of(1, store)
+    victim.publish(6)
+    thief.ask()
+    assert store.get("ask/0") == b"1:1:0"
+    given = victim.serve([10, 11, 12, 13, 14, 15])
+    assert len(given) == 3
+    victim.hand_over({5: Completion([7, 8], [-0.5, -1.0], "abort", [3, 3])})
+    assert len(thief.collect()) == 4 * (1 + 3 + 3 * 2)
+    assert store.get("ask/0") == b""
+
+
+def test_an_engine_that_has_left_is_given_nothing():
+    store = dist.HashStore()
+    victim, thief = desk_of(0, store), desk_of(1, store)
+    victim.publish(6)
+    thief.ask()
+    _, gift = thief.leave()
+    assert gift == {}
+    assert store.get("ask/0") == b"withdrawn"
+    assert victim.serve([10, 11, 12]) == []
+
+
+def test_an_idle_engine_comes_to_look_at_every_other():
+    store = dist.HashStore()
+    busy, idle = desk_of(11, store, 16), desk_of(3, store, 16)
+    busy.publish(6)
+    for _ in range(50):
+        if not idle.asked:
+            idle.ask()
+    assert idle.asked_of == 11
