@@ -1,27 +1,31 @@
 """Carries a plan out: packs, sends, gathers and copies into place, two buckets at a time.
 
-While one bucket is on the wire the next is packed. A bucket's memory holds, one after the other,
-what is sent to each receiver and the shares of the block; what arrives lands where it is read from,
-so that every element is copied once on its way in (with its cast) and once on its way out.
+What goes from one rank to another in a bucket is cut into messages: a large piece is one by itself,
+small ones share one. A message lies in the bucket's memory, its slot, unless it lies ready: in a
+shard that need not be cast, or in the engine's parameter, where it is cast to and received. On a
+CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while the
+next is packed and the next bucket's are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.weights.boxes import Box, numel, view, whole
+from spmdrl.weights.boxes import Box, numel, slab, view, whole
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 
-HAND_OVER, GATHER = 71, 72  # tags
+HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 8 << 20  # larger messages leave the cache between packing and sending
+CPU_SLOT_BYTES = 8 << 20  # larger ones leave the cache between packing and sending
+CPU_MESSAGE_BYTES = 4 << 20  # smaller ones wake the other end too often
+CPU_ALONE_BYTES = 512 << 10  # a piece of this size is a message by itself
+CPU_SCRATCH_NUMEL = 256 << 10
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
@@ -30,47 +34,102 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
     return min(share, CPU_SLOT_BYTES) if device.type == "cpu" else share
 
 
-class _End(NamedTuple):
-    """One end of a copy whose other end is a part of the slot."""
-
-    part: int
-    shape: tuple[int, ...] | None  # the part's, for this copy; None: one-dimensional
-    tensor: Tensor
+Copies = tuple[list[Tensor], list[Tensor]]  # (to, from)
 
 
 @dataclass
-class _Copies:
-    """Views on both sides of a bucket, made once."""
+class _Message:
+    """Pieces that travel together, from me or another rank to me or others."""
 
-    lengths: list[int] = field(default_factory=list)  # of the parts of the slot, in order
-    packed: list[_End] = field(default_factory=list)  # tensor -> part
-    unpacked: list[_End] = field(default_factory=list)  # part -> tensor
+    sender: int
+    tag: int
+    receivers: list[int]  # whom I send it to, with forward_tag
+    forward_tag: int
+    lengths: list[int]  # of the pieces, in elements
+    first: int  # in the slot
+    shards: list[Tensor]  # packed into it; [] where it comes from elsewhere or lies ready
+    places: list[Tensor]  # copied into out of it; [] where it lies there, or is for others
+    ready: Tensor | None = None  # where it lies, if not in the slot
+    memory: Tensor | None = None  # where it lies, while there is a slot
+    packs: list[Copies] = field(default_factory=list)  # from the shards, one after the other
+    unpacked: list[Tensor] = field(default_factory=list)  # views of the memory, like the places
+
+    @property
+    def last(self) -> int:
+        return self.first if self.ready is not None else self.first + sum(self.lengths)
+
+    @property
+    def data(self) -> Tensor:
+        assert self.memory is not None
+        return self.memory
+
+    def lie_in(self, slot: Tensor | None, scratch: Tensor | None) -> None:
+        """Makes the views, which for small tensors cost as much as the copies."""
+        self.memory, self.packs, self.unpacked = self.ready, [], []
+        if slot is not None and self.ready is None:
+            self.memory = slot[self.first : self.last]
+        if self.memory is None:
+            return
+        if self.shards:
+            self.packs = casts(self.memory, self.lengths, self.shards, scratch)
+        if self.places:
+            self.unpacked = views(self.memory, self.lengths, self.places)
+
+
+def views(memory: Tensor, lengths: list[int], like: list[Tensor]) -> list[Tensor]:
+    parts = memory.split(lengths) if len(lengths) > 1 else [memory]
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def casts(
+    memory: Tensor, lengths: list[int], shards: list[Tensor], scratch: Tensor | None
+) -> list[Copies]:
+    """On a CPU a cast of many or of strided tensors takes twice as long as one in a row.
+
+    They are first put in a row in the scratch, in their own dtype.
+    """
+    direct = [(views(memory, lengths, shards), shards)]
+    in_a_row = len(shards) == 1 and shards[0].is_contiguous()
+    if scratch is None or in_a_row or any(shard.dtype != scratch.dtype for shard in shards):
+        return direct
+    runs: list[list[Tensor]] = [[]]  # each fits into the scratch
+    filled = 0
+    for shard in shards:
+        for block in shard.split(max(1, len(scratch) * len(shard) // shard.numel())):
+            if block.numel() > len(scratch):
+                return direct
+            if filled + block.numel() > len(scratch):
+                runs.append([])
+                filled = 0
+            runs[-1].append(block)
+            filled += block.numel()
+    copies, first = [], 0
+    for run in runs:
+        numbers = [block.numel() for block in run]
+        row = scratch[: sum(numbers)]
+        to = memory[first : first + len(row)]
+        copies += [(views(row, numbers, run), run), ([to], [row])]
+        first += len(row)
+    return copies
+
+
+@dataclass
+class _Bound:
+    """A bucket with this rank's tensors."""
+
+    messages: list[_Message] = field(default_factory=list)
     local: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (to, from)
-    sends: list[tuple[int, int, int]] = field(default_factory=list)  # (peer, first, last)
-    receives: list[tuple[int, int, int]] = field(default_factory=list)
-    shares: list[tuple[int, int]] = field(default_factory=list)  # (first, last) by position
-    views: tuple[list[Tensor], list[Tensor]] | None = None  # of the slot, while it is kept
+    shares: list[tuple[int, int]] = field(default_factory=list)  # in the slot, by position
+    filled: int = 0  # elements of the slot
 
 
-@dataclass
 class _Underway:
     """A bucket in flight."""
 
-    copies: _Copies
-    slot: Tensor
-    unpacked: list[Tensor]
-    incoming: list[dist.Work]
-    outgoing: list[dist.Work]
-
-
-def views(copies: _Copies, slot: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The slot's parts as they are packed, and as they are unpacked."""
-    parts = slot.split(copies.lengths)
-    packed, unpacked = (
-        [parts[i] if shape is None else parts[i].view(shape) for i, shape, _ in ends]
-        for ends in (copies.packed, copies.unpacked)
-    )
-    return packed, unpacked
+    def __init__(self, bound: _Bound, slot: Tensor) -> None:
+        self.bound, self.slot = bound, slot
+        self.incoming: list[tuple[_Message, dist.Work]] = []
+        self.outgoing: list[dist.Work] = []
 
 
 class Transfer:
@@ -92,8 +151,9 @@ class Transfer:
     ) -> None:
         self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
         self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
-        self.bound: tuple[int, ...] = ()  # addresses for which the copies were made
-        self.copies: list[_Copies] = []
+        self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
+        self.bound: tuple[int, ...] = ()  # addresses for which the buckets were bound
+        self.buckets: list[_Bound] = []
         self.slots: list[Tensor] = []
         self.moved = 0  # bytes that this rank sent, so far
 
@@ -101,50 +161,104 @@ class Transfer:
     def run(self) -> int:
         """Collective over both roles' ranks; returns the bytes that this rank sent."""
         addresses = self.addresses()
-        if addresses != self.bound or not self.copies:
+        if addresses != self.bound or not self.buckets:
             shards, places = self.shards(), self.places()
-            self.copies = [self.bind(bucket, shards, places) for bucket in self.plan.buckets]
+            self.buckets = [self.bind(bucket, shards, places) for bucket in self.plan.buckets]
             self.bound = addresses
             self.slots = []
         before = self.moved
-        most = max((sum(c.lengths) for c in self.copies), default=0)
-        while len(self.slots) < min(SLOTS, len(self.copies)):
-            self.slots.append(torch.empty(most, dtype=self.dtype, device=self.device))
+        if not self.slots:
+            self.make_slots()
         underway: _Underway | None = None
-        for number, copies in enumerate(self.copies):
-            following = self.start(copies, self.slots[number % SLOTS])
+        for number, bound in enumerate(self.buckets):
+            following = self.start(bound, self.slots[number % SLOTS])
             if underway is not None:
                 self.finish(underway)
             underway = following
         if underway is not None:
             self.finish(underway)
-        if self.device.type != "cpu":  # small on a CPU, where views of them are worth keeping
+        if not self.eager:  # small on a CPU, where views of them are worth keeping
             self.slots = []
+            for bound in self.buckets:
+                for message in bound.messages:
+                    message.lie_in(None, None)
         return self.moved - before
 
-    def start(self, copies: _Copies, slot: Tensor) -> _Underway:
+    def make_slots(self) -> None:
+        most = max((bound.filled for bound in self.buckets), default=0)
+        self.slots = [
+            torch.empty(most, dtype=self.dtype, device=self.device)
+            for _ in range(min(SLOTS, len(self.buckets)))
+        ]
+        messages = [m for bound in self.buckets for m in bound.messages]
+        cast = next((s.dtype for m in messages for s in m.shards if s.dtype != self.dtype), None)
+        scratch = None
+        if self.eager and cast is not None:
+            scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=cast)
+        for number, bound in enumerate(self.buckets):
+            for message in bound.messages:
+                message.lie_in(self.slots[number % SLOTS], scratch)
+
+    def start(self, bound: _Bound, slot: Tensor) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
-        slot = slot[: sum(copies.lengths)]
-        packed, unpacked = copies.views or views(copies, slot)
-        if self.device.type == "cpu":
-            copies.views = packed, unpacked
-        now = _Underway(copies, slot, unpacked, [], [])
-        now.incoming += self.exchange(slot, [], copies.receives, HAND_OVER)
-        copy_all(packed, [end.tensor for end in copies.packed])
-        now.outgoing += self.exchange(slot, copies.sends, [], HAND_OVER)
-        if not self.plan.handover:
-            self.gather(now)
-        copy_local(copies.local, self.dtype)
+        now = _Underway(bound, slot)
+        if self.eager:
+            for m in bound.messages:
+                if m.sender != self.plan.me:
+                    now.incoming.append((m, self.receive(m)))
+        for m in bound.messages:
+            if m.sender == self.plan.me:
+                for to, source in m.packs:
+                    copy_all(to, source)
+                if self.eager:
+                    self.send(m, now)
+                    copy_all(m.places, m.unpacked)
+        if not self.eager:
+            self.exchange(now)
+            if not self.plan.handover:
+                self.gather(now)
+        copy_local(bound.local, self.dtype)
         return now
 
     def finish(self, now: _Underway) -> None:
+        if self.eager:
+            for m, work in now.incoming:
+                work.wait()
+                self.send(m, now)
+                copy_all(m.places, m.unpacked)
+            wait(now.outgoing)
+            return
         if self.plan.handover:
-            wait(now.incoming)
-            now.incoming = []
+            wait(now.outgoing)
+            now.outgoing = []
             self.gather(now)
-        wait(now.incoming)
-        copy_all([end.tensor for end in now.copies.unpacked], now.unpacked)
         wait(now.outgoing)
+        for m in now.bound.messages:
+            copy_all(m.places, m.unpacked)
+
+    def receive(self, m: _Message) -> dist.Work:
+        work = dist.irecv(m.data, m.sender, self.group, m.tag)
+        assert work is not None
+        return work
+
+    def send(self, m: _Message, now: _Underway) -> None:
+        for receiver in m.receivers:
+            work = dist.isend(m.data, receiver, self.group, m.forward_tag)
+            assert work is not None
+            now.outgoing.append(work)
+            self.moved += m.data.nbytes
+
+    def exchange(self, now: _Underway) -> None:
+        """What is handed over in a bucket, at once."""
+        ops = []
+        for m in now.bound.messages:
+            if m.tag == HAND_OVER and m.sender != self.plan.me:
+                ops.append(dist.P2POp(dist.irecv, m.data, m.sender, self.group))
+            if m.tag == HAND_OVER and m.forward_tag == HAND_OVER:
+                for receiver in m.receivers:
+                    ops.append(dist.P2POp(dist.isend, m.data, receiver, self.group))
+                    self.moved += m.data.nbytes
+        now.outgoing += dist.batch_isend_irecv(ops) if ops else []
 
     def gather(self, now: _Underway) -> None:
         """Every peer's share to every peer.
@@ -152,37 +266,18 @@ class Transfer:
         gloo's all-gather copies twice more and needs the memory again: on a CPU the same shares
         travel point to point.
         """
-        shares, position = now.copies.shares, self.plan.position
+        shares, position = now.bound.shares, self.plan.position
         if self.plan.block == 1 or position < 0 or shares[0][0] == shares[-1][1]:
             return
-        if self.block_group is not None:
-            both = now.slot[shares[0][0] : shares[-1][1]]
-            mine = now.slot[slice(*shares[position])]
-            work = dist.all_gather_into_tensor(both, mine, group=self.block_group, async_op=True)
-            self.moved += (self.plan.block - 1) * mine.nbytes
-            now.incoming.append(work)
-            return
-        others = [(p, *shares[i]) for i, p in enumerate(self.plan.peers) if i != position]
-        sends = [(p, *shares[position]) for p, _, _ in others]
-        now.incoming += self.exchange(now.slot, [], others, GATHER)
-        now.outgoing += self.exchange(now.slot, sends, [], GATHER)
+        both = now.slot[shares[0][0] : shares[-1][1]]
+        mine = now.slot[slice(*shares[position])]
+        work = dist.all_gather_into_tensor(both, mine, group=self.block_group, async_op=True)
+        self.moved += (self.plan.block - 1) * mine.nbytes
+        now.outgoing.append(work)
 
-    def exchange(
-        self, slot: Tensor, sends: list[tuple[int, int, int]],
-        receives: list[tuple[int, int, int]], tag: int,
-    ) -> list[dist.Work]:  # fmt: skip
-        """(peer, first, last) each: the slot's elements that go to the peer or come from it."""
-        ops = [
-            dist.P2POp(function, slot[first:last], peer, self.group, tag)
-            for function, ends in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, first, last in ends
-            if last > first
-        ]
-        self.moved += slot.itemsize * sum(last - first for _, first, last in sends)
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def bind(self, bucket: Bucket, shards: dict[str, Tensor], places: list[Tensor]) -> _Copies:
-        plan, copies, filled = self.plan, _Copies(), 0
+    def bind(self, bucket: Bucket, shards: dict[str, Tensor], places: list[Tensor]) -> _Bound:
+        plan, bound = self.plan, _Bound()
+        in_slot = self.block_group is not None  # where an all-gather wants its shares
 
         def shard(weight: int, box: Box) -> Tensor:
             held = plan.weights[weight].held(plan.me)
@@ -192,38 +287,75 @@ class Transfer:
         def place(region: int, box: Box) -> Tensor:
             return view(places[region], plan.regions[region][1], box)
 
-        def end(part: int, tensor: Tensor) -> _End:
-            if tensor.is_contiguous():
-                return _End(part, None, tensor.view(-1))
-            return _End(part, tuple(tensor.shape), tensor)
+        def add(message: _Message, ready: list[Tensor]) -> None:
+            """ready: tensors that it may lie in."""
+            fits = [t for t in ready if t.dtype == self.dtype and t.dim() == 1]
+            if len(message.lengths) == 1 and fits and not in_slot:
+                message.ready = fits[0]
+            bound.messages.append(message)
+            bound.filled = message.last
 
         for receiver in sorted(bucket.sends):
-            first = filled
-            for weight, box in bucket.sends[receiver]:
-                copies.packed.append(end(len(copies.lengths), shard(weight, box)))
-                copies.lengths.append(numel(box))
-                filled += numel(box)
-            copies.sends.append((receiver, first, filled))
+            for run in self.cut(bucket.sends[receiver]):
+                sources = [plain(shard(weight, box)) for weight, box in run]
+                message = _Message(
+                    plan.me, HAND_OVER, [receiver], HAND_OVER, [numel(box) for _, box in run],
+                    bound.filled, sources, [],
+                )  # fmt: skip
+                add(message, sources)
+                if message.ready is not None:
+                    message.shards = []
         for position, share in enumerate(bucket.shares):
-            mine, start = position == plan.position, filled
+            mine, start = position == plan.position, bound.filled
+            others = [p for p in plan.peers if p != plan.me] if mine else []
             for sender, pieces in groupby(share, key=lambda piece: piece.sender):
-                first = filled
-                for _, region, box in pieces:
-                    copies.unpacked.append(end(len(copies.lengths), place(region, box)))
+                for run in self.cut((piece.region, piece.box) for piece in pieces):
+                    targets = [plain(place(region, box)) for region, box in run]
+                    sources = []
                     if mine and sender == plan.me:
-                        source = shard(plan.regions[region][0], box)
-                        copies.packed.append(end(len(copies.lengths), source))
-                    copies.lengths.append(numel(box))
-                    filled += numel(box)
-                if mine and sender != plan.me:
-                    copies.receives.append((sender, first, filled))
-            if self.block_group is not None:  # an all-gather wants shares of one size
-                copies.lengths.append(start + bucket.share_numel - filled)
-                filled += copies.lengths[-1]
-            copies.shares.append((start, filled))
+                        sources = [plain(shard(plan.regions[r][0], box)) for r, box in run]
+                    gathered = GATHER if sender == plan.peers[position] else PASS_ON
+                    message = _Message(
+                        sender if mine else plan.peers[position], HAND_OVER if mine else gathered,
+                        others, gathered, [numel(box) for _, box in run], bound.filled,
+                        sources, targets,
+                    )  # fmt: skip
+                    add(message, targets)
+                    if message.ready is not None:
+                        message.places = []
+            if in_slot:  # an all-gather wants shares of one size
+                bound.filled = start + bucket.share_numel
+            bound.shares.append((start, bound.filled))
+        # what is to be passed on comes first
+        bound.messages.sort(key=lambda message: message.tag)
         for region, box in bucket.local:
-            copies.local.append((place(region, box), shard(plan.regions[region][0], box)))
-        return copies
+            bound.local.append((place(region, box), shard(plan.regions[region][0], box)))
+        return bound
+
+    def cut(self, pieces: Iterable[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:
+        """Messages, alike on both ends, of (number, part) each."""
+        run: list[tuple[int, Box]] = []
+        size, limit = 0, CPU_MESSAGE_BYTES // self.dtype.itemsize
+        for number, box in pieces:
+            added = numel(box)
+            alone = self.eager and added * self.dtype.itemsize >= CPU_ALONE_BYTES
+            if run and self.eager and (alone or size + added > limit):
+                yield run
+                run, size = [], 0
+            if alone:
+                parts = -(-added // limit)
+                slabs = [slab(box, parts, part) for part in range(parts)]
+                yield from ([(number, cut)] for cut in slabs if cut is not None)
+            else:
+                run.append((number, box))
+                size += added
+        if run:
+            yield run
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """In one dimension where it is contiguous, which is quicker to copy."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
 def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:

@@ -15,7 +15,10 @@ from spmdrl.weights.plan import Weight
 
 
 def held_box(weight: Tensor) -> Box | None:
-    """The part of the full tensor that lies on this rank; None where there is none."""
+    """The part of the full tensor that lies on this rank; None where there is none.
+
+    Raises ValueError where it is no box.
+    """
     if not isinstance(weight, DTensor):
         return whole(weight.shape)
     assert not any(isinstance(p, Partial) for p in weight.placements), weight.placements
@@ -24,7 +27,10 @@ def held_box(weight: Tensor) -> Box | None:
         weight.shape, weight.device_mesh, weight.placements
     )
     if len(split) != len(set(split)):  # two axes share a dimension: its parts may not be boxes
-        raise NotImplementedError(f"weights that are split as {weight.placements}")
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} is split as {weight.placements}: two mesh "
+            "axes that share a dimension cannot be resharded"
+        )
     if 0 in sizes:
         return None
     return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))

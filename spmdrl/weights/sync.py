@@ -65,6 +65,7 @@ class WeightSync:
         self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
         self.transfer: Transfer | None = None
         self.opaque: list[Weight] = []
+        self.planned_bytes = -1  # worked out after the first push
         block_group = None
         if self.topology.here:
             plan, layout = self.make_plan()
@@ -131,7 +132,8 @@ class WeightSync:
     def addresses(self) -> tuple[int, ...]:
         """Offloading and sleeping move weights, which the transfer then looks up anew."""
         shards = [local_shard(weight).data_ptr() for weight in self.named.values()]
-        return (*shards, *(held[name].data_ptr() for held, name in self.holders))  # type: ignore[union-attr]
+        places = [held[name].data_ptr() for held, name in self.holders]  # type: ignore[union-attr]
+        return (*shards, *places)
 
     def full_tensors(self, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
@@ -161,9 +163,10 @@ class WeightSync:
             self.rollout.finish_load()
         if self.config.check:
             self.check()
-        padded = self.transfer.block_group is not None
-        planned = planned_bytes(self.transfer.plan, self.dtype.itemsize, padded)
-        return SyncStats(planned, moved, self.opaque_bytes, time.perf_counter() - start)
+        if self.planned_bytes < 0:
+            padded = self.transfer.block_group is not None
+            self.planned_bytes = planned_bytes(self.transfer.plan, self.dtype.itemsize, padded)
+        return SyncStats(self.planned_bytes, moved, self.opaque_bytes, time.perf_counter() - start)
 
     @property
     def opaque_bytes(self) -> int:

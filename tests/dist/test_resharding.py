@@ -61,7 +61,7 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     from spmdrl.rollout.hf import HfEngine
     from spmdrl.rollout.vllm import VllmEngine
     from spmdrl.topology import Topology, train_degrees
-    from spmdrl.weights import sync
+    from spmdrl.weights import reshard, sync
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     results = []
@@ -78,6 +78,10 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             if "moe" in case.model:
                 remember_experts(rollout)
         sync.slot_bytes = lambda bucket, device, case=case: case.slot
+        # so that these small weights are large ones, cut into several messages, as well
+        reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
+        reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
+        reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
         weights = sync.WeightSync(
             actor,
             actor_ranks,
@@ -115,10 +119,10 @@ def remember_experts(rollout: Any) -> None:
     """Keeps a vLLM engine's experts as they were written, before its kernel's layout is made."""
     finish, rollout.experts = rollout.finish_load, {}
 
-    def finish_load(running: bool = False) -> None:
+    def finish_load() -> None:
         named = rollout.model.named_parameters()
         rollout.experts = {n: p.clone() for n, p in named if "experts" in n}
-        finish(running)
+        finish()
 
     rollout.finish_load = finish_load
 
@@ -272,12 +276,12 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
             pass
 
     results = []
-    for actor, rollout, bucket in cases:
+    for actor, rollout, bucket, dtype in cases:
         cpu = torch.device("cpu")
         actor_ranks = Topology.build(cpu, actor, dp=1, fsdp=-1)
         rollout_ranks = Topology.build(cpu, rollout, dp=-1, tp=1)
         trainer = Held(actor_ranks, torch.float32, len(actor)) if actor_ranks.here else None
-        engine = Held(rollout_ranks, torch.bfloat16, 1) if rollout_ranks.here else None
+        engine = Held(rollout_ranks, getattr(torch, dtype), 1) if rollout_ranks.here else None
         sync.slot_bytes = lambda num_bytes, device: num_bytes // reshard.SLOTS
         weights: Any = sync.WeightSync(
             trainer, actor_ranks, engine, rollout_ranks, "bfloat16", WeightsConfig(bucket >> 20)
@@ -298,15 +302,20 @@ def resident(field: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
 def test_a_sync_takes_at_most_one_bucket_and_one_tensor() -> None:
-    """The model is 48 MiB in bfloat16, a tensor 4 MiB; gloo's and malloc's needs are included."""
+    """The model is 48 MiB in bfloat16, a tensor 4 MiB; gloo's and malloc's needs are included.
+
+    It travels in bfloat16: an engine of that type is received into, one in float32 copied into.
+    """
     both = [0, 1]
     cases = [
-        (both, both, 8 << 20),
-        (both, both, 16 << 20),
-        ([0], [1], 8 << 20),
-        ([1], both, 8 << 20),
+        (both, both, 8 << 20, "float32"),
+        (both, both, 16 << 20, "float32"),
+        ([0], [1], 8 << 20, "float32"),
+        ([0], [1], 8 << 20, "bfloat16"),
+        ([1], both, 8 << 20, "float32"),
+        ([1], both, 8 << 20, "bfloat16"),
     ]
-    too_large = (both, both, 64 << 20)
+    too_large = (both, both, 64 << 20, "float32")
     for results in run_ranks(2, memory_on, [*cases, too_large], timeout_s=70):
         for case, (grown, bucket) in zip(cases, results, strict=False):
             assert grown <= bucket + (4 << 20), case
