@@ -177,11 +177,10 @@ class Transfer:
             underway = following
         if underway is not None:
             self.finish(underway)
-        if not self.eager:  # small on a CPU, where views of them are worth keeping
-            self.slots = []
-            for bound in self.buckets:
-                for message in bound.messages:
-                    message.lie_in(None, None)
+        if not self.eager:
+            # nothing of the device is held between pushes: not the slots (small on a CPU, where
+            # views of them are worth keeping), and not shards that offload() is to free
+            self.slots, self.buckets, self.bound = [], [], ()
         return self.moved - before
 
     def make_slots(self) -> None:
