@@ -39,6 +39,17 @@ def test_an_engine_that_has_left_is_given_nothing():
     assert victim.serve([10, 11, 12]) == []
 
 
+def test_a_full_engine_hears_that_the_list_is_empty_and_gives():
+    store = dist.HashStore()
+    full, idle = desk_of(0, store), desk_of(1, store)
+    full.num_requests = idle.num_requests = 24
+    assert list(full.take(0)) == [0, 1, 2, 3]  # the shares were made for a list of 8
+    store.add("next", 16)  # others have taken the rest
+    full.decide(list(range(8)))
+    assert full.all_taken
+    assert store.add("load/0", 0) == 8
+
+
 def test_an_idle_engine_comes_to_look_at_every_other():
     store = dist.HashStore()
     busy, idle = desk_of(11, store, 16), desk_of(3, store, 16)

@@ -81,11 +81,10 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
         row = {"what": name, "ms": round(median * 1e3, 2)}
         row["ratio_to_raw"] = round(median / seconds["raw all-to-all"], 2)
         tell(row | size)
-    count = 200
-    start = time.perf_counter()
-    for _ in range(count):
-        empty_phase()
-    tell({"what": "empty phase", "ms": round((time.perf_counter() - start) / count * 1e3, 3)})
+    flag = torch.zeros(1, dtype=torch.int64)
+    small = {"empty phase": empty_phase, "all-reduce of one number": lambda: dist.all_reduce(flag)}
+    for name, work in small.items():
+        tell({"what": name, "ms": round(median_of(work, 1000) * 1e3, 3)})
     dist.destroy_process_group()
 
 
@@ -132,6 +131,16 @@ def alternate(
                 seconds[name].append(float(taken))
         assert time.monotonic() < end, f"over the limit of {LIMIT_S} s"
     return {name: sorted(found)[len(found) // 2] for name, found in seconds.items()}
+
+
+def median_of(work: Callable[[], object], count: int) -> float:
+    """Seconds, of calls that follow each other."""
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return sorted(found)[count // 2]
 
 
 def tell(row: dict) -> None:

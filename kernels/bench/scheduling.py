@@ -1,12 +1,14 @@
 """Two engines share a long-tailed workload: torchrun --nproc-per-node 2 kernels/bench/scheduling.py
 
-Real vLLM engines, one per rank, on a small random Qwen3. Answers have log-normal lengths (sigma 1,
-cut at 8 times the median), in random order. Three ways in turn, `--runs` times; medians, and ratios
-of the best runs, which other work on the machine disturbs least:
+Real vLLM engines, one per rank, on a small random Qwen3. Prompts have answers of log-normal length
+(sigma 1, cut at 8 times the median), `--samples` of each, in random order. In turn, `--runs` times;
+medians, and ratios of the best runs, which other work on the machine disturbs least:
 
     alone    every engine answers the whole list, at the same time. Half of what that takes is the
              ideal: all the work of one engine, split without a rest and without a cost.
-    static   engine r answers requests r, r + 2, ...
+    static   engine r answers prompts r, r + 2, ...
+    known    the ideal split: the lengths are known, each engine has as many tokens as the other and
+             begins with its longest
     ours     spmdrl.rollout.scheduler
 
 An engine's idle share is the part of the makespan that it does not spend in steps; cpu_s is the
@@ -36,6 +38,7 @@ import torch.distributed as dist
 
 from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import RolloutConfig
+from spmdrl.packing import partition
 from spmdrl.program import ENGINE_ENV
 from spmdrl.rollout.engine import Request, SamplingParams
 from spmdrl.topology import Topology
@@ -55,9 +58,12 @@ def save_model(folder: str, hidden: int, layers: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def workload(num_requests: int, median: int, seed: int) -> list[Request]:
+def workload(num_requests: int, median: int, seed: int, samples: int) -> list[Request]:
+    """Log-normal lengths; the `samples` answers to a prompt, next to each other, are as long."""
     draw = random.Random(seed)
-    lengths = [min(median * math.exp(draw.gauss(0, 1)), 8 * median) for _ in range(num_requests)]
+    num_prompts = -(-num_requests // samples)
+    by_prompt = [min(median * math.exp(draw.gauss(0, 1)), 8 * median) for _ in range(num_prompts)]
+    lengths = [by_prompt[i // samples] for i in range(num_requests)]
     return [
         Request([5 + i % 200, 6, 7, 8], seed=i, max_tokens=max(round(length), 1))
         for i, length in enumerate(lengths)
@@ -100,8 +106,15 @@ class Clock:
         return Run(makespan, idle, float(table[:, 2].max()), int(table[:, 3].sum()))
 
 
+def known_share(requests: list[Request], ranks: Topology) -> list[Request]:
+    """This engine's share where all lengths are known: as many tokens each, the longest first."""
+    lengths = [float(request.limit(PARAMS)) for request in requests]
+    mine = partition(lengths, ranks.world)[ranks.rank]
+    return [requests[i] for i in sorted(mine, key=lambda i: -lengths[i])]
+
+
 def compare(
-    model: str, ranks: Topology, requests: list[Request], max_num_seqs: int, runs: int
+    model: str, ranks: Topology, requests: list[Request], max_num_seqs: int, runs: int, samples: int
 ) -> None:
     from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.rollout.vllm import VllmEngine
@@ -112,7 +125,10 @@ def compare(
     longest = max(requests, key=lambda request: request.limit(PARAMS))
     ways: dict[str, Callable[[], object]] = {
         "alone": lambda: engine.generate(requests, PARAMS),
-        "static": lambda: engine.generate(requests[ranks.rank :: ranks.world], PARAMS),
+        "static": lambda: engine.generate(
+            [r for i, r in enumerate(requests) if i // samples % ranks.world == ranks.rank], PARAMS
+        ),
+        "known": lambda: engine.generate(known_share(requests, ranks), PARAMS),
         "ours": lambda: scheduler.run(requests, PARAMS),
         "critical": lambda: engine.generate([longest], PARAMS),
     }
@@ -139,6 +155,7 @@ def compare(
         "max_num_seqs": max_num_seqs, "requests": len(requests), "tokens": sum(lengths),
         "median_tokens": lengths[len(lengths) // 2], "longest_tokens": lengths[-1],
         "ideal_s": round(ideal, 3), "critical_s": round(took["critical"], 3),
+        "known_s": round(took["known"], 3), "ours/known": round(took["ours"] / took["known"], 3),
         "static_s": round(took["static"], 3), "ours_s": round(took["ours"], 3),
         "ours/ideal": round(took["ours"] / ideal, 3),
         "static/ideal": round(took["static"] / ideal, 3),
@@ -159,8 +176,9 @@ def compare(
 
 def main(
     requests: int = 256, median: int = 32, places: int = 8, runs: int = 5, seed: int = 0,
-    hidden: int = 192, layers: int = 4,
+    hidden: int = 192, layers: int = 4, samples: int = 8,
 ) -> None:  # fmt: skip
+    """places: of an engine; samples: answers to a prompt, all of one length."""
     for name, value in ENGINE_ENV.items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(1)
@@ -173,9 +191,9 @@ def main(
         if ranks.rank == 0:
             save_model(model, hidden, layers)
         dist.barrier()
-        asked = workload(requests, median, seed)
+        asked = workload(requests, median, seed, samples)
         for max_num_seqs in (places, requests):
-            compare(model, ranks, asked, max_num_seqs, runs)
+            compare(model, ranks, asked, max_num_seqs, runs, samples)
         dist.barrier()
     dist.destroy_process_group()
 

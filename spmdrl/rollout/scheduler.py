@@ -331,9 +331,9 @@ class Desk:
             self.all_taken = self.first_taken == self.num_requests
             return fresh
         share = math.ceil((self.num_requests - self.done) / self.num_engines)
-        wanted = min(self.capacity, share) - inside
-        if wanted <= 0:
-            return range(0)
+        wanted = max(min(self.capacity, share) - inside, 0)
+        # also where nothing is wanted: a full engine that did not hear that the list is empty
+        # would never be asked for what it has
         end = self.first_taken + self.store.add("next", wanted)
         self.all_taken = end >= self.num_requests
         return range(min(end - wanted, self.num_requests), min(end, self.num_requests))
