@@ -60,7 +60,7 @@ def collect(roles: Roles, source: Source, step: int) -> Collected:
     result = Collected([], 0, [], 0)
     num_asked = 0
     if roles.leftover is None:
-        prompts = source.take(wanted)
+        prompts = take(roles, source, wanted)
     while True:
         result.rounds += 1
         if roles.leftover is not None:
@@ -76,11 +76,16 @@ def collect(roles: Roles, source: Source, step: int) -> Collected:
             break
         # as many as will do at the rate so far
         share = max(result.num_groups, 1) / num_asked
-        prompts = source.take(min(wanted, math.ceil(missing / share)))
+        prompts = take(roles, source, min(wanted, math.ceil(missing / share)))
     if roles.sampler.here and roles.sleeps:
         with roles.phases("rollout", roles.sampler.topology):
             roles.sampler.engine.sleep()
     return result
+
+
+def take(roles: Roles, source: Source, count: int) -> list[Prompt]:
+    with roles.phases("data", roles.sampling):
+        return source.take(count)
 
 
 def ask(
@@ -124,9 +129,8 @@ def ask_for_some(roles: Roles, leftover: Leftover, source: Source, step: int) ->
     sampler, config = roles.sampler, roles.config
     wanted = config.data.prompts_per_step
     more = math.ceil(wanted * config.rollout.oversample) - len(leftover.prompts)
-    prompts = leftover.renumbered() + list(
-        enumerate(source.take(more) if more > 0 else [], start=len(leftover.prompts))
-    )
+    fresh = take(roles, source, more) if more > 0 else []
+    prompts = leftover.renumbered() + list(enumerate(fresh, start=len(leftover.prompts)))
     with roles.phases("rollout", sampler.topology):
         new = questions_of(prompts[len(leftover.prompts) :], config.rollout.n,
                            run_seed=config.seed, step=step)  # fmt: skip

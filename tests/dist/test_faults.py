@@ -145,7 +145,7 @@ def test_dry_run_prints_the_plan(folder):
     done = torchrun(folder, 2, "--config", "cfg.py", "--dry-run", "--ranks", "4")
     assert done.code == 0, done.output
     for words in ("prompts_per_step=8,", "8 prompts x 4 samples = 32 samples a step",
-                  "actor    ranks 0-3: dp 1 x fsdp 4", "M parameters; weights, gradients",
+                  "actor    ranks 0-3: dp 1 x fsdp 4", "M parameters; weights 0.00, gradients",
                   "reward of its ground truth '2' as the answer: 1.01",
                   "reward of its ground truth '11' as the answer: 1.02"):  # fmt: skip
         assert done.output.count(words) == 1, (words, done.output)
