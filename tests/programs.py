@@ -55,6 +55,9 @@ def make_arithmetic(folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
 
 
+MEASURED = ("time", "throughput/", "idle/", "moved/")  # by a clock, or of the number of ranks
+
+
 @dataclass
 class Done:
     code: int
@@ -108,6 +111,4 @@ def wait_for(folder: Path, text: str, proc: subprocess.Popen, timeout_s: float =
 def metrics_of(run_dir: Path) -> list[dict]:
     """Rows of metrics.jsonl without what a clock measured."""
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))} for row in rows
-    ]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
