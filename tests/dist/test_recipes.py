@@ -105,6 +105,8 @@ STATEFUL = [
     "--algo.kl_target", "0.001", "--algo.kl_horizon", "100", "--algo.entropy_target", "9.0",
     "--actor.optim.schedule", "linear", "--actor.optim.decay_steps", "8",
     "--checkpoint.every_steps", "2", "--checkpoint.keep", "5",
+    # Hugging Face's last bits depend on what else is in a batch
+    "--rollout.static_split", "True",
 ]  # fmt: skip
 
 

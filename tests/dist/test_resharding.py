@@ -316,7 +316,8 @@ def test_a_sync_takes_at_most_one_bucket_and_one_tensor() -> None:
         ([1], both, 8 << 20, "bfloat16"),
     ]
     too_large = (both, both, 64 << 20, "float32")
-    for results in run_ranks(2, memory_on, [*cases, too_large], timeout_s=70):
+    # one more at first: code that runs for the first time takes memory too
+    for _, *results in run_ranks(2, memory_on, [cases[0], *cases, too_large], timeout_s=90):
         for case, (grown, bucket) in zip(cases, results, strict=False):
             assert grown <= bucket + (4 << 20), case
         assert results[-1][0] > 12 << 20  # the measure sees a bucket that is too large
