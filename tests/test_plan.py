@@ -41,7 +41,11 @@ CASES = [
     ({"rollout": rollout(tensor_parallel=3)}, 4, ["rollout.tensor_parallel", "does not divide 4"]),
     ({"rollout": rollout(tensor_parallel=8)}, 8, ["4 attention heads", "[1, 2, 4]"]),
     ({"rollout": rollout(engine="hf", tensor_parallel=2)}, 2, ["'hf' has no tensor parallelism"]),
-    ({"data": data(prompts_per_step=3)}, 4, ["prompts_per_step=3", "4 rollout engines"]),
+    (
+        {"data": data(prompts_per_step=1), "rollout": rollout(n=2)},
+        4,
+        ["= 2 samples are fewer", "4 rollout engines"],
+    ),
     ({"data": data(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
     ({"actor": TrainConfig(fsdp=3)}, 4, ["actor.fsdp", "does not divide 4"]),
     ({"actor": TrainConfig(optim=OptimConfig(schedule="cosine"))}, 1, ["decay_steps", "100"]),
@@ -92,7 +96,8 @@ def test_what_fits_passes_and_is_described(qwen3, world):
     assert "15 prompts x 4 samples = 60 samples a step, at most 3,000 response tokens" in text
     assert f"about {20 / world:g} on each of {world} ranks" in text
     assert "4 steps an epoch" in text
-    assert f"ranks 0-{world - 1}: dp 1 x fsdp {world}" in text
+    where = f"0-{world - 1}" if world > 1 else "0"
+    assert f"ranks {where}: dp 1 x fsdp {world}" in text
     assert "0.1M parameters" in text
 
 

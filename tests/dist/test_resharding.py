@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,6 +287,7 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
         weights: Any = sync.WeightSync(
             trainer, actor_ranks, engine, rollout_ranks, "bfloat16", WeightsConfig(bucket >> 20)
         )
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not to be used again unseen
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         before = resident("VmHWM")
         weights.push()
