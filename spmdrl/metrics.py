@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -157,6 +158,24 @@ def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
     return result
 
 
+def add_exactly(parts: list[float], value: float) -> None:
+    """Adds to a sum that is kept as floats which do not overlap, so that nothing is rounded away.
+
+    Source: Shewchuk, Adaptive precision floating-point arithmetic (1997), Grow-Expansion.
+    """
+    kept = 0
+    for part in parts:
+        if abs(value) < abs(part):
+            value, part = part, value
+        total = value + part
+        rest = part - (total - value)
+        if rest:
+            parts[kept] = rest
+            kept += 1
+        value = total
+    parts[kept:] = [value]
+
+
 def sample_metrics(
     samples: list[Sample], topology: Topology, by_source: bool = False, penalised: bool = False
 ) -> dict[str, float]:
@@ -166,11 +185,12 @@ def sample_metrics(
     response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
     <data_source>/reward/mean where there are several sources.
     """
-    sums: dict[str, tuple[float, float]] = {}  # name -> (sum, count)
+    sums: dict[str, tuple[list[float], int]] = {}  # name -> (an exact sum, count)
 
     def add(name: str, value: float) -> None:
-        total, count = sums.get(name, (0.0, 0.0))
-        sums[name] = (total + value, count + 1)
+        parts, count = sums.get(name, ([], 0))
+        add_exactly(parts, float(value))
+        sums[name] = (parts, count + 1)
 
     for s in samples:
         add("response/mean_tokens", len(s.response_ids))
@@ -189,11 +209,13 @@ def sample_metrics(
     everyone: list[Any] = [None] * topology.world
     longest = max((len(s.response_ids) for s in samples), default=0)
     dist.all_gather_object(everyone, (sums, longest), group=topology.control)  # a few numbers
+    # which rank made a sample is a matter of timing: the sum must not depend on it
+    names = {name for part, _ in everyone for name in part}
     totals: dict[str, tuple[float, float]] = {}
-    for part, _ in everyone:
-        for name, (total, count) in part.items():
-            old_total, old_count = totals.get(name, (0.0, 0.0))
-            totals[name] = (old_total + total, old_count + count)
+    for name in names:
+        found = [part[name] for part, _ in everyone if name in part]
+        total = math.fsum(value for parts, _ in found for value in parts)
+        totals[name] = (total, float(sum(count for _, count in found)))
     metrics = {name: total / count for name, (total, count) in sorted(totals.items())}
     if "reward/mean" in metrics:
         variance = metrics["reward/std"] - metrics["reward/mean"] ** 2
