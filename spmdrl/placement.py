@@ -38,10 +38,6 @@ class Placement:
             *(self.roles[name] for name in self.roles if name not in ("rollout", "reward"))
         )
 
-    @property
-    def colocated(self) -> bool:
-        return len(set(self.roles.values())) == 1
-
 
 def union(*parts: Ranks) -> Ranks:
     return tuple(sorted(set().union(*parts)))

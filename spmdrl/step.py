@@ -86,9 +86,10 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
     dealt: Deal | None = None
     facts: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
-    # of a rank that samples ahead: what was learnt from has arrived
-    ahead = config.async_steps > 0 and roles.sampler.here
-    post.begin(step, delivered=roles.policy_version if ahead else step - 1)
+    # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
+    # may be waiting for them to take weights
+    ahead = config.async_steps if roles.sampling.here else 0
+    post.begin(step, delivered=step - 1 - ahead)
     if roles.sampling.here:
         assert collected is not None
         with roles.phases("balance", roles.sampling):

@@ -264,14 +264,12 @@ class Desk:
         self.own = range(start, min(start + share, num_requests))
         self.done = 0  # over all engines, as last seen
         self.unreported = 0  # ended here, and not yet added to it
-        self.complete = 0  # groups, over all engines, as last seen
         self.all_taken = False  # as far as is known here
         self.num_loads = 0
         self.load = 0  # as the others know it
         self.num_looks = 0  # for an engine to ask
         self.num_asks, self.asked = 0, ""  # the ask that is open: its key and value
         self.asked_of = 0
-        self.serving = 0  # the gift that is being made is for: thief, its number
         self.gift = ""
         self.num_steps = 1  # of the next burst
 

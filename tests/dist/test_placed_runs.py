@@ -71,7 +71,7 @@ def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
             "--weights.check", "--eval_every", "0", "--checkpoint.every_steps", "4"]  # fmt: skip
     done = torchrun(
         folder, 3, *args, "--steps", "4", "--async_steps", "2",
-        "--placement", '{"actor":"0","rollout":"1","reward":"2"}',
+        "--placement", '{"actor":"1","rollout":"2","reward":"0"}',
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     done = torchrun(
