@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -81,3 +84,18 @@ def level_group_count() -> None:
     count = torch.tensor([c10d._world.group_count])
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)
+
+
+@contextmanager
+def world_of(group: dist.ProcessGroup) -> Iterator[None]:
+    """Meanwhile the group is all that torch.distributed knows: its ranks are numbered from 0.
+
+    For libraries that take the default group for their world: they see the group's ranks alone,
+    and make their own groups among them, whatever other ranks the job has and whatever they do.
+    """
+    world = c10d._get_default_group()
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)

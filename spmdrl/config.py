@@ -86,11 +86,20 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training role: precision, sharding, memory, optimizer."""
+    """One training role: engine, precision, sharding, memory, optimizer."""
 
     model: str | None = None  # None: the run's model
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; weights and Adam are float32
-    fsdp: int = -1  # ranks that share one copy of the weights; -1: all
+    engine: Literal["fsdp", "megatron"] = "fsdp"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; main weights, Adam: float32
+    fsdp: int = -1  # of fsdp: ranks that share one copy of the weights; -1: all
+    # the layout of megatron; what the degrees leave is data parallel
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved 1F1B
+    context_parallel: int = 1  # ranks that share the tokens of a sequence
+    expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
+    expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass
     activation_checkpointing: bool = False
     offload_params: bool = False  # to the CPU while the role is idle

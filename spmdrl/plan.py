@@ -151,7 +151,7 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
 
 def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
     try:
-        resolve_degrees(train_degrees(role.fsdp), len(ranks))
+        resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:
         raise ConfigError(f"{name}.fsdp on ranks {show_ranks(ranks)}: {error}") from error
     require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")

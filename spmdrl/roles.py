@@ -25,7 +25,7 @@ class Trainer:
     """A role that holds a trainer's model. On a rank outside there is no engine."""
 
     name: str
-    topology: Topology  # axes dp, fsdp
+    topology: Topology  # axes dp, fsdp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
 
     @property
@@ -34,7 +34,8 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        return self.topology.ranks
+        """Those of the role that are given sequences; the others help them with these."""
+        return self.topology.data_ranks
 
     @property
     def model(self) -> TrainEngine:

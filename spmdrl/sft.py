@@ -56,7 +56,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
 
     phases, topology = runtime.phases, runtime.topology
     check_sft(config, topology.world)
-    ranks = Topology.build(topology.device, **train_degrees(config.actor.fsdp))
+    ranks = Topology.build(topology.device, **train_degrees(config.actor))
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         rows = SftDataset.load(config.data.train, tokenizer, config.data, topology)

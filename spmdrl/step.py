@@ -40,7 +40,7 @@ from spmdrl.credit import (
 )
 from spmdrl.engines.engine import LossFn, TrainEngine
 from spmdrl.metrics import merged, sample_metrics
-from spmdrl.packing import Deal, deal, pack_samples
+from spmdrl.packing import Deal, deal, empty_batch, pack_samples
 from spmdrl.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
 from spmdrl.roles import Roles, Trainer
@@ -62,11 +62,12 @@ from spmdrl.types import Batch
 class Lesson:
     """What a step is learnt from: this rank's share of it, for each role that it has.
 
-    Roles on the same ranks share their batches. On ranks that do not train, `batches` is empty.
+    Roles that are given sequences on the same ranks share their batches. On ranks that do not
+    train, `batches` is empty.
     """
 
     deal: Deal
-    batches: dict[Ranks, list[Batch]]  # by a role's ranks: the Batch of each mini-batch
+    batches: dict[Ranks, list[Batch]]  # by Trainer.ranks: the Batch of each mini-batch
     facts: dict[str, Any]  # about the samples, the same on every rank
 
     def of(self, trainer: Trainer) -> list[Batch]:
@@ -114,6 +115,12 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
         }
+    for trainer in roles.trainers:  # ranks that help others with their sequences have none
+        if trainer.here and trainer.ranks not in batches:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            batches[trainer.ranks] = [
+                empty_batch(nothing, len(config.algo.reward_keys)) for _ in range(dealt.num_minis)
+            ]
     return Lesson(dealt, batches, facts)
 
 

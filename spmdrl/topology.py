@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,19 @@ class Topology:
     def world(self) -> int:
         return len(self.ranks)
 
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """Those that are given sequences, each its own: one of every model-parallel group.
+
+        It is the first of its tensor- and context-parallel ranks in the last pipeline stage, where
+        losses and logprobs are. Without these axes every rank is one.
+        """
+        names, table = self.mesh.mesh_dim_names, self.mesh.mesh
+        assert names is not None
+        one = {"tp": 0, "cp": 0, "pp": -1}
+        index = tuple(one.get(name, slice(None)) for name in names)
+        return tuple(table[index].flatten().tolist())
+
     def axis_size(self, axis: str) -> int:
         return self.mesh.shape[self.axis(axis)]
 
@@ -105,6 +118,12 @@ def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
     return {name: world // known if d == -1 else d for name, d in degrees.items()}
 
 
-def train_degrees(fsdp: int) -> dict[str, Any]:
-    """Axes of a training role: replicas of groups of `fsdp` ranks that share one copy; -1: all."""
-    return {"dp": 1 if fsdp == -1 else -1, "fsdp": fsdp}
+def train_degrees(role: TrainConfig) -> dict[str, Any]:
+    """Axes of a training role.
+
+    fsdp: replicas of groups of `fsdp` ranks that share one copy; -1: all. megatron: its own order.
+    """
+    if role.engine == "megatron":
+        return {"pp": role.pipeline_parallel, "dp": -1, "cp": role.context_parallel,
+                "tp": role.tensor_parallel}  # fmt: skip
+    return {"dp": 1 if role.fsdp == -1 else -1, "fsdp": role.fsdp}

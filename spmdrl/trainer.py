@@ -17,7 +17,8 @@ from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.engines.fsdp import FsdpEngine
+from spmdrl.engines import build_engine
+from spmdrl.engines.engine import TrainEngine
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
 from spmdrl.placement import Ranks, place, training_roles
@@ -26,7 +27,7 @@ from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_conf
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.roles import Roles, Sampler, Trainer
-from spmdrl.rollout import build_engine
+from spmdrl.rollout import build_engine as build_rollout
 from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.routing import Post
@@ -54,10 +55,10 @@ class Run:
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
 
     @property
-    def engines(self) -> dict[str, FsdpEngine]:
+    def engines(self) -> dict[str, TrainEngine]:
         """Those on this rank that are trained, so saved and resumed."""
         return {
-            trainer.name: trainer.engine  # type: ignore[misc]
+            trainer.name: trainer.engine
             for trainer in self.roles.trainers
             if trainer.name != "ref" and trainer.engine is not None
         }
@@ -168,18 +169,17 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
     trainers: dict[str, Trainer] = {}
     for name, role in training_roles(config).items():
         with phases(f"build {name}"):
-            ranks = places.of(placement.roles[name], **train_degrees(role.fsdp))
-            engine: FsdpEngine | None = None
-            if ranks.here:
-                kind = "value" if name == "critic" else "policy"
-                engine = FsdpEngine(kind, role.model or config.model, role, ranks, name == "ref")
+            ranks = places.of(placement.roles[name], **train_degrees(role))
+            kind = "value" if name == "critic" else "policy"
+            engine = build_engine(kind, role.model or config.model, role, ranks, name == "ref")
+            if engine is not None:
                 engine.offload()
             trainers[name] = Trainer(name, ranks, engine)
     actor = trainers["actor"]
     with phases("build rollout"):
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        rollout = build_engine(config.model, config.rollout, longest, ranks)
+        rollout = build_rollout(config.model, config.rollout, longest, ranks)
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
@@ -276,7 +276,7 @@ def save(run: Run, step: int, log: RunLog) -> None:
         },
     }
     root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
-    writer = roles.actor.ranks[0]
+    writer = roles.actor.topology.ranks[0]
     parts = [*roles.actor.model.pretrained, roles.tokenizer] if run.is_log else []
     own: dict[str, checkpoint.Keepsake] = {}
     if roles.sampling.here:

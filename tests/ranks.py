@@ -96,7 +96,7 @@ def main(call: str, folder: str) -> None:
 
     torch.set_num_threads(1)
     source, name, args = pickle.loads(Path(call).read_bytes())
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(source).parent)]
     spec = importlib.util.spec_from_file_location("rank_module", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

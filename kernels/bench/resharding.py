@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 LIMIT_S, RUNS, BUCKET_MIB = 90, 7, 64
 LARGE = [(2048, 1024)] * 24  # 100 MB in bfloat16
@@ -53,16 +53,19 @@ class Trainer:
     def __init__(self, topology: Any, shapes: list[tuple[int, int]]) -> None:
         from torch.distributed.tensor import DTensor, Shard
 
+        from spmdrl.weights.shards import shards_of
+
         rank, world = topology.rank, topology.world
-        self.named: dict[str, Tensor] = {}
+        self.named: dict[str, Any] = {}
         for i, (rows, columns) in enumerate(shapes):
             part = len(torch.empty(rows).chunk(world)[rank])
             local = torch.full((part, columns), float(i % 97))
-            self.named[f"w{i}"] = DTensor.from_local(
+            weight = DTensor.from_local(
                 local, topology.mesh["fsdp"], [Shard(0)], shape=(rows, columns), stride=(columns, 1)
             )
+            self.named[f"w{i}"] = shards_of(weight)
 
-    def named_shards(self) -> dict[str, Tensor]:
+    def named_shards(self) -> dict[str, Any]:
         return self.named
 
 

@@ -1,1 +1,33 @@
-"""Engines that train: FSDP2 around Hugging Face models."""
+"""Engines that train: FSDP2 around Hugging Face models, Megatron-core with its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spmdrl.collectives import level_group_count
+
+if TYPE_CHECKING:
+    from spmdrl.config import TrainConfig
+    from spmdrl.engines.engine import TrainEngine
+    from spmdrl.topology import Topology
+
+
+def build_engine(
+    kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
+) -> TrainEngine | None:
+    """The engine that config.engine names; only its library is imported.
+
+    kind: "policy" or "value"; topology: with the axes of topology.train_degrees(config). Collective
+    over the job: ranks outside of the topology get None.
+    """
+    engine: TrainEngine | None = None
+    if topology.here and config.engine == "megatron":
+        from spmdrl.engines.megatron import MegatronEngine
+
+        engine = MegatronEngine(kind, model, config, topology, frozen)
+    elif topology.here:
+        from spmdrl.engines.fsdp import FsdpEngine
+
+        engine = FsdpEngine(kind, model, config, topology, frozen)
+    level_group_count()
+    return engine

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.shards import Shards
 
 # The seam between algorithms and engines: (logprobs, entropy, micro_batch) -> (loss, metric sums).
 # logprobs and entropy are (num_tokens,) float32, 0 on tokens whose loss_mask is 0. The loss is a
@@ -44,10 +45,10 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def named_shards(self) -> dict[str, Tensor]:
-        """By Hugging Face name what this rank holds of every weight: DTensors or full tensors.
+    def named_shards(self) -> dict[str, Shards]:
+        """By Hugging Face name what this rank holds of every weight. Local.
 
-        Local. They stay the same objects, whatever `offload` and `onload` do to their memory.
+        It stays valid, whatever `offload` and `onload` do to the tensors' memory.
         """
         ...
 

@@ -17,13 +17,19 @@ from torch.nn.utils import clip_grad_norm_
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
+from spmdrl.engines.micro_batches import (
+    add_metrics,
+    cut,
+    reduce_metrics,
+    scatter_rows,
+    token_rows,
+)
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
 from spmdrl.engines.schedule import learning_rate
-from spmdrl.packing import empty_batch, micro_batches, split_to_count
 from spmdrl.topology import Topology
-from spmdrl.types import SEQ_FIELDS, Batch, PolicyStats
-from spmdrl.weights.reshard import full_tensors, slot_bytes
-from spmdrl.weights.shards import agree_on_shards, local_shard
+from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.reshard import gathered
+from spmdrl.weights.shards import Shards, shards_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -108,7 +114,7 @@ class FsdpEngine:
             loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
         grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
-        totals = reduce_metrics(sums, self.topology)
+        totals = reduce_metrics(sums, group)
         lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
@@ -152,36 +158,15 @@ class FsdpEngine:
         return rows, Packing.build(mb.seq_lens, device), positions.to(device)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
-        """(sequence numbers, Batch) of each; equally many on every rank, since each is collective.
-
-        A rank with too few sequences gets stand-ins of two masked tokens, which add nothing.
-        """
-        parts = micro_batches(batch.seq_lens.tolist(), self.config.micro_batch_tokens)
-        count = torch.tensor([len(parts)])
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.topology.group)
-        batches = []
-        for seqs in split_to_count(parts, int(count)):
-            mb = batch.select(seqs) if seqs else stand_in(batch)
-            batches.append((seqs, mb.to(self.topology.device)))
-        return batches
+        return cut(batch, self.config.micro_batch_tokens, self.topology)
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Tensor]:
-        return {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
-
-    @torch.no_grad()
-    def local_shards(self) -> dict[str, Tensor]:
-        return {name: local_shard(w) for name, w in self.named_shards().items()}
+    def named_shards(self) -> dict[str, Shards]:
+        return {n.removeprefix("hf."): shards_of(p) for n, p in self.module.named_parameters()}
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        topology = self.topology
-        yield from full_tensors(
-            agree_on_shards(self.named_shards(), topology.control),
-            self.local_shards,
-            [[rank] for rank in topology.ranks],
-            dtype, slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
-        )  # fmt: skip
+        yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def offload(self) -> None:
         if self.config.offload_params:
@@ -286,45 +271,3 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 def full_norm(norm: Tensor) -> Tensor:
     """A plain tensor of a norm that may be a DTensor."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
-    """Positions in `batch` of all tokens of the given sequences, in that order."""
-    spans = [torch.arange(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])) for s in seqs]
-    return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-
-
-def stand_in(batch: Batch) -> Batch:
-    """One sequence of two masked tokens, with the optional fields that `batch` has."""
-    dummy = empty_batch(torch.tensor([2]), batch.keys.shape[1])
-    for name, value in batch.tensors():
-        if getattr(dummy, name) is None:
-            setattr(dummy, name, torch.zeros(1 if name in SEQ_FIELDS else 2, dtype=value.dtype))
-    return dummy
-
-
-def scatter_rows(picked: Tensor, rows: Tensor, mb: Batch) -> Tensor:
-    """(n,) values of tokens `rows` -> (num_tokens,), zero elsewhere; keeps the graph if n is 0."""
-    out = picked.new_zeros(mb.num_tokens).index_copy(0, rows, picked)
-    return out + 0.0 * picked.sum()
-
-
-def add_metrics(sums: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    for name, value in new.items():
-        value = value.detach().double()
-        if name not in sums:
-            sums[name] = value
-        else:
-            sums[name] = (
-                torch.maximum(sums[name], value) if name.endswith("_max") else sums[name] + value
-            )
-
-
-def reduce_metrics(sums: dict[str, Tensor], topology: Topology) -> dict[str, float]:
-    """Sums (maxima for _max names) over all ranks; every rank has the same names."""
-    names = sorted(sums)
-    values = torch.stack([sums[n] for n in names]).cpu()
-    largest = values.clone()
-    dist.all_reduce(values, group=topology.group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=topology.group)
-    return {n: float(largest[i] if n.endswith("_max") else values[i]) for i, n in enumerate(names)}

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout import vllm_cpu
 from spmdrl.rollout.engine import (
@@ -377,21 +377,6 @@ def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
             return f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0
 
     return RankExecutor
-
-
-@contextmanager
-def world_of(group: dist.ProcessGroup) -> Iterator[None]:
-    """Meanwhile the group is all that torch.distributed knows: its ranks are numbered from 0.
-
-    vLLM takes the default group for its world. So it sees one engine of tp ranks, and makes its own
-    groups among them, whatever other ranks the job has and whatever they do.
-    """
-    world = c10d._get_default_group()
-    c10d._update_default_pg(group)
-    try:
-        yield
-    finally:
-        c10d._update_default_pg(world)
 
 
 def register_architecture(model: str) -> None:

@@ -29,8 +29,13 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     holders: tuple[tuple[Box, tuple[int, ...]], ...]
 
-    def held(self, rank: int) -> Box | None:
-        return next((box for box, ranks in self.holders if rank in ranks), None)
+    def held(self, rank: int) -> list[Box]:
+        return [box for box, ranks in self.holders if rank in ranks]
+
+    def held_numel(self, rank: int, box: Box) -> int:
+        """How much of `box` the rank holds."""
+        common = (intersect(held, box) for held in self.held(rank))
+        return sum(numel(part) for part in common if part is not None)
 
 
 class Piece(NamedTuple):
@@ -108,7 +113,7 @@ def make_plan(
     )  # fmt: skip
     plan.whole_bytes = itemsize * sum(
         numel(whole(w.shape)) for w in weights for row in table for rank in row
-        if w.held(rank) != whole(w.shape)
+        if w.held_numel(rank, whole(w.shape)) < numel(whole(w.shape))
     )  # fmt: skip
     load: Counter[int] = Counter()  # elements of the bucket under way, by rank
     bucket = empty_bucket(plan)
@@ -187,14 +192,16 @@ def _column(table: Table, tp_rank: int) -> list[int]:
 
 def _is_local(weight: Weight, box: Box, ranks: list[int]) -> bool:
     """Whether each of the ranks holds all of the box."""
-    held = [weight.held(rank) for rank in ranks]
-    return all(h is not None and intersect(h, box) == box for h in held)
+    return all(weight.held_numel(rank, box) == numel(box) for rank in ranks)
 
 
 def _held_shares(
     weights: list[Weight], regions: Sequence[Regions], table: Table, block: int
 ) -> list[list[Shares]] | None:
-    """What each rank holds of each region, if in every block that makes up the whole of it."""
+    """What each rank holds of each region, if in every block that makes up the whole of it.
+
+    None too where a rank holds several parts of one.
+    """
     result: list[list[Shares]] = []
     for tp_rank, needed in enumerate(regions):
         column = _column(table, tp_rank)
@@ -203,8 +210,13 @@ def _held_shares(
             if _is_local(weights[w], box, column):
                 result[-1].append(None)
                 continue
-            held = [weights[w].held(rank) for rank in column]
-            parts = [None if h is None else intersect(h, box) for h in held]
+            found = [
+                [part for held in weights[w].held(rank) if (part := intersect(held, box))]
+                for rank in column
+            ]
+            if any(len(several) > 1 for several in found):
+                return None
+            parts = [several[0] if several else None for several in found]
             first = parts[:block]
             alike = all(parts[i : i + block] == first for i in range(0, len(parts), block))
             if not alike or sum(numel(p) for p in first if p is not None) != numel(box):

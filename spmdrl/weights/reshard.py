@@ -9,7 +9,7 @@ next is packed and the next bucket's are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.weights.boxes import Box, numel, slab, view, whole
+from spmdrl.topology import Topology
+from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
+from spmdrl.weights.shards import Shards, agree_on_shards, lying
 
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 SLOTS = 2  # buckets under way
@@ -34,6 +36,7 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
     return min(share, CPU_SLOT_BYTES) if device.type == "cpu" else share
 
 
+Held = dict[str, list[tuple[Box, Tensor]]]  # by a weight's name, what a rank holds of it
 Copies = tuple[list[Tensor], list[Tensor]]  # (to, from)
 
 
@@ -141,7 +144,7 @@ class Transfer:
     def __init__(
         self,
         plan: Plan,
-        shards: Callable[[], dict[str, Tensor]],  # my parts of the training weights, by name
+        shards: Callable[[], Held],  # my parts of the training weights
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
         addresses: Callable[[], tuple[int, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
@@ -274,14 +277,14 @@ class Transfer:
         self.moved += (self.plan.block - 1) * mine.nbytes
         now.outgoing.append(work)
 
-    def bind(self, bucket: Bucket, shards: dict[str, Tensor], places: list[Tensor]) -> _Bound:
+    def bind(self, bucket: Bucket, shards: Held, places: list[Tensor]) -> _Bound:
         plan, bound = self.plan, _Bound()
         in_slot = self.block_group is not None  # where an all-gather wants its shares
 
         def shard(weight: int, box: Box) -> Tensor:
-            held = plan.weights[weight].held(plan.me)
-            assert held is not None
-            return view(shards[plan.weights[weight].name], held, box)
+            parts = shards[plan.weights[weight].name]
+            held, tensor = next(p for p in parts if intersect(p[0], box) == box)
+            return view(tensor, held, box)
 
         def place(region: int, box: Box) -> Tensor:
             return view(places[region], plan.regions[region][1], box)
@@ -389,7 +392,7 @@ def wait(works: list[dist.Work]) -> None:
 @torch.no_grad()
 def full_tensors(
     weights: list[Weight],
-    shards: Callable[[], dict[str, Tensor]],
+    shards: Callable[[], Held],
     table: list[list[int]],
     dtype: torch.dtype,
     num_bytes: int,
@@ -411,3 +414,16 @@ def full_tensors(
         Transfer(plan, lambda: held, lambda full=full: full, tuple, dtype, device, group).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]
+
+
+def gathered(
+    named: Mapping[str, Shards], dtype: torch.dtype, bucket_bytes: int, topology: Topology
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of every weight on every rank of the topology, over which it is
+    collective until it is exhausted.
+    """
+    yield from full_tensors(
+        agree_on_shards(named, topology.control), lambda: lying(named),
+        [[rank] for rank in topology.ranks], dtype,
+        slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
+    )  # fmt: skip

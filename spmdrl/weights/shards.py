@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -12,6 +14,35 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from spmdrl.weights.boxes import Box, intersect, numel, whole
 from spmdrl.weights.plan import Weight
+
+
+class Shards(NamedTuple):
+    """What this rank holds of one weight: parts of the full tensor."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    boxes: tuple[Box, ...]  # apart from each other
+    tensors: Callable[[], list[Tensor]]  # of the boxes' sizes, where they lie now, without gradient
+
+
+def shards_of(weight: Tensor) -> Shards:
+    """Of a DTensor or a full tensor; it is looked up anew, since its memory may move."""
+
+    @torch.no_grad()
+    def local() -> list[Tensor]:
+        return [weight.to_local() if isinstance(weight, DTensor) else weight.detach()]
+
+    box = held_box(weight)
+    return Shards(
+        tuple(weight.shape), () if box is None else (box,), local if box is not None else list
+    )
+
+
+def lying(named: Mapping[str, Shards]) -> dict[str, list[tuple[Box, Tensor]]]:
+    """The parts of every weight that this rank holds, by name."""
+    return {
+        name: list(zip(shards.boxes, shards.tensors(), strict=True))
+        for name, shards in named.items()
+    }
 
 
 def held_box(weight: Tensor) -> Box | None:
@@ -36,27 +67,22 @@ def held_box(weight: Tensor) -> Box | None:
     return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
 
 
-def local_shard(weight: Tensor) -> Tensor:
-    """To be called under torch.no_grad()."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def agree_on_shards(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[Weight]:
+def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> list[Weight]:
     """Every weight of the job and who holds what of it; a rank without weights gives {}.
 
     Collective over `group`, where CPU tensors can travel. Raises ValueError where the parts of a
     weight do not make up the whole.
     """
-    mine = {name: (tuple(w.shape), held_box(w)) for name, w in named.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], Box | None]]] = [{}] * dist.get_world_size(
-        group
-    )
+    mine = {name: (held.shape, held.boxes) for name, held in named.items()}
+    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...]]]] = [
+        {}
+    ] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     shapes = {name: shape for theirs in everyone for name, (shape, _) in theirs.items()}
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
     for number, theirs in enumerate(everyone):
-        for name, (_, box) in theirs.items():
-            if box is not None:
+        for name, (_, held) in theirs.items():
+            for box in held:
                 rank = dist.get_global_rank(group, number)
                 holders[name].setdefault(box, []).append(rank)
     for name, parts in holders.items():

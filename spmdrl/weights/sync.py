@@ -20,8 +20,8 @@ from spmdrl.topology import Topology
 from spmdrl.weights.boxes import numel, whole
 from spmdrl.weights.layout import Layout
 from spmdrl.weights.plan import Plan, Weight, describe, make_plan
-from spmdrl.weights.reshard import Transfer, full_tensors, planned_bytes, slot_bytes
-from spmdrl.weights.shards import agree_on_shards, local_shard
+from spmdrl.weights.reshard import Held, Transfer, full_tensors, planned_bytes, slot_bytes
+from spmdrl.weights.shards import Shards, agree_on_shards, lying
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WeightSync:
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.weights: list[Weight] = []
-        self.named: dict[str, Tensor] = actor.named_shards() if actor else {}
+        self.named: dict[str, Shards] = actor.named_shards() if actor else {}
         self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
         self.transfer: Transfer | None = None
         self.opaque: list[Weight] = []
@@ -124,14 +124,13 @@ class WeightSync:
                     mine = group
         return mine
 
-    @torch.no_grad()
-    def shards(self) -> dict[str, Tensor]:
-        return {name: local_shard(weight) for name, weight in self.named.items()}
+    def shards(self) -> Held:
+        return lying(self.named)
 
     @torch.no_grad()
     def addresses(self) -> tuple[int, ...]:
         """Offloading and sleeping move weights, which the transfer then looks up anew."""
-        shards = [local_shard(weight).data_ptr() for weight in self.named.values()]
+        shards = [t.data_ptr() for held in self.named.values() for t in held.tensors()]
         places = [held[name].data_ptr() for held, name in self.holders]  # type: ignore[union-attr]
         return (*shards, *places)
 

@@ -37,7 +37,7 @@ def engine_on(topology, kind, model, config):
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.topology import Topology, train_degrees
 
-    ranks = Topology.build(topology.device, **train_degrees(config.fsdp))
+    ranks = Topology.build(topology.device, **train_degrees(config))
     return FsdpEngine(kind, model, config, ranks)
 
 

@@ -51,13 +51,15 @@ class Trainer:
         self.model = load_hf(Path(folder))
         fully_shard(self.model, mesh=topology.mesh["dp", "fsdp"])
 
-    def named_shards(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.named_parameters())
+    def named_shards(self) -> dict[str, Any]:
+        from spmdrl.weights.shards import shards_of
+
+        return {name: shards_of(p) for name, p in self.model.named_parameters()}
 
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
-    from spmdrl.config import RolloutConfig, WeightsConfig
+    from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
     from spmdrl.rollout.engine import WeightMismatch
     from spmdrl.rollout.hf import HfEngine
     from spmdrl.rollout.vllm import VllmEngine
@@ -68,7 +70,8 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     results = []
     for case in (Case(*values) for values in tuples):
         cpu = torch.device("cpu")
-        actor_ranks = Topology.build(cpu, case.actor, **train_degrees(case.fsdp))
+        degrees = train_degrees(TrainConfig(fsdp=case.fsdp))
+        actor_ranks = Topology.build(cpu, case.actor, **degrees)
         rollout_ranks = Topology.build(cpu, case.rollout, dp=-1, tp=case.tp)
         actor = rollout = None
         if actor_ranks.here:
@@ -261,12 +264,14 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
                 self.model.register_parameter(f"w{i}", weight)
             self.ranks = ranks
 
-        def named_shards(self) -> dict[str, torch.Tensor]:
+        def named_shards(self) -> dict[str, Any]:
             from torch.distributed.tensor import DTensor, Shard
+
+            from spmdrl.weights.shards import shards_of
 
             mesh = self.ranks.mesh["fsdp"]
             return {
-                name: DTensor.from_local(p, mesh, [Shard(0)])
+                name: shards_of(DTensor.from_local(p, mesh, [Shard(0)]))
                 for name, p in self.model.named_parameters()
             }
 

@@ -1,0 +1,315 @@
+"""What a MegatronEngine works with: model chunks, optimizer, groups; built here or a host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.megatron_inputs import Cut
+from spmdrl.engines.megatron_model import Degrees, build_chunks, check_layout, transformer_config
+from spmdrl.engines.megatron_names import load_pretrained, pieces
+from spmdrl.engines.megatron_state import RoleState
+from spmdrl.engines.models import load_hf_config
+from spmdrl.topology import Topology
+from spmdrl.weights.boxes import Box
+from spmdrl.weights.shards import Shards
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's process groups of one role."""
+
+    tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup  # without the context-parallel ranks
+    is_last: bool  # in the last pipeline stage
+    sharing: tuple[tuple[dist.ProcessGroup, int], ...]  # the ways of a batch: (group, its source)
+
+    @classmethod
+    def of_parallel_state(cls) -> Groups:
+        """Those that parallel_state has. Collective over each model-parallel group."""
+        from megatron.core import parallel_state as ps
+
+        pipeline, context = ps.get_pipeline_model_parallel_group(), ps.get_context_parallel_group()
+        tensor, model = ps.get_tensor_model_parallel_group(), ps.get_model_parallel_group()
+        is_last = pipeline.rank() == pipeline.size() - 1
+        gives = is_last and tensor.rank() == 0
+        everyone: list[Any] = [None] * model.size()
+        dist.all_gather_object(everyone, gives, group=model)
+        sharing = []
+        if context.size() > 1 and gives:
+            sharing.append((context, 0))
+        if model.size() > 1:
+            sharing.append((model, everyone.index(True)))
+        data = ps.get_data_parallel_group()
+        return cls(tensor, context, pipeline, data, is_last, tuple(sharing))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer's rows that this rank has, padding left out."""
+
+    weight: Tensor  # (rows, hidden_size), with gradient
+    bias: Tensor | None
+    group: dist.ProcessGroup | None  # None: the rows are all there are
+    first_row: int
+
+
+@dataclass
+class Parts:
+    """A model and its optimizer on this rank. Megatron is only called while `state` is active."""
+
+    kind: str  # "policy" | "value"
+    chunks: list[Any]  # as they are driven: in Megatron's DistributedDataParallel if trained
+    optimizer: Any  # a MegatronOptimizer; None if frozen
+    state: RoleState
+    groups: Groups
+    cut: Cut
+    hf_config: PreTrainedConfig
+    pretrained: list[Any]
+    dp_size: int  # with the context-parallel ranks
+    owned: bool = True  # built here, so that learning rates are ours to set
+    moved: list[Callable[[], None]] = field(default_factory=list)  # what brings back the offloaded
+
+    @property
+    def raw(self) -> list[Any]:
+        """The GPTModels inside."""
+        from megatron.core.utils import unwrap_model
+
+        return unwrap_model(self.chunks)
+
+    @property
+    def config(self) -> Any:
+        return self.raw[0].config
+
+    @property
+    def head(self) -> Head:
+        model, tensor = self.raw[-1], self.groups.tensor
+        weight = model.output_layer.weight
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        first = tensor.rank() * len(weight)
+        real = min(max(self.hf_config.get_text_config().vocab_size - first, 0), len(weight))
+        bias = getattr(model.output_layer, "bias", None)
+        return Head(
+            weight[:real], None if bias is None else bias[:real],
+            tensor if tensor.size() > 1 else None, first,
+        )  # fmt: skip
+
+    def loss_scale(self, num_micro_batches: int) -> float | None:
+        """What a loss is multiplied by so that gradients are its sum over all ranks.
+
+        Without calculate_per_token_loss Megatron's schedule divides by the micro-batches and
+        multiplies by the context-parallel ranks, and its DistributedDataParallel divides by the
+        data- and context-parallel ones. With it neither does, and None is returned.
+        """
+        if self.config.calculate_per_token_loss:
+            return None
+        return num_micro_batches * self.dp_size / self.groups.context.size()
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """A config as our passes need it: what a host has not set, and lengths that vary."""
+        from megatron.core.distributed import finalize_model_grads
+
+        config = self.config
+        wanted: dict[str, Any] = {"variable_seq_lengths": self.groups.pipeline.size() > 1}
+        if config.finalize_model_grads_func is None:
+            wanted["finalize_model_grads_func"] = finalize_model_grads
+        if config.no_sync_func is None and hasattr(self.chunks[0], "no_sync"):
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            wanted["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
+        before = {name: getattr(config, name) for name in wanted}
+        vars(config).update(wanted)
+        try:
+            yield
+        finally:
+            vars(config).update(before)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def clip(self, grad_norm: float) -> None:
+        """To the optimizer's own clip_grad, as its step() does."""
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            params = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+            if params and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(
+                    params, part.config.clip_grad, grad_norm,
+                    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )  # fmt: skip
+
+    # ---- weights and memory
+
+    def named_shards(self) -> dict[str, Shards]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        boxes: dict[str, list[Box]] = {}
+        views: dict[str, list[Callable[[], Tensor]]] = {}
+        with self.state.active():
+            for chunk in self.raw:
+                for _, parameter, held in pieces(chunk, self.hf_config):
+                    for piece in held:
+                        shapes[piece.name] = piece.shape
+                        boxes.setdefault(piece.name, []).append(piece.box)
+                        views.setdefault(piece.name, []).append(
+                            lambda p=parameter, view=piece.view: view(p.detach())  # type: ignore[misc]
+                        )
+        return {
+            name: Shards(
+                shape,
+                tuple(boxes[name]),
+                lambda look=views[name]: [view() for view in look],  # type: ignore[misc]
+            )
+            for name, shape in shapes.items()
+        }
+
+    def offload(self, config: TrainConfig) -> None:
+        """Idle roles keep no gradients, and what config says leaves for the CPU."""
+        if self.moved or not (config.offload_params or config.offload_optimizer):
+            return
+        if self.optimizer is None:
+            for chunk in self.chunks:
+                chunk.to("cpu")
+                self.moved.append(lambda chunk=chunk: chunk.to(_device()))  # type: ignore[misc]
+            return
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.offload_to_cpu(move_params=config.offload_params, move_grads=True)
+                self.moved.append(buffer.reload_from_cpu)
+        if config.offload_optimizer:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+            self.moved.append(lambda: move_optimizer(self.optimizer, _device()))
+
+    def onload(self) -> None:
+        for back in self.moved:
+            back()
+        self.moved = []
+
+
+def _device() -> torch.device:
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def move_optimizer(optimizer: Any, device: torch.device) -> None:
+    """Adam's moments, and the float32 weights where these are not the model's own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim > 0:
+                    state[name] = value.to(device)
+        if part.config.bf16:
+            for param in part.get_parameters():
+                param.data = param.data.to(device)
+
+
+def degrees_of(config: TrainConfig) -> Degrees:
+    return Degrees(
+        tensor=config.tensor_parallel, pipeline=config.pipeline_parallel,
+        virtual=config.virtual_pipeline, context=config.context_parallel,
+        expert=config.expert_parallel, expert_tensor=config.expert_tensor_parallel,
+        sequence=config.sequence_parallel,
+    )  # fmt: skip
+
+
+def build_parts(
+    kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool
+) -> Parts:
+    """Loads a Hugging Face model into the shards of this rank. Collective over the topology.
+
+    Raises ConfigError where the model or the layout cannot be had.
+    """
+    hf_config = load_hf_config(model)
+    degrees = degrees_of(config)
+    check_layout(hf_config, degrees, topology.world)
+    state = RoleState.build(
+        topology,
+        tensor_model_parallel_size=degrees.tensor,
+        pipeline_model_parallel_size=degrees.pipeline,
+        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
+        context_parallel_size=degrees.context,
+        expert_model_parallel_size=degrees.expert,
+        expert_tensor_parallel_size=degrees.expert_tensor,
+    )
+    with state.active():
+        mega = transformer_config(
+            hf_config, degrees, DTYPES[config.dtype],
+            recompute=config.activation_checkpointing and not frozen,
+        )  # fmt: skip
+        chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
+        load_pretrained(chunks, model_folder(model, topology), hf_config)
+        optimizer = None
+        if frozen:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        else:
+            chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
+            optimizer = build_optimizer(chunks, mega, config.optim)
+        groups = Groups.of_parallel_state()
+        dp_size = topology.world // (degrees.tensor * degrees.pipeline)
+    cut = Cut(
+        "packed", degrees.context, groups.context.rank(),
+        degrees.tensor if degrees.sequence else 1,
+    )  # fmt: skip
+    return Parts(
+        kind, chunks, optimizer, state, groups, cut, hf_config,
+        [hf_config, *generation_config(model)], dp_size,
+    )  # fmt: skip
+
+
+def trained(chunk: Any, mega: Any, first: bool) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(mega, settings, chunk, disable_bucketing=not first)
+
+
+def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
+    """AdamW; weight decay on matrices only, as in fsdp.build_optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], adam_eps=optim.eps,
+        clip_grad=optim.clip_norm, bf16=mega.params_dtype == torch.bfloat16,
+        params_dtype=mega.params_dtype, use_distributed_optimizer=True,
+    )  # fmt: skip
+    return get_megatron_optimizer(settings, chunks)
+
+
+def model_folder(model: str, topology: Topology) -> Path:
+    """Where the model's files are; the first rank of the role fetches what is not there yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    wanted = ["*.safetensors", "*.json"]
+    if topology.rank == 0:
+        snapshot_download(model, allow_patterns=wanted)
+    dist.barrier(group=topology.control)
+    return Path(snapshot_download(model, allow_patterns=wanted))
+
+
+def generation_config(model: str) -> list[GenerationConfig]:
+    try:
+        return [GenerationConfig.from_pretrained(model)]
+    except OSError:  # a model need not have one
+        return []
