@@ -1,7 +1,9 @@
-"""Checkpoints: sharded by torch.distributed.checkpoint, complete or not there at all.
+"""Checkpoints: sharded, complete or not there at all.
 
 step_00000020/            renamed into place as the last act
-  .metadata, __R_0.distcp   model and optimizer shards; load on any world size
+  actor/, critic/, prm/     weights and optimizer of each, written by its engine: FSDP2's by
+                            torch.distributed.checkpoint, Megatron's in dist_checkpointing's format;
+                            load on any world size
   run.json                  step, data position, counters, config text
   rng_R.pt                  random states of rank R; used where the world size is the same
   replay_R.pt, leftover_R.pt   rank R's share of samples that are kept, where there are any
@@ -24,10 +26,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError
+from spmdrl.engines.engine import TrainEngine
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.topology import Topology
 
@@ -41,15 +43,15 @@ class Keepsake(Protocol):
 
 
 def save(
-    root: Path, step: int, engines: dict[str, dict[str, Any]], run: dict[str, Any],
+    root: Path, step: int, engines: dict[str, TrainEngine], run: dict[str, Any],
     phases: Phases, keep: int, pretrained: list[Any], own: dict[str, Keepsake] | None = None,
     writer: int = 0,
 ) -> Path:  # fmt: skip
     """Writes root/step_N on all ranks and removes all but the `keep` newest. Collective.
 
-    engines: state_dict() of those that this rank has; own: what this rank keeps for itself; run
-    (JSON-able) and pretrained (a config, tokenizer and so on, whose save_pretrained writes to hf/)
-    are those of the rank `writer`.
+    engines: those that this rank has; run["engines"] names all; own: what this rank keeps for
+    itself; run (JSON-able) and pretrained (a config, tokenizer and so on, whose save_pretrained
+    writes to hf/) are those of the rank `writer`.
     A failure on any rank (disk full, say) is a PhaseError on all and leaves older ones untouched.
     """
     topology = phases.topology
@@ -58,10 +60,12 @@ def save(
     with phases("checkpoint"):
         if topology.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-            Path(aside, "hf").mkdir(parents=True)
+            for part in ("hf", *run["engines"]):
+                Path(aside, part).mkdir(parents=True)
     try:
         with phases("checkpoint"):
-            save_shards(engines, aside, phases)
+            for name, engine in engines.items():
+                save_engine(engine, Path(aside, name))
     except PhaseError:
         if topology.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk would stay full
@@ -82,13 +86,12 @@ def save(
     return final
 
 
-def save_shards(engines: dict[str, dict[str, Any]], folder: Path, phases: Phases) -> None:
+def save_engine(engine: TrainEngine, folder: Path) -> None:
     """Raises on the rank that failed what failed there; the phase's agreement tells the others."""
-    writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
     try:
-        dcp.save(engines, storage_writer=writer, process_group=phases.topology.control)
+        engine.save(folder)
     except CheckpointException as error:  # raised on every rank; no subclass of Exception
-        mine = error.failures.get(phases.topology.rank)
+        mine = error.failures.get(engine.topology.rank)
         if mine is not None:
             cause, stack = mine
             where = "".join(stack.format())
@@ -104,7 +107,8 @@ def commit(aside: Path, final: Path) -> None:
     files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
     manifest = {str(f.relative_to(aside)): [f.stat().st_size, sha256(f)] for f in files}
     Path(aside, "manifest.json").write_text(json.dumps(manifest))
-    for path in [*files, Path(aside, "manifest.json"), Path(aside, "hf"), aside]:
+    folders = [f for f in aside.rglob("*") if f.is_dir()]
+    for path in [*files, Path(aside, "manifest.json"), *folders, aside]:
         fsync(path)
     shutil.rmtree(final, ignore_errors=True)  # of a run that was told not to resume
     os.rename(aside, final)
@@ -184,7 +188,7 @@ def _find(resume: str, root: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
-def load(folder: Path, engines: dict[str, Any], topology: Topology) -> dict[str, Any]:
+def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> dict[str, Any]:
     """Loads every engine's state in place; returns run.json. Collective.
 
     engines: the training engines by the names they were saved under. Random states are restored
@@ -195,16 +199,15 @@ def load(folder: Path, engines: dict[str, Any], topology: Topology) -> dict[str,
     missing = sorted(set(engines) - set(run["engines"]))
     if missing:
         raise ConfigError(f"checkpoint {folder} has {run['engines']}, this run needs {missing} too")
-    for engine in engines.values():
-        engine.onload()
-    states = {name: engine.state_dict() for name, engine in engines.items()}
-    try:
-        dcp.load(states, checkpoint_id=str(folder), process_group=topology.group)
-    except CheckpointException as error:  # no subclass of Exception
-        cause, _ = next(iter(error.failures.values()))
-        raise ConfigError(f"checkpoint {folder} does not fit this run's models: {cause}") from cause
     for name, engine in engines.items():
-        engine.load_state_dict(states[name])
+        engine.onload()
+        try:
+            engine.load(Path(folder, name))
+        except CheckpointException as error:  # no subclass of Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise ConfigError(
+                f"checkpoint {folder} does not fit this run's {name}: {cause}"
+            ) from cause
         engine.offload()
     if run["world"] == topology.world:
         state = torch.load(Path(folder, f"rng_{topology.rank}.pt"), weights_only=False)

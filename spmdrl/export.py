@@ -58,17 +58,22 @@ def export(checkpoint: Path, out: Path, dtype: str) -> None:
 
 def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
     """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
-    prefix = f"{role}.model."
-    stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    folder = Path(checkpoint, role)
+    if Path(folder, "metadata.json").exists():
+        from spmdrl.engines.megatron_checkpoint import load_whole
+
+        return load_whole(folder, Path(checkpoint, "hf"))
+    prefix = "model."
+    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     weights = {
         key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
         for key, meta in stored.items()
         if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
     }
-    state = {role: {"model": weights}}
+    state = {"model": weights}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     return {name.removeprefix("hf."): tensor for name, tensor in weights.items()}
 
 

@@ -21,6 +21,8 @@ from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layers, num_experts
+from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.topology import resolve_degrees, train_degrees
@@ -64,6 +66,21 @@ def check(config: PpoConfig, world: int) -> None:
     check_roles(config, world)
     hf = load_hf_config(config.model)
     check_model(hf, config)
+    placement = place(config, world)
+    for name, role in training_roles(config).items():
+        if role.engine == "megatron":
+            check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
+
+
+def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
+    require(
+        importlib.util.find_spec("megatron.core") is not None,
+        f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
+    )
+    try:
+        check_layout(load_hf_config(model), degrees_of(role), num_ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def check_finite(node: Any, where: str) -> None:
@@ -149,11 +166,30 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
         )
 
 
+# what only one engine reads, and what it is where nobody sets it
+LAYOUT = {
+    "fsdp": {"fsdp": -1},
+    "megatron": {
+        "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
+        "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
+        "expert_tensor_parallel": 1,
+    },
+}  # fmt: skip
+
+
 def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
+    for engine, fields in LAYOUT.items():
+        for field, default in fields.items():
+            require(
+                role.engine == engine or getattr(role, field) == default,
+                f"{name}.{field}={getattr(role, field)} has no effect with {name}.engine="
+                f"{role.engine!r}: it is of engine {engine!r}",
+            )
+    what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
     try:
         resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:
-        raise ConfigError(f"{name}.fsdp on ranks {show_ranks(ranks)}: {error}") from error
+        raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
     require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
     optim = role.optim
     for field, value, fits in (
@@ -182,6 +218,8 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     load_hf_config(config.model)
+    if config.actor.engine == "megatron":
+        check_megatron("actor", config.actor, config.model, world)
 
 
 def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
@@ -256,9 +294,18 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
     roles, rollout = place(config, world).roles, config.rollout
     lines = ["placement"]
     for name, role in training_roles(config).items():
-        num = len(roles[name])
-        fsdp = num if role.fsdp == -1 else role.fsdp
-        lines.append(f"  {name:8} ranks {show_ranks(roles[name])}: dp {num // fsdp} x fsdp {fsdp}")
+        degrees = resolve_degrees(train_degrees(role), len(roles[name]))
+        layout = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
+        if role.engine == "megatron":
+            layout = f"megatron, {layout}" + "".join(
+                f", {label} {getattr(role, field)}"
+                for label, field in (("sequence parallel", "sequence_parallel"),
+                                     ("chunks per stage", "virtual_pipeline"),
+                                     ("experts over", "expert_parallel"),
+                                     ("each over", "expert_tensor_parallel"))
+                if getattr(role, field) not in (1, False)
+            )  # fmt: skip
+        lines.append(f"  {name:8} ranks {show_ranks(roles[name])}: {layout}")
     engines = len(roles["rollout"]) // rollout.tensor_parallel
     lines.append(f"  rollout  ranks {show_ranks(roles['rollout'])}: {engines} {rollout.engine} "
                  f"engines x tp {rollout.tensor_parallel}")  # fmt: skip
@@ -299,9 +346,9 @@ class Memory:
     """GiB that a training role takes on each of its ranks."""
 
     parameters: int
-    weights: float  # float32
-    gradients: float
-    adam: float  # two moments
+    weights: float  # float32; of megatron in the role's dtype
+    gradients: float  # float32
+    adam: float  # two moments, and megatron's float32 weights beside others
     activations: float
     config: TrainConfig
 
@@ -322,11 +369,24 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     hf = load_hf_config(role.model or model)
     count, text = parameter_count(hf), hf.get_text_config()
     trained = name != "ref"
-    one = count * 4 / (num_ranks if role.fsdp == -1 else role.fsdp) / GIB
     width = 1 if role.dtype == "bfloat16" else 2
     per_unit = (2 if role.activation_checkpointing or not trained else 34) * width
     units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
-    return Memory(count, one, one * trained, 2 * one * trained, units * per_unit / GIB, role)
+    activations = units * per_unit / GIB
+    if role.engine == "fsdp":
+        one = count * 4 / (num_ranks if role.fsdp == -1 else role.fsdp) / GIB
+        return Memory(count, one, one * trained, 2 * one * trained, activations, role)
+    cuts = role.tensor_parallel * role.pipeline_parallel
+    held = (count - expert_count(hf)) / cuts  # parameters on a rank
+    held += expert_count(hf) / (
+        role.expert_parallel * role.expert_tensor_parallel * role.pipeline_parallel
+    )
+    one, shares = held * 4 / GIB, num_ranks / cuts
+    states = 2 if role.dtype == "float32" else 3
+    return Memory(
+        count, one * width / 2, one * trained, states * one / shares * trained,
+        activations / (cuts if role.sequence_parallel else role.pipeline_parallel), role,
+    )  # fmt: skip
 
 
 def memory_lines(config: PpoConfig, world: int) -> list[str]:
@@ -368,6 +428,14 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     most, rank = max(peaks, key=lambda peak: peak[0])
     lines.append(f"  peak     {most:.2f} on rank {rank}, the fullest")
     return lines
+
+
+def expert_count(hf: PreTrainedConfig) -> int:
+    """Parameters of all routed experts."""
+    if not any(moe_layers(hf)):
+        return 0
+    one = 3 * hf.get_text_config().hidden_size * expert_width(hf)
+    return sum(moe_layers(hf)) * num_experts(hf) * one
 
 
 def parameter_count(hf: PreTrainedConfig) -> int:

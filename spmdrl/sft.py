@@ -19,7 +19,7 @@ from spmdrl.exits import exit_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.engine import TrainEngine
     from spmdrl.program import Runtime
     from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology
@@ -46,7 +46,7 @@ def main(config: str = "", **overrides: Any) -> None:
 def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
     from spmdrl.data import PromptOrder
-    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines import build_engine
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
@@ -62,7 +62,8 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         rows = SftDataset.load(config.data.train, tokenizer, config.data, topology)
         order = PromptOrder(len(rows), config.data.batch_size, config.seed, config.data.shuffle)
     with phases("build actor"):
-        actor = FsdpEngine("policy", config.model, config.actor, ranks)
+        actor = build_engine("policy", config.model, config.actor, ranks)
+        assert actor is not None  # on all ranks
     if runtime.is_main:
         set_aside_earlier_run(runtime.run_dir, 0)
         write_config(config, runtime.run_dir)
@@ -73,7 +74,10 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         log.begin_step(step)
         started_at = time.perf_counter()
         with phases("data"):
-            mine = order.next_step()[topology.rank :: topology.world]
+            given, taken = order.next_step(), ranks.data_ranks
+            mine = [] if topology.rank not in taken else given[
+                taken.index(topology.rank) :: len(taken)
+            ]  # fmt: skip
             batch, num_tokens = sft_batch(rows, mine, topology)
         with phases("update"):
             updated = actor.update(batch, cross_entropy, temperature=1.0)
@@ -119,7 +123,7 @@ def sft_batch(rows: SftDataset, indices: list[int], topology: Topology) -> tuple
     return batch, num_tokens
 
 
-def save(actor: FsdpEngine, tokenizer: Any, out: Path, topology: Topology) -> None:
+def save(actor: TrainEngine, tokenizer: Any, out: Path, topology: Topology) -> None:
     """Gathers bucket by bucket; rank 0 keeps the tensors and writes them. Collective."""
     import torch
 

@@ -264,7 +264,6 @@ def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
 
 def save(run: Run, step: int, log: RunLog) -> None:
     roles = run.roles
-    state = {name: engine.state_dict() for name, engine in run.engines.items()}
     facts = {
         "engines": sorted(trainer.name for trainer in roles.trainers if trainer.name != "ref"),
         "order": run.order.state_dict(),
@@ -284,7 +283,9 @@ def save(run: Run, step: int, log: RunLog) -> None:
             own["replay"] = roles.replay
         if roles.leftover is not None:
             own["leftover"] = roles.leftover
-    folder = checkpoint.save(root, step, state, facts, run.runtime.phases, keep, parts, own, writer)
+    folder = checkpoint.save(
+        root, step, run.engines, facts, run.runtime.phases, keep, parts, own, writer
+    )
     log.line(f"step {step}/{run.config.steps} | saved {folder}")
 
 

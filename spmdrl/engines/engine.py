@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.shards import Shards
 
@@ -24,6 +26,7 @@ class TrainEngine(Protocol):
     Every method is collective over these ranks.
     """
 
+    topology: Topology
     pretrained: list[Any]  # configs with save_pretrained, written beside the weights
 
     def logprobs(self, batch: Batch, temperature: float, pi_squared: bool = False) -> PolicyStats:
@@ -67,10 +70,13 @@ class TrainEngine(Protocol):
         """Takes it back."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Sharded model and optimizer state for torch.distributed.checkpoint."""
+    def save(self, folder: Path) -> None:
+        """Writes weights and optimizer into the folder, which is there and empty."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, after it was loaded in place."""
+    def load(self, folder: Path) -> None:
+        """Loads what `save` wrote, on as many ranks as there are, in whatever layout.
+
+        Raises ConfigError where another kind of engine wrote it.
+        """
         ...

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.micro_batches import (
@@ -180,7 +182,22 @@ class FsdpEngine:
         if self.config.offload_optimizer and self.optimizer is not None:
             move_state(self.optimizer, self.topology.device)
 
+    def save(self, folder: Path) -> None:
+        writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
+        dcp.save(self.state_dict(), storage_writer=writer, process_group=self.topology.control)
+
+    def load(self, folder: Path) -> None:
+        if Path(folder, "metadata.json").exists():
+            raise ConfigError(
+                f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
+                "start a run from that model, or resume with the engine that wrote it"
+            )
+        state = self.state_dict()
+        dcp.load(state, checkpoint_id=str(folder), process_group=self.topology.control)
+        self.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
+        """Sharded model and optimizer state for torch.distributed.checkpoint."""
         state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
         if self.optimizer is not None:
             names = {p: name for name, p in self.module.named_parameters()}
@@ -192,6 +209,7 @@ class FsdpEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, after it was loaded in place."""
         set_model_state_dict(self.module, state["model"])
         if self.optimizer is not None:  # the moments were loaded in place
             self.num_updates = state["num_updates"]

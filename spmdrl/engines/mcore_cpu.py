@@ -123,7 +123,7 @@ def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return CUDA_TYPES.get(tensor.dtype) or _TENSOR_TYPE(tensor)
 
 
-_TORCH_CUDA = {
+_TORCH_CUDA: dict[str, Any] = {
     "current_device": lambda: CPU,
     "synchronize": lambda *args, **kwargs: None,
     "current_stream": lambda *args: _THE_STREAM,
@@ -131,7 +131,7 @@ _TORCH_CUDA = {
     "manual_seed": torch.manual_seed,
     "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
 }
-_TENSOR = {
+_TENSOR: dict[str, Any] = {
     "cuda": lambda tensor, *args, **kwargs: tensor,
     "pin_memory": lambda tensor, *args: tensor.clone(),  # a copy: the original may be emptied
     "type": _type,

@@ -293,8 +293,12 @@ class MegatronEngine:
     def save(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint
 
+        idle = bool(self.parts.moved)
         with self.parts.state.active():
+            self.parts.onload()
             megatron_checkpoint.save(self.parts, folder, self.num_updates)
+            if idle:
+                self.parts.offload(self.config)
 
     def load(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint

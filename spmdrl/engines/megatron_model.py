@@ -6,252 +6,35 @@ No TransformerEngine: megatron's own linear layers, with attention and norm from
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spmdrl.config import ConfigError
 from spmdrl.engines import mcore_cpu
+from spmdrl.engines.megatron_layout import (
+    FAMILIES,
+    Degrees,
+    check_architecture,
+    check_layout,
+    expert_width,
+    head_dim,
+    moe_layers,
+    num_experts,
+    padded_vocab,
+    rope_frequencies,
+    shared_expert_width,
+    vocab_range,
+)
+
+__all__ = [
+    "Degrees", "ValueHead", "build_chunks", "check_architecture", "check_layout", "layer_numbers",
+    "padded_vocab", "transformer_config", "vocab_range",
+]  # fmt: skip
 
 LATENT_NORM_EPS = 1e-6  # of DeepSeek's norms inside attention, whatever rms_norm_eps says
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Into how many parts a model is cut. World size / (tensor * pipeline * context) is data."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1  # model chunks per pipeline rank
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence: bool = False  # activations between layers are cut over the tensor ranks too
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets an architecture apart from Llama."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    latent: bool = False  # DeepSeek's multi-head latent attention
-
-
-FAMILIES = {  # by Hugging Face's model_type
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-    "mixtral": Family(experts=True),
-    "deepseek_v3": Family(experts=True, latent=True),
-}
-
-
-def check_architecture(hf_config: PreTrainedConfig) -> None:
-    """Raises ConfigError where the model, or what its config asks for, has no mapping."""
-    kind = hf_config.model_type
-    family = FAMILIES.get(kind)
-    if family is None:
-        raise ConfigError(
-            f"engine megatron: no mapping for architecture {kind!r}; there is one for "
-            f"{', '.join(sorted(FAMILIES))}. Use engine fsdp, or add a Family in "
-            "spmdrl/engines/megatron_model.py and its names in megatron_names.py"
-        )
-    get = lambda name, other=None: getattr(hf_config, name, other)  # noqa: E731
-    rope_type = hf_config.rope_parameters["rope_type"]
-    topk, groups = get("num_experts_per_tok"), get("topk_group")
-    wrong = {
-        f"hidden_act {get('hidden_act')!r} (only silu)": get("hidden_act") != "silu",
-        "attention_bias (only qwen2's bias on q, k and v)": bool(get("attention_bias")),
-        "mlp_bias": bool(get("mlp_bias")),
-        f"sliding_window {get('sliding_window')}": get("sliding_window") is not None,
-        f"rope type {rope_type!r} (only {', '.join(STATIC_ROPE)})": rope_type not in STATIC_ROPE,
-        "a rotary embedding of part of the head": _rope_factor(hf_config) != 1.0,
-        "one expert per token": family.experts and topk == 1,
-    }
-    if family.latent:
-        wrong |= {
-            "norm_topk_prob=False": not get("norm_topk_prob"),
-            "rope_interleave=False": not get("rope_interleave", True),
-            # Megatron ranks expert groups by their topk // topk_group best, Hugging Face by two
-            f"{topk} experts per token from {groups} groups": topk // groups != 2,
-            "yarn whose mscale is not mscale_all_dim": rope_type in STATIC_ROPE
-            and rope_frequencies(hf_config)[1] != 1.0,
-        }
-    found = [what for what, is_wrong in wrong.items() if is_wrong]
-    if found:
-        raise ConfigError(
-            f"engine megatron: {kind} with {'; '.join(found)} is not mapped. Use engine fsdp"
-        )
-
-
-def check_layout(
-    hf_config: PreTrainedConfig, degrees: Degrees, world_size: int | None = None
-) -> None:
-    """Raises ConfigError, with the arithmetic and what would work, where parts are not equal."""
-    check_architecture(hf_config)
-    family, d = FAMILIES[hf_config.model_type], degrees
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    layers = hf_config.num_hidden_layers
-    problems = [f"{k}={v}: must be at least 1" for k, v in asdict(d).items() if v < 1 and k[0] != "s"]
-    if problems:
-        raise ConfigError("engine megatron: " + "; ".join(problems))
-    problems += _must_divide("tensor", d.tensor, _tensor_sizes(hf_config))
-    if not family.latent and groups % d.tensor and d.tensor % groups:
-        problems.append(
-            f"tensor={d.tensor}: {groups} key-value heads are neither a multiple nor a divisor; "
-            f"tensor may be {_divisors(groups, heads)}"
-        )
-    problems += _must_divide("pipeline", d.pipeline, {"layers": layers})
-    if layers % d.pipeline == 0:
-        here = {f"layers of each of {d.pipeline} pipeline ranks": layers // d.pipeline}
-        problems += _must_divide("virtual", d.virtual, here)
-    if d.virtual > 1 and d.pipeline == 1:
-        problems.append(f"virtual={d.virtual}: wants pipeline > 1; use virtual=1")
-    if family.experts:
-        problems += _must_divide("expert", d.expert, {"experts": num_experts(hf_config)})
-        width = {"intermediate size of an expert": expert_width(hf_config)}
-        problems += _must_divide("expert_tensor", d.expert_tensor, width)
-        if d.tensor > 1 and not d.sequence:
-            problems.append(f"tensor={d.tensor} with experts: wants sequence=True")
-    elif d.expert > 1 or d.expert_tensor > 1:
-        problems.append(
-            f"expert={d.expert}, expert_tensor={d.expert_tensor}: {hf_config.model_type} has no "
-            "experts; use 1"
-        )
-    if d.sequence and d.tensor == 1:
-        problems.append("sequence=True: wants tensor > 1")
-    if world_size is not None:
-        problems += _world_problems(d, family.experts, world_size)
-    if problems:
-        raise ConfigError("engine megatron: " + "; ".join(problems))
-
-
-def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
-    """What tensor parallelism cuts; the vocabulary is padded instead."""
-    family = FAMILIES[hf_config.model_type]
-    cut = {"attention heads": hf_config.num_attention_heads}
-    if not family.experts or any(not sparse for sparse in moe_layers(hf_config)):
-        cut["intermediate size"] = hf_config.intermediate_size
-    if shared_expert_width(hf_config):
-        cut["intermediate size of the shared experts"] = shared_expert_width(hf_config)
-    if family.latent:
-        cut["kv_lora_rank + qk_rope_head_dim"] = (
-            hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
-        )
-        if hf_config.q_lora_rank is not None:
-            cut["q_lora_rank"] = hf_config.q_lora_rank
-    return cut
-
-
-def _must_divide(name: str, degree: int, sizes: dict[str, int]) -> list[str]:
-    return [
-        f"{name}={degree}: {size} {what} do not divide by {degree} (remainder {size % degree}); "
-        f"{name} may be {_divisors(size)}"
-        for what, size in sizes.items()
-        if size % degree
-    ]
-
-
-def _world_problems(d: Degrees, experts: bool, world_size: int) -> list[str]:
-    dense = d.tensor * d.pipeline * d.context
-    sizes = {f"tensor {d.tensor} * pipeline {d.pipeline} * context {d.context} = {dense}": dense}
-    if experts:
-        sparse = d.expert_tensor * d.expert * d.pipeline
-        sizes[
-            f"expert_tensor {d.expert_tensor} * expert {d.expert} * pipeline {d.pipeline} = {sparse}"
-        ] = sparse
-    return [
-        f"{world_size} ranks are no multiple of {what}: use {_divisors(world_size)} in all, or "
-        f"{-(-world_size // size) * size} ranks"
-        for what, size in sizes.items()
-        if world_size % size
-    ]
-
-
-def _divisors(size: int, *others: int) -> str:
-    """At most twelve."""
-    upto = max(size, *others) if others else size
-    good = [n for n in range(1, upto + 1) if size % n == 0 or (others and n % size == 0)]
-    good = [n for n in good if all(other % n == 0 for other in others)]
-    return ", ".join(map(str, good[:12])) + (", ..." if len(good) > 12 else "")
-
-
-def num_experts(hf_config: PreTrainedConfig) -> int:
-    """Routed experts of a layer."""
-    config: Any = hf_config
-    return config.num_local_experts  # every family has this name, or maps it
-
-
-def expert_width(hf_config: PreTrainedConfig) -> int:
-    config: Any = hf_config
-    return config.moe_intermediate_size if hasattr(config, "moe_intermediate_size") else (
-        config.intermediate_size
-    )
-
-
-def shared_expert_width(hf_config: PreTrainedConfig) -> int:
-    """Of all shared experts of a layer together; 0 where there are none."""
-    config: Any = hf_config
-    if not FAMILIES[config.model_type].latent:
-        return 0
-    return config.moe_intermediate_size * (config.n_shared_experts or 0)
-
-
-def moe_layers(hf_config: PreTrainedConfig) -> list[bool]:
-    """For each layer whether its MLP is a mixture of experts."""
-    config: Any = hf_config
-    numbers = range(config.num_hidden_layers)
-    if not FAMILIES[config.model_type].experts:
-        return [False for _ in numbers]
-    if config.model_type == "qwen3_moe":
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers
-        return [n not in dense and (n + 1) % step == 0 for n in numbers]
-    if config.model_type == "deepseek_v3":
-        return [n >= config.first_k_dense_replace for n in numbers]
-    return [True for _ in numbers]
-
-
-def head_dim(hf_config: PreTrainedConfig) -> int:
-    config: Any = hf_config
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _rope_factor(hf_config: PreTrainedConfig) -> float:
-    config: Any = hf_config
-    return config.rope_parameters.get("partial_rotary_factor") or getattr(
-        config, "partial_rotary_factor", None
-    ) or 1.0
-
-
-def rope_frequencies(hf_config: PreTrainedConfig) -> tuple[Tensor, float]:
-    """(rotated dims / 2,) float32 inverse frequencies and the factor on sine and cosine."""
-    config: Any = hf_config
-    parameters = config.rope_parameters
-    if parameters["rope_type"] == "default":
-        dim = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-
-
-def padded_vocab(hf_config: PreTrainedConfig, tensor: int) -> int:
-    return -(-hf_config.vocab_size // tensor) * tensor
-
-
-def vocab_range(hf_config: PreTrainedConfig, tensor: int, rank: int) -> tuple[int, int]:
-    """First and one past the last token id whose rows a tensor rank holds; the rest is padding."""
-    rows = padded_vocab(hf_config, tensor) // tensor
-    last = min((rank + 1) * rows, hf_config.vocab_size)
-    return min(rank * rows, last), last
 
 
 def transformer_config(
@@ -387,6 +170,7 @@ def build_chunks(
         _set_rope(chunk, hf)
         if FAMILIES[hf.model_type].latent:
             _finish_latent(chunk)
+        _mark_experts(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -433,6 +217,17 @@ def _seed_once() -> None:
             model_parallel_cuda_manual_seed(0)
 
 
+def _mark_experts(chunk: Any) -> None:
+    """Gradients of experts are summed over the ranks that hold the same expert.
+
+    0.16.1 sums them over the data ranks where expert=1, although with tensor > expert_tensor the
+    tensor ranks too hold copies, and see other tokens.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".local_experts." in name:
+            parameter.allreduce = False
+
+
 def _set_rope(chunk: Any, hf_config: PreTrainedConfig) -> None:
     """Hugging Face's own frequencies: every kind of scaling that does not look at the length."""
     frequencies, _ = rope_frequencies(hf_config)
@@ -464,51 +259,38 @@ class ValueHead(nn.Module):
 
         values = linear(hidden, self.weight, self.bias).float()
         if self.sequence_parallel:  # every rank then takes the loss of all tokens
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False
-            )
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 class WholeLinear(nn.Module):
-    """A projection that every tensor rank holds whole.
+    """A projection that every tensor rank holds whole and applies to its own tokens."""
 
-    shared_dims: so many last dims of the output go into every rank's heads as they are, so their
-    gradient is the sum over ranks. Under sequence parallelism the gather behind them does that.
-    """
-
-    def __init__(self, weight: Tensor, out_dim: int, config: Any, shared_dims: int) -> None:
+    def __init__(self, in_dim: int, out_dim: int, config: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.new_zeros(out_dim, weight.shape[1]))
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        zeros = torch.zeros(out_dim, in_dim, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(zeros)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.kept_dims = out_dim if config.sequence_parallel else out_dim - shared_dims
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-
-        out = linear(x, self.weight)
-        if self.kept_dims == out.shape[-1]:
-            return out, None
-        kept, shared = out.split([self.kept_dims, out.shape[-1] - self.kept_dims], -1)
-        return torch.cat([kept, copy_to_tensor_model_parallel_region(shared)], -1), None
+        return linear(x, self.weight), None
 
 
 def _finish_latent(chunk: Any) -> None:
     """Puts right what megatron-core 0.16.1 has only with TransformerEngine.
 
     Its column-parallel down projections lose the gradient that other ranks' heads have for the
-    rotated part of the key. And these norms have an epsilon of their own.
+    rotated part of the key. Whole ones keep it where tokens are cut over the tensor ranks, which
+    mixtures of experts want anyway. And these norms have an epsilon of their own.
     """
     config = chunk.config
+    assert config.sequence_parallel or config.tensor_model_parallel_size == 1
+    key_value_dim = config.kv_lora_rank + config.qk_pos_emb_head_dim
     for layer in chunk.decoder.layers:
         attn = layer.self_attention
-        attn.linear_kv_down_proj = WholeLinear(
-            attn.linear_kv_down_proj.weight, config.kv_lora_rank + config.qk_pos_emb_head_dim,
-            config, config.qk_pos_emb_head_dim,
-        )  # fmt: skip
+        attn.linear_kv_down_proj = WholeLinear(config.hidden_size, key_value_dim, config)
         attn.kv_layernorm.eps = LATENT_NORM_EPS
         if config.q_lora_rank is not None:
-            attn.linear_q_down_proj = WholeLinear(
-                attn.linear_q_down_proj.weight, config.q_lora_rank, config, 0
-            )
+            attn.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
             attn.q_layernorm.eps = LATENT_NORM_EPS

@@ -21,15 +21,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.megatron_model import (
-    ValueHead,
+from spmdrl.engines.megatron_layout import (
     expert_width,
     head_dim,
-    layer_numbers,
     num_experts,
     shared_expert_width,
     vocab_range,
 )
+from spmdrl.engines.megatron_model import ValueHead, layer_numbers
 from spmdrl.weights.boxes import Box, sizes
 
 

@@ -17,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.megatron_inputs import Cut
-from spmdrl.engines.megatron_model import Degrees, build_chunks, check_layout, transformer_config
+from spmdrl.engines.megatron_layout import Degrees, check_layout
+from spmdrl.engines.megatron_model import build_chunks, transformer_config
 from spmdrl.engines.megatron_names import load_pretrained, pieces
 from spmdrl.engines.megatron_state import RoleState
 from spmdrl.engines.models import load_hf_config
@@ -231,9 +232,12 @@ def degrees_of(config: TrainConfig) -> Degrees:
 
 
 def build_parts(
-    kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool
-) -> Parts:
+    kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool,
+    load_weights: bool = True,
+) -> Parts:  # fmt: skip
     """Loads a Hugging Face model into the shards of this rank. Collective over the topology.
+
+    load_weights: without it they are 0, to be loaded from a checkpoint.
 
     Raises ConfigError where the model or the layout cannot be had.
     """
@@ -255,7 +259,10 @@ def build_parts(
             recompute=config.activation_checkpointing and not frozen,
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
-        load_pretrained(chunks, model_folder(model, topology), hf_config)
+        if chunks[0].pre_process:
+            freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
+        if load_weights:
+            load_pretrained(chunks, model_folder(model, topology), hf_config)
         optimizer = None
         if frozen:
             for chunk in chunks:
@@ -273,6 +280,25 @@ def build_parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
         [hf_config, *generation_config(model)], dp_size,
     )  # fmt: skip
+
+
+def freeze_padding(embedding: Any, hf_config: PreTrainedConfig) -> None:
+    """As in Hugging Face's models, looking up the padding token moves nothing.
+
+    Its row is often 0, where the gradient of the first norm is a thousand times any other.
+    """
+    padding = getattr(hf_config.get_text_config(), "pad_token_id", None)
+    if padding is None:
+        return
+
+    def keep(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        is_padding = args[0] == padding  # (rows, tokens)
+        if layer.reduce_scatter_embeddings:  # (tokens / ranks, rows, hidden_size)
+            group = layer.tp_group
+            is_padding = is_padding.T.chunk(group.size())[group.rank()]
+        return torch.where(is_padding[..., None], out.detach(), out)
+
+    embedding.register_forward_hook(keep)
 
 
 def trained(chunk: Any, mega: Any, first: bool) -> Any:
@@ -294,7 +320,13 @@ def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
         clip_grad=optim.clip_norm, bf16=mega.params_dtype == torch.bfloat16,
         params_dtype=mega.params_dtype, use_distributed_optimizer=True,
     )  # fmt: skip
-    return get_megatron_optimizer(settings, chunks)
+    optimizer = get_megatron_optimizer(settings, chunks)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:  # what the first step would make, so that it can be saved
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                group.setdefault("step", 0)
+    return optimizer
 
 
 def model_folder(model: str, topology: Topology) -> Path:

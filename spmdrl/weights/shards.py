@@ -74,9 +74,9 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
     weight do not make up the whole.
     """
     mine = {name: (held.shape, held.boxes) for name, held in named.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...]]]] = [
-        {}
-    ] * dist.get_world_size(group)
+    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...]]]] = [{}] * dist.get_world_size(
+        group
+    )
     dist.all_gather_object(everyone, mine, group=group)
     shapes = {name: shape for theirs in everyone for name, (shape, _) in theirs.items()}
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}

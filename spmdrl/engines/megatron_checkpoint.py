@@ -1,0 +1,138 @@
+"""Checkpoints of the Megatron engine, in megatron-core's dist_checkpointing format "torch_dist".
+
+Weights and optimizer are stored by global names and whole shapes, so that a checkpoint loads in
+another tensor, pipeline and data parallel layout. megatron-core reads what is written here, and the
+other way round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.engines import mcore_cpu
+from spmdrl.engines.megatron_parts import Parts, build_parts
+from spmdrl.topology import Topology, train_degrees
+from spmdrl.weights.reshard import gathered
+
+MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
+BACKEND, VERSION = "torch_dist", 1
+
+
+def save(parts: Parts, folder: Path, num_updates: int) -> None:
+    """Collective over the role; to be called while parts.state is active."""
+    from megatron.core import dist_checkpointing
+
+    metadata = layout_metadata()
+    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    state = {**facts, **sharded_state(parts, metadata, is_loading=False)}
+    kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    dist_checkpointing.save(
+        state, str(folder), sharded_strategy=strategy(), content_metadata=kept
+    )  # fmt: skip
+
+
+def load(parts: Parts, folder: Path) -> int:
+    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
+    from megatron.core import dist_checkpointing
+
+    if not Path(folder, MARK).is_file():
+        raise ConfigError(
+            f"{folder} was not written by engine megatron. Export it (python -m spmdrl.export) and "
+            "start a run from that model, or resume with the engine that wrote it"
+        )
+    stored = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
+    state = dist_checkpointing.load(wanted, str(folder))
+    for name, chunk in named_chunks(parts):
+        chunk.load_state_dict(state[name])
+    if parts.optimizer is not None:
+        parts.optimizer.load_state_dict(state["optimizer"])
+    return state["num_updates"]
+
+
+def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
+    """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
+    was, the model is put together without a cut."""
+    mcore_cpu.install()
+    from megatron.core import dist_checkpointing
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        facts = dist_checkpointing.load_common_state_dict(str(folder))
+        config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
+        topology = Topology.build(torch.device("cpu"), **train_degrees(config))
+        parts = build_parts("policy", str(hf_folder), config, topology, True, load_weights=False)
+        with parts.state.active():
+            load(parts, folder)
+        return dict(gathered(parts.named_shards(), parts.config.params_dtype, 1 << 30, topology))
+    finally:
+        dist.destroy_process_group()
+
+
+def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
+    if len(parts.raw) == 1:
+        return [("model", parts.raw[0])]
+    return [(f"model{i}", chunk) for i, chunk in enumerate(parts.raw)]
+
+
+def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    models = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named_chunks(parts)
+    }
+    state: dict[str, Any] = dict(models)
+    if parts.optimizer is not None:
+        state["optimizer"] = parts.optimizer.sharded_state_dict(
+            models if len(models) > 1 else models["model"], is_loading=is_loading,
+            metadata=metadata,
+        )  # fmt: skip
+    return state
+
+
+def layout_metadata() -> dict[str, Any]:
+    """How megatron-core is to name and cut the optimizer's state: not by the layout at hand."""
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def strategy() -> Any:
+    """torch.distributed.checkpoint's own writer under megatron-core's planner.
+
+    megatron-core's writer starts processes for it, which import the main program anew.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+
+    class Writer(SaveShardedStrategy):
+        @property
+        def can_handle_sharded_objects(self) -> bool:
+            return True
+
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+            named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, keep_only_main_replica=True
+            )
+            dcp.save(
+                torch_dist.mcore_to_pyt_state_dict(named, False),
+                storage_writer=dcp.FileSystemWriter(
+                    str(checkpoint_dir), sync_files=True, overwrite=False
+                ),
+                planner=torch_dist.MCoreSavePlanner(
+                    dedup_replicated_tensors=False, flatten_state_dict=False
+                ),
+            )
+
+    return Writer(BACKEND, VERSION)
