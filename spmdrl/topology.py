@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -25,7 +26,8 @@ class Topology:
     On a rank outside the role `here` is False, and nothing but `ranks` and `world` has a meaning.
     """
 
-    ranks: tuple[int, ...]  # of the job, ascending; the mesh's order too, the last axis fastest
+    ranks: tuple[int, ...]  # of the job, ascending; the mesh's order too, the last axis fastest,
+    # but for a host's (from_megatron)
     mesh: DeviceMesh
     group: dist.ProcessGroup  # these ranks; takes CPU tensors too
     control: dist.ProcessGroup  # these ranks again: gloo, for agreements at the end of phases
@@ -38,12 +40,14 @@ class Topology:
         device: torch.device,
         ranks: Sequence[int] | None = None,
         share: Topology | None = None,
+        hosted: bool = False,
         **degrees: int,
     ) -> Topology:
         """`ranks` (None: all), outermost axis first; one degree may be -1 (what is left).
 
         Topology.build(cpu, dp=-1, tp=2) on 8 ranks: dp 4 x tp 2, TP groups are neighbours.
         share: another arrangement of the same ranks, whose groups serve for this one too.
+        hosted: torch.distributed's own group is another program's, and left alone.
         Collective over the job, also for ranks outside. Raises ConfigError where the degrees do not
         multiply to the number of ranks.
         """
@@ -58,11 +62,32 @@ class Topology:
             assert share.ranks == tuple(chosen), (share.ranks, chosen)
             group, control = share.group, share.control
         else:
-            limit = whole._get_backend(torch.device("cpu")).options._timeout
-            everywhere = len(chosen) == len(everyone)
-            group = whole if everywhere else dist.new_group(chosen, timeout=limit)
+            limit = timeout_of(whole)
+            both = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            everywhere = len(chosen) == len(everyone) and not hosted
+            group = whole if everywhere else dist.new_group(chosen, backend=both, timeout=limit)
             control = dist.new_group(chosen, backend="gloo", timeout=limit)
         return cls(tuple(chosen), mesh, group, control, device, socket.gethostname())
+
+    @classmethod
+    def from_megatron(cls, share: Topology) -> Topology:
+        """The layout of megatron-core's parallel_state on all ranks, in whatever order it has them.
+
+        Axes pp, dp, cp, tp. share: all ranks, whose groups serve for this one too. Collective.
+        """
+        from megatron.core import parallel_state as ps
+
+        mine = (
+            ps.get_pipeline_model_parallel_rank(), ps.get_data_parallel_rank(),
+            ps.get_context_parallel_rank(), ps.get_tensor_model_parallel_rank(),
+        )  # fmt: skip
+        places: list[Any] = [None] * share.world
+        dist.all_gather_object(places, mine, group=share.control)
+        table = torch.empty([1 + max(axis) for axis in zip(*places, strict=True)], dtype=torch.int)
+        for rank, place in zip(share.ranks, places, strict=True):
+            table[place] = rank
+        mesh = DeviceMesh(share.device.type, table, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        return cls(share.ranks, mesh, share.group, share.control, share.device, share.host)
 
     @property
     def here(self) -> bool:
@@ -89,7 +114,7 @@ class Topology:
         assert names is not None
         one = {"tp": 0, "cp": 0, "pp": -1}
         index = tuple(one.get(name, slice(None)) for name in names)
-        return tuple(table[index].flatten().tolist())
+        return tuple(sorted(table[index].flatten().tolist()))
 
     def axis_size(self, axis: str) -> int:
         return self.mesh.shape[self.axis(axis)]
@@ -100,6 +125,11 @@ class Topology:
     def axis(self, name: str) -> int:
         assert self.mesh.mesh_dim_names is not None
         return self.mesh.mesh_dim_names.index(name)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
+    return group._get_backend(torch.device(device)).options._timeout
 
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:

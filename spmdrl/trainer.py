@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from spmdrl.engines import build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
+from spmdrl.phases import Span
 from spmdrl.placement import Ranks, place, training_roles
 from spmdrl.plan import describe
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
@@ -53,6 +56,7 @@ class Run:
     prompts: PromptDataset
     held_out: list[tuple[int, Prompt]]  # the same on every rank
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
+    samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
@@ -79,7 +83,6 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     roles, phases, steps = run.roles, runtime.phases, config.steps
     done, log, trace = resume(run)
     phases.on_change = log.phase
-    source = Source(run.take, run.prompts.by_id)
     roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
     sync(roles, version=done)
     take_weights(roles, done)
@@ -92,21 +95,11 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     met = done  # the last step after which all ranks met
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        started_at, collected = time.perf_counter(), None
         if roles.sampling.here:
             # a rank that samples ahead stays within async_steps of what the trainers have learnt
             take_weights(roles, max(step - 1 - config.async_steps, met))
-            collected = collect(roles, source, step)
-            show_samples(run, f"step_{step}", collected.asked)
-            mine = reports(run, step, trace, roles.sampling)
-            collected.facts = {"order": run.order.state_dict(), "reports": mine}
-        lesson = hand_over(roles, collected, step)
-        metrics = learn(roles, lesson, step)
-        sync(roles, version=step)
-        if lesson is not None:
-            run.order.load_state_dict(lesson.facts["order"])
-            everyone = lesson.facts["reports"] + reports(run, step, trace, roles.training)
-            metrics |= timing(metrics, everyone, time.perf_counter() - started_at)
+        metrics = one_step(run, step, partial(trace.write, step), sync_after=True)
+        if metrics:
             log.step_line(step, metrics, SHOWN)
         evaluating = bool(run.held_out) and (step == steps or is_due(step, config.eval_every))
         saving = config.checkpoint.every_steps > 0 and (
@@ -127,6 +120,31 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     close(roles)
 
 
+def one_step(
+    run: Run, step: int, trace: Callable[[list[Span]], None], sync_after: bool
+) -> dict[str, float]:
+    """Samples, learns, and gives the engine the new weights. Returns {} on ranks that sample only.
+
+    trace: hears of the phases as they end.
+    """
+    roles, started_at, collected = run.roles, time.perf_counter(), None
+    if roles.sampling.here:
+        collected = collect(roles, Source(run.take, run.prompts.by_id), step)
+        run.samples = collected.asked
+        show_samples(run, f"step_{step}", collected.asked)
+        mine = reports(run, trace, roles.sampling)
+        collected.facts = {"order": run.order.state_dict(), "reports": mine}
+    lesson = hand_over(roles, collected, step)
+    metrics = learn(roles, lesson, step)
+    if sync_after:
+        sync(roles, version=step)
+    if lesson is None:
+        return {}
+    run.order.load_state_dict(lesson.facts["order"])
+    everyone = lesson.facts["reports"] + reports(run, trace, roles.training)
+    return metrics | timing(metrics, everyone, time.perf_counter() - started_at)
+
+
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -138,8 +156,11 @@ def close(roles: Roles) -> None:
         roles.sampler.engine.shutdown()
 
 
-def build(config: PpoConfig, runtime: Runtime) -> Run:
-    """Data first, since its mistakes are cheap to find; then the engines. Collective."""
+def build(config: PpoConfig, runtime: Runtime, host: Trainer | None = None) -> Run:
+    """Data first, since its mistakes are cheap to find; then the engines. Collective.
+
+    host: the actor, where it stands already (embed.py).
+    """
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
     scores = topology.rank in placement.roles["reward"]
@@ -167,7 +188,11 @@ def build(config: PpoConfig, runtime: Runtime) -> Run:
             rewards.check_sources(sorted(sources))
     places = Places(topology)
     trainers: dict[str, Trainer] = {}
+    if host is not None:
+        trainers["actor"] = host
     for name, role in training_roles(config).items():
+        if name in trainers:
+            continue
         with phases(f"build {name}"):
             ranks = places.of(placement.roles[name], **train_degrees(role))
             kind = "value" if name == "critic" else "policy"
@@ -209,7 +234,7 @@ class Places:
         self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
         self.device = everyone.device
 
-    def of(self, ranks: Ranks, **degrees: int) -> Topology:
+    def of(self, ranks: Ranks, **degrees: Any) -> Topology:
         """Collective over the job."""
         share = self.known.get(ranks)
         topology = Topology.build(self.device, ranks, share=share, **degrees)
@@ -305,15 +330,19 @@ def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
 
 
 def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
+    if run.config.log_samples == 0:
+        return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
     write_samples(path, samples, run.config.log_samples, run.roles.sampling)
 
 
-def reports(run: Run, step: int, trace: TraceFile, topology: Topology) -> list[dict[str, Any]]:
+def reports(
+    run: Run, trace: Callable[[list[Span]], None], topology: Topology
+) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank of `topology` did since it was last asked. Collective over it."""
     roles = run.roles
     spans = roles.phases.take_spans()
-    trace.write(step, spans)
+    trace(spans)
     mine = {"rank": roles.topology.rank, "seconds": busy_and_waiting(spans),
             "samples": roles.post.moved_bytes, "weights": roles.weight_bytes}  # fmt: skip
     roles.post.moved_bytes = roles.weight_bytes = 0

@@ -155,6 +155,7 @@ class MegatronEngine:
             )
         parts.clip(grad_norm)
         optimizer.step_with_ready_grads()
+        parts.gather_weights()
         parts.zero_grad()
         return grad_norm
 

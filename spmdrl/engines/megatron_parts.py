@@ -83,6 +83,7 @@ class Parts:
     dp_size: int  # with the context-parallel ranks
     owned: bool = True  # built here, so that learning rates are ours to set
     moved: list[Callable[[], None]] = field(default_factory=list)  # what brings back the offloaded
+    dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
 
     @property
     def raw(self) -> list[Any]:
@@ -134,10 +135,33 @@ class Parts:
             wanted["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
         before = {name: getattr(config, name) for name in wanted}
         vars(config).update(wanted)
+        for module, name, _ in self.dropout:
+            setattr(module, name, 0.0)
         try:
             yield
         finally:
             vars(config).update(before)
+            for module, name, value in self.dropout:
+                setattr(module, name, value)
+
+    @contextmanager
+    def driven_by_us(self) -> Iterator[None]:
+        """A host that gathers updated weights when it next needs them has them gathered at once."""
+        lazy = [c for c in self.chunks if c.ddp_config.overlap_param_gather]
+        hooked = [c for c in lazy if c.remove_forward_pre_hook_handles]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
+
+    def gather_weights(self) -> None:
+        """After an optimizer step that leaves it to the next forward pass."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

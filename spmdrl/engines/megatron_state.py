@@ -59,16 +59,14 @@ class RoleState:
 
     @classmethod
     def of_host(cls) -> RoleState:
-        """That of a program which has initialised megatron-core itself."""
-        mcore_cpu.install()
+        """That of a program which has initialised megatron-core itself, and made it run here."""
         return cls(None, None)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around every call of megatron-core."""
         if self.values is None or self.group is None:
-            with mcore_cpu.scope():
-                yield
+            yield
             return
         from megatron.core import parallel_state
 

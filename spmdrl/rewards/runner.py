@@ -348,12 +348,16 @@ def worker_setup(functions: list[RewardFn]) -> bytes:
 
 
 def modules_by_value(functions: list[RewardFn]) -> list[ModuleType]:
-    """The functions' modules that a worker could not import, and the like from their folders."""
+    """The functions' modules that a worker could not import, and the like from their folders.
+
+    Without __main__: cloudpickle sends what is defined there by value anyway.
+    """
     modules = [sys.modules.get(module_name(function)) for function in functions]
     own = {m for m in modules if m is not None and not is_importable(m)}
     folders = {folder_of(m) for m in own} - {""}
     loaded = [m for m in sys.modules.values() if folder_of(m) in folders]
-    return [*own, *(m for m in loaded if m not in own and not is_importable(m))]
+    found = [*own, *(m for m in loaded if m not in own and not is_importable(m))]
+    return [module for module in found if module.__name__ != "__main__"]
 
 
 def folder_of(module: ModuleType) -> str:

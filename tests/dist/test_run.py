@@ -62,7 +62,7 @@ def test_resume_is_bit_for_bit(folder, uninterrupted):
     assert [r["step"] for r in resumed] == [0, 1, 2, 3, 4]
     assert resumed[3:] == whole[3:]
     for rank in (0, 1):
-        shard = f"checkpoints/step_00000004/__{rank}_0.distcp"
+        shard = f"checkpoints/step_00000004/actor/__{rank}_0.distcp"
         assert (folder / "whole" / shard).read_bytes() == (folder / "resumed" / shard).read_bytes()
 
 
@@ -109,13 +109,13 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, uninterrupted):
     from spmdrl.checkpoint import _find, damage
 
     shutil.copytree(folder / "whole" / "checkpoints", folder / "damaged")
-    shard = folder / "damaged" / "step_00000004" / "__0_0.distcp"
+    shard = folder / "damaged" / "step_00000004" / "actor" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert "__0_0.distcp does not have the checksum" in damage(shard.parent)
+    assert "actor/__0_0.distcp does not have the checksum" in damage(shard.parents[1])
     assert _find("auto", folder / "damaged") == (str(folder / "damaged" / "step_00000002"), None)
-    assert "checksum" in _find(str(shard.parent), folder)[1]
+    assert "checksum" in _find(str(shard.parents[1]), folder)[1]
     (folder / "damaged" / "step_00000002" / "run.json").unlink()
     assert _find("auto", folder / "damaged") == (None, None)
 

@@ -1,0 +1,268 @@
+"""Our step inside another program that trains with Megatron-core; see docs/embedding.md.
+
+    rl = attach(model, optimizer, config)     # after the program has built and loaded both
+    metrics = rl.step(iteration)              # in place of its train step
+    rl.close()
+
+The program keeps its process groups, environment, seeds, logging, learning rates, checkpoints and
+outer loop. All of attach, step, evaluate and close are collective over its ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+
+from spmdrl.algo.checks import require
+from spmdrl.collect import evaluate
+from spmdrl.config import OptimConfig, PpoConfig, TrainConfig
+from spmdrl.engines.engine import TrainEngine
+from spmdrl.engines.megatron import MegatronEngine
+from spmdrl.engines.megatron_host import check_host_model, form_of, silenced_dropout
+from spmdrl.engines.megatron_inputs import Cut
+from spmdrl.engines.megatron_parts import Groups, Parts
+from spmdrl.engines.megatron_state import RoleState
+from spmdrl.engines.models import load_hf_config
+from spmdrl.phases import Phases, Span
+from spmdrl.plan import check
+from spmdrl.program import ENGINE_ENV, Runtime
+from spmdrl.roles import Trainer
+from spmdrl.rollout.noise import preserved_rng
+from spmdrl.sync import sync
+from spmdrl.topology import Topology
+from spmdrl.trainer import Run, build, close, one_step
+from spmdrl.types import Sample
+
+
+@dataclass
+class Attachment:
+    """What stands beside the host's model and optimizer. Made by `attach`."""
+
+    run: Run
+    parts: Parts
+    groups_before: set[dist.ProcessGroup]
+
+    def step(self, number: int) -> dict[str, float]:
+        """Samples with the model as it stands, learns from it, steps the host's optimizer.
+
+        number: of the step, from 1; seeds are made from it. Returns the step's metrics, the same
+        on every rank. Raises PhaseError on every rank where one failed, ConfigError for the user's
+        mistakes; the model may then be amid a step, to be taken from a checkpoint.
+        """
+        roles = self.run.roles
+        with untouched(), self.parts.driven_by_us():
+            # the weights may have changed since: by the host, or from a checkpoint
+            roles.policy_version = number - 2
+            sync(roles, version=number - 1)
+            metrics = one_step(self.run, number, ignore, sync_after=False)
+            roles.actor.model.onload()
+        return metrics
+
+    def evaluate(self, number: int) -> dict[str, float]:
+        """Greedy answers to config.data.eval with the model as it stands; the metrics."""
+        roles = self.run.roles
+        require(self.run.held_out != [], "evaluate: config.data.eval is not set")
+        with untouched(), self.parts.driven_by_us():
+            sync(roles, version=number)
+            told: list[Any] = [None]
+            if roles.sampling.here:
+                _, told[0] = evaluate(roles, self.run.held_out, number)
+            dist.broadcast_object_list(
+                told, group=roles.topology.control, group_src=roles.sampling.ranks[0]
+            )
+            roles.actor.model.onload()
+        return told[0]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of the last step that this rank made, with prompt, response and reward."""
+        return self.run.samples
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Critic and process reward model, if there are any; their save(folder) and load(folder)
+        belong beside the host's own checkpoint."""
+        return {name: e for name, e in self.run.engines.items() if name != "actor"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands and what adapts: JSON-able, the same on every rank."""
+        roles = self.run.roles
+        return {
+            "order": self.run.order.state_dict(), "kl_coef": roles.kl_coef,
+            "entropy_coef": roles.entropy_coef, "entropy": roles.entropy,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        roles = self.run.roles
+        self.run.order.load_state_dict(state["order"])
+        if roles.config.algo.kl_target is not None:
+            roles.kl_coef = state["kl_coef"]
+        if roles.config.algo.entropy_target is not None:
+            roles.entropy_coef, roles.entropy = state["entropy_coef"], state["entropy"]
+
+    def close(self) -> None:
+        """Ends engines and reward processes, and takes our process groups away."""
+        with untouched():
+            self.run.roles.post.wait_until_delivered()
+            close(self.run.roles)
+            dist.barrier(group=self.run.roles.topology.control)
+            for group in set(c10d._world.pg_map) - self.groups_before:
+                dist.destroy_process_group(group)
+
+
+def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
+    """Builds everything around a model that the program trains: engines, data, rewards.
+
+    model: the GPTModel chunks of this rank in Megatron's DistributedDataParallel, or the only one;
+    optimizer: a MegatronOptimizer over them. config.model is the Hugging Face folder of the same
+    architecture: its tokenizer and config are read, and vLLM starts from it. What config says of
+    the actor's layout and optimizer must be left out: both are the program's. parallel_state is
+    initialised. Collective over all ranks of the program.
+
+    Raises ConfigError where model and config do not fit, with the difference.
+    """
+    groups_before = set(c10d._world.pg_map)
+    chunks = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
+    with untouched():
+        everyone = Topology.build(device_here(), hosted=True, dp=-1)
+        phases = Phases(everyone)
+        with phases("attach"):
+            check_use(config)
+            parts = host_parts(chunks, optimizer, config)
+            config = replace(config, actor=hosted_actor(config.actor, parts))
+            check(config, everyone.world)
+        layout = Topology.from_megatron(everyone)
+        engine = MegatronEngine.of_parts(parts, config.actor, layout)
+        runtime = Runtime(everyone, phases, Path(config.run_dir))
+        run = build(config, runtime, Trainer("actor", layout, engine))
+        engine.onload()
+    return Attachment(run, parts, groups_before)
+
+
+def check_use(config: PpoConfig) -> None:
+    """What only a program of our own can do."""
+    require(
+        config.actor.optim == OptimConfig(),
+        "actor.optim has no effect: the optimizer and its schedule are the host's",
+    )
+    require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
+    ours = {
+        "async_steps": config.async_steps > 0,
+        "rollout.oversample": config.rollout.oversample > 1,
+        "algo.replay_steps": config.algo.replay_steps > 0,
+    }
+    for name, is_on in ours.items():
+        require(not is_on, f"{name} does not go with a host's loop; use python -m spmdrl.ppo")
+
+
+def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
+    """Raises ConfigError where something is missing that a step needs."""
+    from megatron.core import parallel_state as ps
+
+    require(
+        ps.model_parallel_is_initialized(),
+        "attach: call megatron.core.parallel_state.initialize_model_parallel() first",
+    )
+    for chunk in chunks:
+        require(
+            hasattr(chunk, "zero_grad_buffer") and hasattr(chunk, "ddp_config"),
+            f"attach: {type(chunk).__name__} is not megatron.core.distributed."
+            "DistributedDataParallel, in which every model chunk has to be wrapped",
+        )
+    for name in ("prepare_grads", "get_grad_norm", "step_with_ready_grads"):
+        require(
+            hasattr(optimizer, name),
+            f"attach: the optimizer ({type(optimizer).__name__}) has no {name}(): it must be what "
+            "megatron.core.optimizer.get_megatron_optimizer returns",
+        )
+    hf_config = load_hf_config(config.model)
+    groups = Groups.of_parallel_state()
+    parts = Parts(
+        "policy", chunks, optimizer, RoleState.of_host(), groups, Cut("packed", 1, 0, 1), hf_config,
+        [hf_config], ps.get_data_parallel_world_size(with_context_parallel=True), owned=False,
+    )  # fmt: skip
+    check_host_model(parts, hf_config)
+    tensor = groups.tensor.size() if parts.config.sequence_parallel else 1
+    parts.cut = Cut(form_of(parts), groups.context.size(), groups.context.rank(), tensor)
+    parts.dropout = silenced_dropout(parts.raw)
+    return parts
+
+
+def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
+    """The actor's config with the host's layout in it."""
+    from megatron.core import parallel_state as ps
+
+    config = parts.config
+    layout = {
+        "tensor_parallel": parts.groups.tensor.size(),
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_parallel": parts.groups.pipeline.size(),
+        "virtual_pipeline": len(parts.chunks),
+        "context_parallel": parts.groups.context.size(),
+        "expert_parallel": ps.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel": (
+            ps.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1
+        ),
+    }  # fmt: skip
+    for name, value in layout.items():
+        said, default = getattr(given, name), getattr(TrainConfig(), name)
+        require(
+            said in (value, default), f"actor.{name}={said}, but the host's model has {value}: "
+            "leave it out",
+        )  # fmt: skip
+    dtype: Any = str(config.params_dtype).removeprefix("torch.")
+    return replace(given, engine="megatron", dtype=dtype, **layout)
+
+
+def ignore(spans: list[Span]) -> None:
+    pass
+
+
+def device_here() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Random states, environment and the root logger are afterwards what they were before."""
+    environment, root = dict(os.environ), logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    for name, value in ENGINE_ENV.items():
+        os.environ.setdefault(name, value)
+    try:
+        with preserved_rng(), preserved_tracker():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def preserved_tracker() -> Iterator[None]:
+    """Of Megatron's own generators, by name."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    try:
+        yield
+    finally:
+        if states:
+            tracker.set_states(states)

@@ -1,0 +1,103 @@
+"""What a model is like that another program has built with Megatron-core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from spmdrl.algo.checks import require
+from spmdrl.config import ConfigError
+from spmdrl.engines.megatron_inputs import Form
+from spmdrl.engines.megatron_layout import check_architecture, head_dim, rope_frequencies
+from spmdrl.engines.megatron_parts import Parts
+
+
+def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
+    """Raises ConfigError with every difference between the model and its Hugging Face config.
+
+    A difference would not stop training, but the engine would sample from another model.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    for model in parts.raw:
+        require(
+            isinstance(model, GPTModel),
+            f"attach: {type(model).__name__} is not megatron.core.models.gpt.GPTModel",
+        )
+        require(
+            not getattr(model, "mtp_process", False),
+            "attach: RL does not train multi-token prediction heads; build the model without them",
+        )
+    check_architecture(hf_config)
+    hf: Any = hf_config.get_text_config()
+    config, model = parts.config, parts.raw[0]
+    pairs = {
+        "layers": (config.num_layers, hf.num_hidden_layers),
+        "hidden_size": (config.hidden_size, hf.hidden_size),
+        "attention heads": (config.num_attention_heads, hf.num_attention_heads),
+        "norm epsilon": (config.layernorm_epsilon, hf.rms_norm_eps),
+        "normalization": (config.normalization, "RMSNorm"),
+        "gated linear unit": (config.gated_linear_unit, True),
+        "bias of linear layers": (config.add_bias_linear, False),
+        "tied embeddings": (
+            model.share_embeddings_and_output_weights, bool(hf.tie_word_embeddings)
+        ),
+    }  # fmt: skip
+    if not config.multi_latent_attention:
+        pairs |= {
+            "key-value heads": (config.num_query_groups, hf.num_key_value_heads),
+            "head dimension": (config.kv_channels, head_dim(hf_config)),
+        }
+    wrong = [f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in pairs.items()
+             if ours != theirs]  # fmt: skip
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None and hasattr(rotary, "inv_freq"):
+        wanted, _ = rope_frequencies(hf_config)
+        found = rotary.inv_freq.float().cpu()
+        if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5):
+            wrong.append("rotary embedding: other frequencies (rotary_base, rotary_percent or "
+                         "their scaling)")  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            "attach: the model is not what config.model describes: " + "; ".join(wrong)
+        )
+
+
+def form_of(parts: Parts) -> Form:
+    """How the model's attention takes sequences of different length."""
+    names = {
+        type(module).__name__
+        for model in parts.raw
+        for name, module in model.named_modules()
+        if name.endswith("self_attention.core_attention")
+    }
+    if names <= {"PackedAttention"}:
+        return "packed"
+    if "DotProductAttention" in names:  # Megatron's own knows no packing
+        size = parts.groups.context.size()
+        require(
+            size == 1,
+            f"attach: context parallel size {size} wants an attention that takes packed sequences, "
+            "as TransformerEngine's does; DotProductAttention does not",
+        )
+        return "padded"
+    return "packed_host"
+
+
+def silenced_dropout(models: list[Any]) -> list[tuple[nn.Module, str, float]]:
+    """(module, attribute, probability) of every dropout that is not 0.
+
+    Old and new logprobs must differ by the update alone, so it is off during our passes.
+    """
+    return [
+        (module, name, value)
+        for model in models
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name in ("hidden_dropout", "attention_dropout", "p")
+        and isinstance(value, float)
+        and value > 0
+    ]
