@@ -64,12 +64,13 @@ def packed_params(
 
 def held_rows(seq_lens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """(num_tokens / cp_size,) int64: positions in the packed row that rank cp_rank holds."""
+    if cp_size == 1:
+        return torch.arange(int(seq_lens.sum()))
     rows, start = [], 0
     for length in seq_lens.tolist():
         chunk = length // (2 * cp_size)
-        for number in (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0, 1):
-            end = start + (number + 1) * chunk if cp_size > 1 or number == 0 else start + length
-            rows.append(torch.arange(start + number * chunk, end))
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
         start += length
     return torch.cat(rows)
 
@@ -113,9 +114,9 @@ class PackedAttention(nn.Module):
 
         Returns (tokens, heads * dv).
         """
-        if packed_seq_params is None:
-            raise ValueError("give the model packed_seq_params; it has no other attention")
-        layout = packed_seq_params.layout
+        layout = getattr(packed_seq_params, "layout", None)
+        if layout is None:
+            raise ValueError("give the model packed_seq_params that packed_params() made")
         if isinstance(layout, Segments):
             out = self._context_parallel(query, key, value, layout)
         else:

@@ -76,13 +76,15 @@ def check_architecture(hf_config: PreTrainedConfig) -> None:
     if FAMILIES[kind].experts:
         wrong["one expert per token"] = config.num_experts_per_tok == 1
     if FAMILIES[kind].latent:
-        topk, groups = config.num_experts_per_tok, config.topk_group
+        topk, groups = config.num_experts_per_tok, expert_groups(config)
         scaling = rope_frequencies(config)[1] if rope_type in STATIC_ROPE else 1.0
         wrong |= {
             "norm_topk_prob=False": not config.norm_topk_prob,
             "rope_interleave=False": not config.rope_interleave,
-            # Megatron ranks expert groups by their topk // topk_group best, Hugging Face by two
-            f"{topk} experts per token from {groups} groups": topk // groups != 2,
+            # Megatron ranks expert groups by their topk // groups best, Hugging Face by two
+            f"{topk} experts per token from {config.topk_group} groups": (
+                groups is not None and topk // groups[1] != 2
+            ),
             "yarn whose mscale is not mscale_all_dim": scaling != 1.0,
         }
     found = [what for what, is_wrong in wrong.items() if is_wrong]
@@ -206,6 +208,14 @@ def num_experts(hf_config: PreTrainedConfig) -> int:
     """Routed experts of a layer."""
     config: Any = hf_config
     return config.num_local_experts  # every family has this name, or maps it
+
+
+def expert_groups(hf_config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Groups of experts and how many of them a token may use; None where it may use all."""
+    config: Any = hf_config
+    if not FAMILIES[config.model_type].latent or config.topk_group == config.n_group:
+        return None
+    return config.n_group, config.topk_group
 
 
 def expert_width(hf_config: PreTrainedConfig) -> int:

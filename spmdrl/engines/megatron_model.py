@@ -19,6 +19,7 @@ from spmdrl.engines.megatron_layout import (
     Degrees,
     check_architecture,
     check_layout,
+    expert_groups,
     expert_width,
     head_dim,
     moe_layers,
@@ -111,11 +112,12 @@ def _expert_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shared_expert_width(config) or None,
     }  # fmt: skip
     if FAMILIES[config.model_type].latent:
+        groups, chosen_groups = expert_groups(config) or (None, None)
         settings |= {
             "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 0.0,  # pretraining's balance is not RL's to move
             "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-            "moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group,
+            "moe_router_num_groups": groups, "moe_router_group_topk": chosen_groups,
         }  # fmt: skip
     return settings
 
@@ -212,8 +214,9 @@ def _seed_once() -> None:
         model_parallel_cuda_manual_seed,
     )
 
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     if not get_cuda_rng_tracker().get_states():
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             model_parallel_cuda_manual_seed(0)
 
 

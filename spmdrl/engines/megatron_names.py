@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.megatron_layout import (
+    FAMILIES,
     expert_width,
     head_dim,
     num_experts,
@@ -109,10 +110,11 @@ def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
 
 def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[Piece]:
     tp, hidden, heads = _cut(chunk.pg_collection.tp), hf.hidden_size, hf.num_attention_heads
+    latent = FAMILIES[hf.model_type].latent
     if rest == "linear_proj.weight":
-        width = heads * (hf.v_head_dim if hasattr(hf, "kv_lora_rank") else head_dim(hf))
+        width = heads * (hf.v_head_dim if latent else head_dim(hf))
         return [_columns(prefix + "o_proj.weight", (hidden, width), tp)]
-    if hasattr(hf, "kv_lora_rank"):
+    if latent:
         return [_latent_attention(hf, prefix, rest, tp)]
     if rest == "linear_qkv.weight":
         return _qkv(hf, prefix, "weight", (hidden,), tp)
