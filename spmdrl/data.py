@@ -258,10 +258,6 @@ class PromptOrder:
         self.offset = 0  # prompts already asked in this epoch
         self._permutation = epoch_permutation(length, seed, 0, shuffle)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.length // self.prompts_per_step
-
     def next_step(self) -> list[int]:
         """`prompts_per_step` different dataset indices; moves the position on."""
         return self.take(self.prompts_per_step)

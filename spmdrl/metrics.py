@@ -124,24 +124,28 @@ def set_aside_earlier_run(run_dir: Path, done: int) -> None:
 
 
 def write_samples(path: Path, samples: list[Sample], most: int, topology: Topology) -> None:
-    """Rank 0 writes readable rows: its first `most` samples, and every rank's invalid ones.
+    """Rank 0 writes readable rows: the step's first `most` samples, whoever made them, and of each
+    rank invalid ones.
 
     An invalid sample stands there with its traceback. Collective.
     """
-    shown = samples[:most] if topology.rank == 0 else []
-    shown = shown + [s for s in samples if s.invalid is not None and s not in shown][:MOST_INVALID]
-    rows = [sample_row(s) for s in shown]
+    ordered = sorted(samples, key=lambda s: (s.group, s.index))
+    bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
+    rows = [((s.group, s.index), sample_row(s)) for s in (*ordered[:most], *bad)]
     everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
     dist.gather_object(rows, everyone, group=topology.control, group_dst=0)
-    if everyone is not None:
-        with path.open("w") as f:
-            for row in itertools.chain.from_iterable(everyone):
-                f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    if everyone is None:
+        return
+    found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
+    kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
+    with path.open("w") as f:
+        for _, row in kept:
+            f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def sample_row(s: Sample) -> dict[str, Any]:
     return {
-        "prompt_id": s.prompt.id, "sample": s.index, "data_source": s.prompt.data_source,
+        "prompt_id": s.prompt.id, "group": s.group, "sample": s.index, "data_source": s.prompt.data_source,
         "prompt": s.prompt.text, "response": s.response, "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **s.reward_info,

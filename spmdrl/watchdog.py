@@ -26,6 +26,7 @@ from spmdrl.exits import BAD_CONFIG, FAILED, leave_for_torchrun
 PERIOD_S = 0.5
 STALLED = "no progress"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
 
@@ -119,7 +120,7 @@ class Watchdog:
                 continue
             if beat != peer_beat or beat in ("", "bye"):
                 peer_beat, peer_since = beat, now
-            elif now - peer_since > self.lost_s:
+            if now - peer_since > self.lost_s:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
                 _, host, phase = beat.split(" ", 2)
                 self._report(peer, host, phase, silent)
@@ -130,10 +131,11 @@ class Watchdog:
                 self._report(self.rank, self.host, self.phase, stalled)
 
     def _is_last(self, others: bytes, silent_s: float) -> bool:
-        """Whether the job has stopped, as far as this rank can tell. The one that got on last is
-        to say so first: the others were waiting for it."""
+        """Whether the job has stopped, as far as this rank can tell. Who has stood still longest
+        says so first; of ranks that stopped within LAST_WORD_S of each other, who got on last: the
+        others were waiting for it."""
         mine = others.startswith(f"{self.rank} ".encode())
-        return silent_s > self.stall_s / 2 + (0 if mine else 10)
+        return silent_s > self.stall_s / 2 + (0 if mine else LAST_WORD_S)
 
     def _report(self, rank: int, host: str, phase: str, cause: str) -> None:
         self.report(

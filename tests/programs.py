@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranks import free_port
+from ranks import SERVER, become, free_port
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -65,46 +66,54 @@ class Done:
     seconds: float
 
 
-def start(folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo") -> subprocess.Popen:
+def start(folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo") -> BaseProcess:
     """torchrun in a session of its own, output to folder/log."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        "--master-port", str(free_port()), "-m", program, *args,
-    ]  # fmt: skip
+    command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m", program,
+               *map(str, args)]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = Path(folder, "log").open("w")
-    return subprocess.Popen(
-        command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-    )
+    Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said
+    process = SERVER.Process(target=launch, args=(str(folder), command, env))
+    process.start()
+    return process
 
 
-def finish(proc: subprocess.Popen, folder: Path, timeout_s: float) -> Done:
+def launch(folder: str, command: list[str], env: dict[str, str]) -> None:
+    """What the command torchrun does, in a process that has imported it already."""
+    from torch.distributed.run import main
+
+    os.setsid()
+    os.chdir(folder)
+    become(Path("log"), env)
+    main(command)
+
+
+def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
     """Waits; over the limit every rank shows its stack (SIGABRT) and the test fails."""
     begin = time.monotonic()
-    try:
-        code = proc.wait(timeout_s)
-    except subprocess.TimeoutExpired:
+    proc.join(timeout_s)
+    if proc.exitcode is None:
+        assert proc.pid is not None
         os.killpg(proc.pid, signal.SIGABRT)
         time.sleep(2)
         os.killpg(proc.pid, signal.SIGKILL)
-        proc.wait()
-        raise AssertionError(
-            f"over {timeout_s} s:\n{Path(folder, 'log').read_text()[-8000:]}"
-        ) from None
-    return Done(code, Path(folder, "log").read_text(), time.monotonic() - begin)
+        proc.join()
+        text = Path(folder, "log").read_text()[-8000:]
+        raise AssertionError(f"over {timeout_s} s:\n{text}")
+    return Done(proc.exitcode, Path(folder, "log").read_text(), time.monotonic() - begin)
 
 
 def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 180, **kwargs: str) -> Done:
     return finish(start(folder, ranks, *args, **kwargs), folder, timeout_s)
 
 
-def wait_for(folder: Path, text: str, proc: subprocess.Popen, timeout_s: float = 120) -> None:
+def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120) -> None:
     """Until the log holds `text`."""
     end = time.monotonic() + timeout_s
-    while text not in Path(folder, "log").read_text():
-        assert proc.poll() is None, Path(folder, "log").read_text()[-6000:]
-        assert time.monotonic() < end, Path(folder, "log").read_text()[-6000:]
+    log = Path(folder, "log")
+    while text not in log.read_text():
+        assert proc.exitcode is None, log.read_text()[-6000:]
+        assert time.monotonic() < end, log.read_text()[-6000:]
         time.sleep(0.05)
 
 

@@ -1,24 +1,27 @@
-"""Runs a test function on several real gloo ranks, each a fresh process, with a hard time limit.
+"""Runs test functions on several real gloo ranks, each a fresh process, with a hard time limit.
 
     def _work(topology, x): ...            # module level; runs on every rank
     def test_it(): results = run_ranks(2, _work, 3)
 
-A run that is over its limit fails and shows the stack of every rank.
+A start takes longer than most functions: `run_calls` makes many calls on the same ranks. A process
+is forked from a server that has imported torch and the trainer, and has done nothing else. A run
+that is over its limit fails and shows the stack of every rank.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,51 +36,66 @@ ENGINE_ENV = {
 }
 
 
+Call = tuple[Callable[..., Any], tuple]  # a function of a test module and its arguments
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch.distributed.run", "spmdrl.engines.fsdp", "spmdrl.step"])
+
+
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list:
     """Calls work(topology, *args) on `world` ranks; returns the results in rank order."""
+    return run_calls(world, [(work, args)], timeout_s)[0]
+
+
+def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 120) -> list[list]:
+    """Makes the calls one after the other on the same ranks; the results of each in rank order.
+
+    All functions are of one module.
+    """
+    named = [(work.__code__.co_filename, work.__name__, args) for work, args in calls]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(work.__code__.co_filename)
-        call = Path(folder, "call.pkl")
-        call.write_bytes(pickle.dumps((str(source), work.__name__, args)))
+        Path(folder, "calls.pkl").write_bytes(pickle.dumps(named))
         port = free_port()
-        procs = []
+        procs: list[BaseProcess] = []
         for rank in range(world):
-            env = os.environ | ENGINE_ENV | {
+            env = ENGINE_ENV | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                 "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }  # fmt: skip
-            log = Path(folder, f"log_{rank}").open("w")
-            command = [sys.executable, __file__, str(call), folder]
-            procs.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            process = SERVER.Process(target=main, args=(folder, os.environ | env))
+            process.start()
+            procs.append(process)
         finished = wait_all(procs, timeout_s)
         logs = "\n".join(
             f"--- rank {rank} ---\n{Path(folder, f'log_{rank}').read_text()[-6000:]}"
             for rank in range(world)
         )
         assert finished, f"over the limit of {timeout_s} s; every rank's stack:\n{logs}"
-        assert all(p.returncode == 0 for p in procs), logs
-        return [pickle.loads(Path(folder, f"result_{r}").read_bytes()) for r in range(world)]
+        assert all(p.exitcode == 0 for p in procs), logs
+        by_rank = [pickle.loads(Path(folder, f"result_{r}").read_bytes()) for r in range(world)]
+        return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def wait_all(procs: list[subprocess.Popen], timeout_s: float) -> bool:
+def wait_all(procs: list[BaseProcess], timeout_s: float) -> bool:
     """Waits for all, or until one fails; on a time-out asks each for its stack. Ends them all."""
     end = time.monotonic() + timeout_s
     failed_at = None
-    while any(p.poll() is None for p in procs):
+    while any(p.exitcode is None for p in procs):
         now = time.monotonic()
-        if any(p.poll() not in (None, 0) for p in procs):
+        if any(p.exitcode not in (None, 0) for p in procs):
             failed_at = failed_at or now
         if now > end or (failed_at and now > failed_at + 5):
             break
         time.sleep(0.05)
-    alive = [p for p in procs if p.poll() is None]
+    alive = [p for p in procs if p.exitcode is None]
     for p in alive:
-        p.send_signal(signal.SIGUSR1)
+        assert p.pid is not None
+        os.kill(p.pid, signal.SIGUSR1)
     time.sleep(1 if alive else 0)
     for p in alive:
         p.kill()
-        p.wait()
+        p.join()
     return not alive or failed_at is not None
 
 
@@ -87,7 +105,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def main(call: str, folder: str) -> None:
+def become(log: Path, env: dict[str, str]) -> None:
+    """What a forked process takes over: its environment, and a file for all it prints."""
+    os.environ.clear()
+    os.environ.update(env)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def main(folder: str, env: dict[str, str]) -> None:
+    """One rank."""
+    become(Path(folder, f"log_{env['RANK']}"), env)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch
     import torch.distributed as dist
@@ -95,7 +124,8 @@ def main(call: str, folder: str) -> None:
     from spmdrl.topology import Topology
 
     torch.set_num_threads(1)
-    source, name, args = pickle.loads(Path(call).read_bytes())
+    calls = pickle.loads(Path(folder, "calls.pkl").read_bytes())
+    source = calls[0][0]
     sys.path[:0] = [str(Path(__file__).parent), str(Path(source).parent)]
     spec = importlib.util.spec_from_file_location("rank_module", source)
     assert spec is not None and spec.loader is not None
@@ -103,11 +133,11 @@ def main(call: str, folder: str) -> None:
     spec.loader.exec_module(module)
     dist.init_process_group("gloo")
     topology = Topology.build(torch.device("cpu"), dp=-1)
-    result = getattr(module, name)(topology, *args)
-    Path(folder, f"result_{dist.get_rank()}").write_bytes(pickle.dumps(result))
+    results = []
+    for _, name, args in calls:
+        torch.manual_seed(0)  # what an earlier call drew is not to be seen
+        results.append(getattr(module, name)(topology, *args))
+        dist.barrier()
+    Path(folder, f"result_{dist.get_rank()}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -21,7 +21,7 @@ from tiny import CHARS, save_qwen3, save_tokenizer
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.hf import HfEngine
-from spmdrl.rollout.sampling import sample_prompts, seed_of, training_params
+from spmdrl.rollout.sampling import questions_of, sample_questions, seed_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.vllm import VllmEngine
 from spmdrl.topology import Topology
@@ -479,11 +479,10 @@ def test_samples_carry_their_address(engine: Any, topology: Topology, qwen3: Pat
     params, scheduler = training_params(RolloutConfig(max_tokens=30)), Scheduler(engine, topology)
 
     def sample(purpose: str, step: int = 4) -> list[Any]:
-        return sample_prompts(
-            scheduler, prompts, params, 2, run_seed=1, step=step, policy_version=9,
-            tokenizer=tokenizer, purpose=purpose,
-        )  # fmt: skip
+        questions = questions_of(prompts, 2, run_seed=1, step=step, purpose=purpose)
+        return sample_questions(scheduler, questions, params, tokenizer=tokenizer)[0]
 
+    engine.policy_version = 9
     samples = sample("train")
     assert [(s.group, s.index, s.prompt.id) for s in samples] == [
         (g, i, 100 + g) for g in range(3) for i in range(2)

@@ -69,12 +69,29 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
             yield name, buffer, _pieces_of(chunk, hf_config, name)
 
 
+TE_NAMES = {  # TransformerEngine's layers have the norm inside, and all experts in one
+    r"self_attention\.linear_qkv\.layer_norm_weight": "input_layernorm.weight",
+    r"mlp\.linear_fc1\.layer_norm_weight": "pre_mlp_layernorm.weight",
+    r"self_attention\.linear_q_up_proj\.layer_norm_weight": "self_attention.q_layernorm.weight",
+    r"self_attention\.linear_kv_up_proj\.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    r"mlp\.experts\.(linear_fc\d)\.weight(\d+)": r"mlp.experts.local_experts.\2.\1.weight",
+}
+
+
+def local_name(rest: str) -> str:
+    """A layer's parameter by the name it has without TransformerEngine."""
+    for pattern, replacement in TE_NAMES.items():
+        if re.fullmatch(pattern, rest):
+            return re.sub(pattern, replacement, rest)
+    return rest
+
+
 def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if layer is None:
         return _outside_layers(chunk, hf, name)
     number = layer_numbers(chunk.config, chunk.vp_stage)[int(layer[1])]
-    prefix, rest = f"model.layers.{number}.", layer[2]
+    prefix, rest = f"model.layers.{number}.", local_name(layer[2])
     if rest.startswith("self_attention."):
         return _attention(chunk, hf, prefix + "self_attn.", rest.removeprefix("self_attention."))
     if rest.startswith("mlp."):
@@ -83,6 +100,8 @@ def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     }
+    if rest not in norms:
+        raise ConfigError(f"engine megatron: no Hugging Face name for the parameter {name}")
     return [_whole(prefix + norms[rest], hf.hidden_size)]
 
 

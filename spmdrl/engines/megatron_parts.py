@@ -189,7 +189,7 @@ class Parts:
         with self.state.active():
             for chunk in self.raw:
                 for _, parameter, held in pieces(chunk, self.hf_config):
-                    for piece in held:
+                    for piece in (p for p in held if not p.tied):
                         shapes[piece.name] = piece.shape
                         boxes.setdefault(piece.name, []).append(piece.box)
                         views.setdefault(piece.name, []).append(

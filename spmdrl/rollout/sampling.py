@@ -131,29 +131,6 @@ def as_sample(question: Question, completion: Completion, text: str) -> Sample:
     )
 
 
-def sample_prompts(
-    scheduler: Scheduler,
-    prompts: list[tuple[int, Prompt]],
-    params: SamplingParams,
-    n: int,
-    *,
-    run_seed: int,
-    step: int,
-    policy_version: int,
-    tokenizer: Any,
-    purpose: str = "train",
-    **hooks: Any,
-) -> list[Sample]:
-    """Asks each prompt `n` times; every sample exists on exactly one rank afterwards.
-
-    prompts: (group, Prompt) of the whole step, the same list on every rank of the rollout topology.
-    policy_version: of the engine's weights. hooks: see Scheduler.run.
-    """
-    scheduler.engine.policy_version = policy_version
-    questions = questions_of(prompts, n, run_seed=run_seed, step=step, purpose=purpose)
-    return sample_questions(scheduler, questions, params, tokenizer=tokenizer, **hooks)[0]
-
-
 def eos_token_ids(model: str) -> tuple[int, ...]:
     """What ends a sequence: of generation_config.json, else of config.json."""
     from transformers import AutoConfig, GenerationConfig

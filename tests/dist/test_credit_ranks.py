@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from golden import batch_of, flat, random_trajectories
-from ranks import run_ranks
+from ranks import run_calls
 
 from spmdrl.config import AlgoConfig, CorrectionConfig, DataConfig, PpoConfig, RolloutConfig
 
@@ -77,9 +77,27 @@ def estimates_on(topology, cases):
     return results
 
 
+FILTERS = ("pow", "max_min", "max_random")
+
+
 @pytest.fixture(scope="module")
-def estimates():
-    return {world: run_ranks(world, estimates_on, list(ESTIMATORS)) for world in (1, 2, 3)}
+def runs():
+    """{world: {case: what each rank got}}; each world starts once."""
+    found = {}
+    for world in (1, 2, 3):
+        calls = {"estimates": (estimates_on, (list(ESTIMATORS),)),
+                 "corrections": (corrections_on, ())}  # fmt: skip
+        if world < 3:
+            calls |= {"kl in reward": (kl_in_reward_on, ()), "kept": (kept_of_the_counts_on, ()),
+                      "tokens": (tokens_on, (0.2,))}  # fmt: skip
+            calls |= {name: (resampled_on, (name,)) for name in FILTERS}
+        found[world] = dict(zip(calls, run_calls(world, calls.values()), strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def estimates(runs):
+    return {world: cases["estimates"] for world, cases in runs.items()}
 
 
 @pytest.mark.parametrize("case", ESTIMATORS)
@@ -146,8 +164,8 @@ def corrections_on(topology):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_corrections_are_those_of_the_definition(world):
-    ranks = run_ranks(world, corrections_on)
+def test_corrections_are_those_of_the_definition(runs, world):
+    ranks = runs[world]["corrections"]
     cases = [(config, seed) for config in CORRECTIONS for seed in SEEDS]
     rejected = set()
     for number, (config, seed) in enumerate(cases):
@@ -189,7 +207,7 @@ def kl_in_reward_on(topology):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_kl_in_the_reward_is_taken_off_before_the_group_mean(world):
+def test_kl_in_the_reward_is_taken_off_before_the_group_mean(runs, world):
     trs = random_trajectories(4)
     kls = []
     for tr in trs:
@@ -198,7 +216,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_group_mean(world):
         kls += [float(reference.kl("k3", torch.tensor(p).double(), q)) for p, q in pairs]
         tr.reward -= 0.3 * sum(kls[len(kls) - len(pairs) :])
     want = reference.dr_grpo(trs)
-    for mine, got, metrics in run_ranks(world, kl_in_reward_on):
+    for mine, got, metrics in runs[world]["kl in reward"]:
         torch.testing.assert_close(got, flat([want[i] for i in mine]), rtol=1e-5, atol=1e-5)
         assert metrics["reward/kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-5)
 
@@ -217,9 +235,9 @@ def kept_of_the_counts_on(topology):
     return float(batch.loss_weights.sum())
 
 
-def test_the_losss_divisor_counts_what_is_kept():
+def test_the_losss_divisor_counts_what_is_kept(runs):
     for world in (1, 2):
-        assert sum(run_ranks(world, kept_of_the_counts_on)) == pytest.approx(1, abs=1e-6)
+        assert sum(runs[world]["kept"]) == pytest.approx(1, abs=1e-6)
 
 
 def tokens_on(topology, fraction):
@@ -236,11 +254,11 @@ def tokens_on(topology, fraction):
     return {i: part.tolist() for i, part in zip(mine, parts, strict=True)}
 
 
-def test_of_equal_tokens_as_many_are_taken_as_were_asked_for():
-    (want,) = run_ranks(1, tokens_on, 0.2)
+def test_of_equal_tokens_as_many_are_taken_as_were_asked_for(runs):
+    (want,) = runs[1]["tokens"]
     total = sum(sum(tr.mask) for tr in random_trajectories(0) if tr.valid)
     assert sum(sum(row) for row in want.values()) == int(0.2 * total)
-    halves = run_ranks(2, tokens_on, 0.2)
+    halves = runs[2]["tokens"]
     assert halves[0] | halves[1] == want
 
 
@@ -255,14 +273,14 @@ def resampled_on(topology, name):
     return addresses, drawn.rewards.tolist(), drawn.valid.tolist(), kept
 
 
-@pytest.mark.parametrize("name", ["pow", "max_min", "max_random"])
-def test_samples_are_drawn_the_same_on_any_number_of_ranks(name):
-    ((want, rewards, valid, kept),) = run_ranks(1, resampled_on, name)
+@pytest.mark.parametrize("name", FILTERS)
+def test_samples_are_drawn_the_same_on_any_number_of_ranks(runs, name):
+    ((want, rewards, valid, kept),) = runs[1][name]
     assert len(want) == len(random_trajectories(3)) == len(set(want))
     assert 1 < kept < len(want)
     assert all(valid)
     if name == "pow":
         assert set(rewards) == {1.0}
-    halves = run_ranks(2, resampled_on, name)
+    halves = runs[2][name]
     assert sorted(halves[0][0] + halves[1][0]) == sorted(want)
     assert halves[0][3] == halves[1][3] == kept

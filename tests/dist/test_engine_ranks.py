@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_calls
 
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 from spmdrl.packing import empty_batch
@@ -57,17 +57,19 @@ def update_on(topology, kind, model, config, order):
 ORDERS = {"given": list(range(9)), "shuffled": [4, 0, 8, 2, 6, 1, 7, 3, 5]}
 
 
+UPDATES = [
+    (1, replace(CONFIG, micro_batch_tokens=1000), "shuffled"),
+    (2, replace(CONFIG, micro_batch_tokens=41), "given"),
+    (2, replace(CONFIG, fsdp=1), "shuffled"),  # two replicas
+    (3, replace(CONFIG, micro_batch_tokens=200, activation_checkpointing=True), "shuffled"),
+]
+
+
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_updates_do_not_depend_on_ranks_micro_batches_or_order(qwen3, kind):
-    base, weights = run_ranks(1, update_on, kind, str(qwen3), CONFIG, ORDERS["given"])[0]
-    cases = [
-        (1, replace(CONFIG, micro_batch_tokens=1000), "shuffled"),
-        (2, replace(CONFIG, micro_batch_tokens=41), "given"),
-        (2, replace(CONFIG, fsdp=1), "shuffled"),  # two replicas
-        (3, replace(CONFIG, micro_batch_tokens=200, activation_checkpointing=True), "shuffled"),
-    ]
-    for world, config, order in cases:
-        results = run_ranks(world, update_on, kind, str(qwen3), config, ORDERS[order])
+def test_updates_do_not_depend_on_ranks_micro_batches_or_order(runs, kind):
+    base, weights = runs[1, "update", kind][0]
+    for number, (world, config, _) in enumerate(UPDATES):
+        results = runs[world, "update", kind, number]
         for metrics, other_weights in results:
             for step, want in zip(metrics, base, strict=True):
                 assert step.keys() == want.keys()
@@ -99,11 +101,13 @@ def gradient_on(topology, model, config, order):
     return metrics, grads
 
 
-def test_gradients_agree_to_1e_6(qwen3):
-    want_metrics, want = run_ranks(1, gradient_on, str(qwen3), CONFIG, ORDERS["given"])[0]
-    for world, budget in [(1, 30), (1, 10_000), (2, 64), (2, 128)]:
-        config = replace(CONFIG, micro_batch_tokens=budget)
-        metrics, got = run_ranks(world, gradient_on, str(qwen3), config, ORDERS["shuffled"])[0]
+GRADIENTS = [(1, 30), (1, 10_000), (2, 64), (2, 128)]  # (world, micro-batch budget)
+
+
+def test_gradients_agree_to_1e_6(runs):
+    want_metrics, want = runs[1, "gradient"][0]
+    for world, budget in GRADIENTS:
+        metrics, got = runs[world, "gradient", budget][0]
         assert metrics["loss"] == pytest.approx(want_metrics["loss"], rel=1e-6, abs=1e-7)
         assert metrics["grad_norm"] == pytest.approx(want_metrics["grad_norm"], rel=1e-6)
         for name, g in want.items():
@@ -122,8 +126,8 @@ def on_policy_on(topology, model):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_ratio_is_exactly_one_on_policy(qwen3, world):
-    metrics = run_ranks(world, on_policy_on, str(qwen3))[0]
+def test_ratio_is_exactly_one_on_policy(runs, world):
+    metrics = runs[world, "on policy"][0]
     assert metrics["ratio_max"] == 1.0
     assert metrics["ppo_kl"] == 0.0
 
@@ -139,9 +143,9 @@ def uneven_on(topology, model):
     return logprobs, engine.update(batch, policy_objective(AlgoConfig()), temperature=0.8)
 
 
-def test_ranks_with_nothing_to_do_take_part(qwen3):
-    base, _ = run_ranks(1, update_on, "policy", str(qwen3), CONFIG, ORDERS["given"])[0]
-    results = run_ranks(3, uneven_on, str(qwen3))
+def test_ranks_with_nothing_to_do_take_part(runs):
+    base, _ = runs[1, "update", "policy"][0]
+    results = runs[3, "uneven"]
     assert [len(logprobs) for logprobs, _ in results] == [159, 9, 0]
     assert results[0][1] == results[2][1]
     assert results[0][1]["logprob_diff_mean"] == pytest.approx(
@@ -160,13 +164,16 @@ def weights_on(topology, model, bucket_bytes):
     return full, peak, largest
 
 
+BUCKETS = (1, 40_000, 1 << 30)  # bytes
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_named_weights_are_the_models_in_bounded_buckets(qwen3, world):
+def test_named_weights_are_the_models_in_bounded_buckets(runs, qwen3, world):
     from transformers import AutoModelForCausalLM
 
     want = AutoModelForCausalLM.from_pretrained(qwen3).state_dict()
-    for bucket_bytes in (1, 40_000, 1 << 30):
-        results = run_ranks(world, weights_on, str(qwen3), bucket_bytes)
+    for bucket_bytes in BUCKETS:
+        results = runs[world, "weights", bucket_bytes]
         for full, peak, largest in results:
             assert set(full) == set(want) - {"lm_head.weight"}  # tied
             assert all(torch.equal(full[name], want[name]) for name in full)
@@ -190,8 +197,8 @@ def nan_on(topology, model):
     return None
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_weights(qwen3):
-    for result in run_ranks(2, nan_on, str(qwen3)):
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_keeps_the_weights(runs):
+    for result in runs[2, "nan"]:
         assert result is not None
         assert "update 1: loss nan" in result[0]
         assert result[1]
@@ -216,8 +223,8 @@ def bf16_on(topology, kind, model):
 
 
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_bf16_is_near_float32(qwen3, kind):
-    for out in run_ranks(2, bf16_on, kind, str(qwen3)):
+def test_bf16_is_near_float32(runs, kind):
+    for out in runs[2, "bf16", kind]:
         (first32, values32), (first16, values16) = out["float32"], out["bfloat16"]
         assert values16.dtype == torch.float32
         assert not torch.equal(values16, values32)
@@ -237,5 +244,33 @@ def untouched_on(topology, model):
     return all(torch.equal(before[n], t) for n, t in after.items()), steps, sharded, len(state)
 
 
-def test_looking_changes_nothing(qwen3):
-    assert run_ranks(2, untouched_on, str(qwen3)) == [(True, {0.0}, True, 3)] * 2
+def test_looking_changes_nothing(runs):
+    assert runs[2, "untouched"] == [(True, {0.0}, True, 3)] * 2
+
+
+@pytest.fixture(scope="module")
+def runs(qwen3):
+    """{(world, case, ...): what each rank got}; each world starts once."""
+    model = str(qwen3)
+    calls = {(1, "gradient"): (gradient_on, (model, CONFIG, ORDERS["given"]))}
+    for kind in ("policy", "value"):
+        calls[1, "update", kind] = (update_on, (kind, model, CONFIG, ORDERS["given"]))
+        for number, (world, config, order) in enumerate(UPDATES):
+            args = (kind, model, config, ORDERS[order])
+            calls[world, "update", kind, number] = (update_on, args)
+        calls[2, "bf16", kind] = (bf16_on, (kind, model))
+    for world, budget in GRADIENTS:
+        config = replace(CONFIG, micro_batch_tokens=budget)
+        calls[world, "gradient", budget] = (gradient_on, (model, config, ORDERS["shuffled"]))
+    for world in (1, 2, 3):
+        for num_bytes in BUCKETS:
+            calls[world, "weights", num_bytes] = (weights_on, (model, num_bytes))
+    for world in (1, 2):
+        calls[world, "on policy"] = (on_policy_on, (model,))
+    calls |= {(3, "uneven"): (uneven_on, (model,)), (2, "nan"): (nan_on, (model,)),
+              (2, "untouched"): (untouched_on, (model,))}  # fmt: skip
+    found = {}
+    for world in (1, 2, 3):
+        here = {key: call for key, call in calls.items() if key[0] == world}
+        found |= zip(here, run_calls(world, here.values()), strict=True)
+    return found

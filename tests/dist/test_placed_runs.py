@@ -87,14 +87,14 @@ def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
 
 
 def test_sampling_ahead_stays_within_its_bound(folder):
-    args = ["--steps", "8", "--eval_every", "0", "--rollout.max_tokens", "60",
+    args = ["--steps", "5", "--eval_every", "0", "--rollout.max_tokens", "60",
             "--placement", '{"actor":"0","rollout":"1"}']  # fmt: skip
     done = torchrun(
         folder, 2, "--config", "cfg.py", "--run_dir", "ahead", "--async_steps", "2", *args
     )
     assert done.code == 0, done.output[-4000:]
     rows = [json.loads(line) for line in Path(folder, "ahead/metrics.jsonl").open()][1:]
-    assert len(rows) == 8
+    assert len(rows) == 5
     assert rows[0]["staleness/max"] == 0
     assert max(row["staleness/max"] for row in rows) in (1, 2)
     busy = {}
@@ -128,10 +128,10 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
     left = saved[0]["prompts"].tolist()
     assert left
     assert len(left) * 4 == len(saved[0]["questions"]) + sum(len(s["samples"]) for s in saved)
-    done = torchrun(folder, 3, *args, "--steps", "4", "--resume", "auto")
+    done = torchrun(folder, 3, *args, "--steps", "3", "--resume", "auto")
     assert done.code == 0, done.output[-4000:]
     rows = [json.loads(line) for line in Path(folder, "partial/metrics.jsonl").open()][1:]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["staleness/max"] for row in rows) >= 1
     asked = {
         json.loads(line)["prompt_id"]
@@ -143,7 +143,6 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
 @pytest.mark.parametrize(
     ("site", "phase", "module", "name"),
     [
-        ("rollout", "rollout", "spmdrl.collect", "sample_questions"),
         ("sampling side", "balance", "spmdrl.step", "deal_out"),
         ("training side", "update_actor", "spmdrl.algo.objectives", "masked_max"),
     ],

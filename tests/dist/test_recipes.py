@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,13 +111,19 @@ STATEFUL = [
 ]  # fmt: skip
 
 
-def test_replay_and_coefficients_resume_bit_for_bit(folder):
-    whole = run(folder, 2, "whole", *STATEFUL, "--steps", "4")
+@pytest.fixture(scope="module")
+def whole(folder):
+    return run(folder, 2, "whole", *STATEFUL, "--steps", "4")
+
+
+def test_replay_and_coefficients_resume_bit_for_bit(folder, whole):
     coefs = [(row["actor/kl_coef"], row["actor/entropy_coef"]) for row in whole[1:]]
     assert len({c for pair in coefs for c in pair}) == 8  # they move in every step
     rates = [row["actor/lr"] for row in whole[1:]]
     assert rates == pytest.approx([1e-3 * (1 - done / 8) for done in range(4)])
-    run(folder, 2, "resumed", *STATEFUL, "--steps", "2")
+    # a run that died after its fourth step's line and before that step's checkpoint
+    shutil.copytree(folder / "whole", folder / "resumed")
+    shutil.rmtree(folder / "resumed/checkpoints/step_00000004")
     resumed = run(folder, 2, "resumed", *STATEFUL, "--steps", "4", "--resume", "auto")
     assert resumed[3:] == whole[3:]
     other = run(folder, 1, "one_rank", *STATEFUL, "--steps", "4", "--resume",
@@ -126,31 +133,35 @@ def test_replay_and_coefficients_resume_bit_for_bit(folder):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 
-def test_replayed_samples_are_weighed_for_their_age(folder):
-    rows = run(folder, 2, "replay", *STATEFUL, "--steps", "3")
+def test_replayed_samples_are_weighed_for_their_age(whole):
+    rows = whole
     assert rows[1]["correction/ess"] == pytest.approx(1, abs=1e-6)  # all are new
     assert rows[2]["correction/ess"] < 0.9999  # half are a step old
     assert rows[2]["actor/ratio_max"] == 1.0  # the ratio is to the policy the step starts from
     assert rows[2]["filter/kept"] < 8 * 4  # some were drawn twice
 
 
-def test_the_ratio_is_one_on_policy_with_a_filter_in_half_precision(folder):
+FILTERED = ["--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "max_random",
+            "--algo.replay_steps", "1", "--algo.correction.level", "token",
+            "--actor.dtype", "bfloat16", "--checkpoint.every_steps", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def filtered(folder):
+    return run(folder, 2, "filtered", *FILTERED, "--steps", "2")
+
+
+def test_the_ratio_is_one_on_policy_with_a_filter_in_half_precision(filtered):
     """The drawn samples are packed once, for the old logprobs and for the update alike."""
-    args = ["--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "max_random",
-            "--algo.correction.level", "token", "--actor.dtype", "bfloat16"]  # fmt: skip
-    for row in run(folder, 2, "bf16", *args)[1:]:
+    for row in filtered[1:]:
         assert (row["actor/ratio_max"], row["actor/ppo_kl"]) == (1.0, 0.0)
 
 
-def test_options_that_changed_between_runs(folder):
+def test_options_that_changed_between_runs(folder, filtered):
     """A coefficient that did not adapt is not taken over; fewer prompts fit an older buffer."""
-    args = ["--algo.advantage", "reinforce_plus_plus", "--algo.sample_filter", "max_random",
-            "--algo.replay_steps", "1", "--algo.correction.level", "token",
-            "--checkpoint.every_steps", "1"]  # fmt: skip
-    run(folder, 2, "changed", *args, "--steps", "1")
-    more = ["--steps", "2", "--resume", "auto", "--data.prompts_per_step", "3",
+    more = ["--steps", "3", "--resume", "auto", "--data.prompts_per_step", "3",
             "--algo.kl_coef", "0.1", "--algo.kl_target", "0.05"]  # fmt: skip
-    assert run(folder, 2, "changed", *args, *more)[-1]["actor/kl_coef"] == 0.1
+    assert run(folder, 2, "filtered", *FILTERED, *more)[-1]["actor/kl_coef"] == 0.1
 
 
 def test_a_mini_batch_of_nothing_makes_no_update(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import run_calls
 from tiny import CHARS, save_qwen3
 
 NUM_PROMPTS, SAMPLES = 5, 2
@@ -20,7 +20,7 @@ def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[An
     from spmdrl.config import RolloutConfig
     from spmdrl.rollout.engine import SamplingParams
     from spmdrl.rollout.hf import HfEngine
-    from spmdrl.rollout.sampling import sample_prompts
+    from spmdrl.rollout.sampling import questions_of, sample_questions
     from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.rollout.vllm import VllmEngine
     from spmdrl.topology import Topology
@@ -34,23 +34,41 @@ def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[An
                    text=""))
         for g in range(NUM_PROMPTS)
     ]  # fmt: skip
+    questions = questions_of(prompts, SAMPLES, run_seed=0, step=3)
     result = []
     for name, tp in cases:
         ranks = Topology.build(torch.device("cpu"), dp=-1, tp=tp)
         config = RolloutConfig(dtype="float32", max_num_seqs=8, kv_cache_mib=16, tensor_parallel=tp)
         engine = engines[name](folder, config, 64, ranks)
-        samples = sample_prompts(
-            Scheduler(engine, ranks), prompts, params, SAMPLES, run_seed=0, step=3,
-            policy_version=0, tokenizer=tokenizer,
-        )  # fmt: skip
+        scheduler = Scheduler(engine, ranks)
+        samples, _ = sample_questions(scheduler, questions, params, tokenizer=tokenizer)
         engine.shutdown()
         result.append({(s.group, s.index): (s.response_ids, s.rollout_logprobs) for s in samples})
     return result
 
 
-def test_samples_do_not_depend_on_the_number_of_ranks(qwen3: Path) -> None:
-    (alone,) = run_ranks(1, _sample, [("vllm", 1), ("hf", 1)], str(qwen3))
-    first, second = run_ranks(2, _sample, [("vllm", 1), ("hf", 1), ("vllm", 2)], str(qwen3))
+@pytest.fixture(scope="module")
+def on_two(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What _sample and _update give on two ranks.
+
+    Updates are of tied weights; untied ones with a KV head that both ranks hold; biases and a tied
+    odd vocabulary.
+    """
+    from test_rollout import save_family
+
+    folder = tmp_path_factory.mktemp("updates")
+    save_qwen3(folder / "tied")
+    save_qwen3(folder / "untied", tie_word_embeddings=False, num_key_value_heads=1)
+    save_family("qwen2", folder / "biases")
+    assert len(CHARS) % 64  # so that the vocabulary is padded, on the last rank only
+    folders = [str(folder / name) for name in ("tied", "untied", "biases")]
+    engines = [("vllm", 1), ("hf", 1), ("vllm", 2)]
+    return run_calls(2, [(_sample, (engines, str(qwen3))), (_update, (folders,))])
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks(qwen3: Path, on_two: list) -> None:
+    ((alone,),) = run_calls(1, [(_sample, ([("vllm", 1), ("hf", 1)], str(qwen3)))])
+    first, second = on_two[0]
     assert not second[2]  # the leader of a tensor-parallel group returns the samples
     for a, b, expected in zip(first, second, [*alone, alone[0]], strict=True):
         together = a | b
@@ -94,15 +112,7 @@ def _update(topology: Any, folders: list[str]) -> list[float]:
     return errors
 
 
-def test_new_weights_reach_every_shard(tmp_path: Path) -> None:
-    """Tied; untied with a KV head that both ranks hold; biases and a tied odd vocabulary."""
-    from test_rollout import save_family
-
-    save_qwen3(tmp_path / "tied")
-    save_qwen3(tmp_path / "untied", tie_word_embeddings=False, num_key_value_heads=1)
-    save_family("qwen2", tmp_path / "biases")
-    assert len(CHARS) % 64  # so that the vocabulary is padded, on the last rank only
-    folders = [str(tmp_path / name) for name in ("tied", "untied", "biases")]
-    for errors in run_ranks(2, _update, folders):
+def test_new_weights_reach_every_shard(on_two: list) -> None:
+    for errors in on_two[1]:
         assert len(errors) == 6
         assert max(errors) < 1e-5

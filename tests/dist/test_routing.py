@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_calls
 
 
 def make_sample(group, index):
@@ -85,22 +85,25 @@ def results_on(topology, roles, makers):
     return wrong, held
 
 
-def test_every_role_gets_every_sample_once_and_results_find_their_token():
+ROLES = {  # by world: ranks of the roles, and who makes the samples
+    2: ([(0,), (1,)], [1]),
+    3: ([(0, 1, 2), (2,), (0, 1)], [0, 2]),
+    4: ([(2, 3), (1,), (0, 3), (0, 1, 2, 3)], [0, 2]),
+}
+
+
+def test_every_role_gets_every_sample_once_and_results_find_their_token(runs):
     everything = [(g, i) for g in range(5) for i in range(3)]
-    for world, roles, makers in (
-        (2, [(0,), (1,)], [1]),
-        (3, [(0, 1, 2), (2,), (0, 1)], [0, 2]),
-        (4, [(2, 3), (1,), (0, 3), (0, 1, 2, 3)], [0, 2]),
-    ):
-        ranks = run_ranks(world, results_on, roles, makers)
+    for world, (roles, _) in ROLES.items():
+        ranks = runs[world]["results"]
         assert [wrong for wrong, _ in ranks] == [0] * world
         for role in roles:
             held = [address for rank in role for address in ranks[rank][1][role]]
             assert sorted(held) == everything, (world, role)
 
 
-def test_balance_keeps_every_sample_whole_and_once():
-    want, _ = run_ranks(1, balanced_on, [0])[0]
+def test_balance_keeps_every_sample_whole_and_once(runs):
+    want, _ = runs[1]["one maker"][0]
     assert [(r[0], r[1], r[2]) for r in want] == [
         (g // 3, g, i) for g in range(6) for i in range(4)
     ]
@@ -109,14 +112,14 @@ def test_balance_keeps_every_sample_whole_and_once():
         assert keys == [valid * index / 16]
         assert reward == pytest.approx(valid * (group + index / 10 - 0.25))
     for world in (2, 3):
-        results = run_ranks(world, balanced_on, [0, 1, 2])
+        results = runs[world]["three makers"]
         merged = sorted(row for rows, _ in results for row in rows)
         assert merged == want
         assert results[0][1] < 1.1
         tokens = [sum(len(r[3]) for r in rows) for rows, _ in results]
         assert max(tokens) < 1.15 * sum(tokens) / world
         # one maker for all: the deal is by address, so every rank gets the same
-        alone = run_ranks(world, balanced_on, [0])
+        alone = runs[world]["one maker"]
         assert [rows for rows, _ in alone] == [rows for rows, _ in results]
 
 
@@ -132,9 +135,9 @@ def few_on(topology, estimator):
     return batches[0].num_seqs, add_advantages(batches, config, 0.0, topology)
 
 
-def test_fewer_samples_than_ranks():
+def test_fewer_samples_than_ranks(runs):
     for estimator in ("grpo", "gae"):
-        results = run_ranks(3, few_on, estimator)
+        results = runs[3][estimator]
         assert sorted(n for n, _ in results) == [0, 1, 1]
         assert results[0][1] == results[1][1] == results[2][1]
 
@@ -146,12 +149,13 @@ def kth_on(topology, values, ks):
     return [kth_largest(mine, k, topology) for k in ks]
 
 
-def test_kth_largest_over_all_ranks():
-    values = [3.0, -1.5, 0.0, 2.25, -1e300, 1e-320, 7.0, 3.0, -0.25, 1e300, -float("inf")]
-    want = [*sorted(values, reverse=True), -float("inf")]
+VALUES = [3.0, -1.5, 0.0, 2.25, -1e300, 1e-320, 7.0, 3.0, -0.25, 1e300, -float("inf")]
+
+
+def test_kth_largest_over_all_ranks(runs):
+    want = [*sorted(VALUES, reverse=True), -float("inf")]
     for world in (1, 3):
-        got = run_ranks(world, kth_on, values, list(range(1, 13)))
-        assert got == [want] * world
+        assert runs[world]["kth"] == [want] * world
 
 
 def few_groups_on(topology):
@@ -163,7 +167,27 @@ def few_groups_on(topology):
     return [sorted({int(g) for g in b.groups}) for b in batches]
 
 
-def test_there_is_no_mini_batch_without_a_group():
-    for groups in run_ranks(2, few_groups_on):
+def test_there_is_no_mini_batch_without_a_group(runs):
+    for groups in runs[2]["few groups"]:
         assert groups in ([[3], [5]], [[3], []], [[], [5]])
         assert len(groups) == 2
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """{world: {case: what each rank got}}; each world starts once."""
+    kth = (kth_on, (VALUES, list(range(1, 13))))
+    one, three = (balanced_on, ([0],)), (balanced_on, ([0, 1, 2],))
+    cases = {
+        1: {"one maker": one, "kth": kth},
+        2: {"one maker": one, "three makers": three, "few groups": (few_groups_on, ())},
+        3: {"one maker": one, "three makers": three, "grpo": (few_on, ("grpo",)),
+            "gae": (few_on, ("gae",)), "kth": kth},
+        4: {},
+    }  # fmt: skip
+    for world, args in ROLES.items():
+        cases[world]["results"] = (results_on, args)
+    return {
+        world: dict(zip(calls, run_calls(world, calls.values()), strict=True))
+        for world, calls in cases.items()
+    }

@@ -1,6 +1,7 @@
 """Whole runs under torchrun with the real vLLM: they train, resume, reshard, export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,13 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
 
 
 def test_resume_is_bit_for_bit(folder, uninterrupted):
-    args = ["--config", "cfg.py", "--run_dir", "resumed", "--checkpoint.keep", "5",
-            "--checkpoint.every_steps", "2", "--resume", "auto"]  # fmt: skip
-    assert torchrun(folder, 2, *args, "--steps", "2").code == 0
-    done = torchrun(folder, 2, *args, "--steps", "4")
+    # a run that died after its fourth step's line and before that step's checkpoint
+    shutil.copytree(folder / "whole", folder / "resumed")
+    shutil.rmtree(folder / "resumed/checkpoints/step_00000004")
+    done = torchrun(
+        folder, 2, "--config", "cfg.py", "--steps", "4", "--run_dir", "resumed",
+        "--checkpoint.keep", "5", "--checkpoint.every_steps", "2", "--resume", "auto",
+    )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     assert "2 steps done" in done.output
     whole, resumed = metrics_of(folder / "whole"), metrics_of(folder / "resumed")
@@ -104,8 +108,6 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(folder, uninterrupted):
-    import shutil
-
     from spmdrl.checkpoint import _find, damage
 
     shutil.copytree(folder / "whole" / "checkpoints", folder / "damaged")
@@ -137,8 +139,10 @@ def test_critic_reference_and_tensor_parallel_rollout(folder):
 
 
 def test_eight_ranks(folder):
+    """More ranks than two prompts' samples. vLLM's engines are made four at a time elsewhere."""
     done = torchrun(
-        folder, 8, "--config", "cfg.py", "--run_dir", "eight", "--steps", "1", timeout_s=230,
+        folder, 8, "--config", "cfg.py", "--run_dir", "eight", "--steps", "1",
+        "--rollout.engine", "hf", timeout_s=230,
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     assert metrics_of(folder / "eight")[1]["rollout/loss_tokens"] > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import run_calls, run_ranks
 from tiny import save_qwen3
 
 SUBSETS = {  # name: (ranks of the job, engine, tp)
@@ -164,6 +164,34 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
         assert (True, True) in seen, (name, seen)  # an answer begun by one and ended by the other
 
 
+def _carried(topology: Any, folder: str) -> dict[str, Any]:
+    """An early stop when most of what was begun before has not been taken by any engine yet."""
+    from spmdrl.config import RolloutConfig
+    from spmdrl.rollout.engine import Completion, Request, SamplingParams
+    from spmdrl.rollout.handover import resume, share
+    from spmdrl.rollout.hf import HfEngine
+    from spmdrl.rollout.scheduler import Goal, Scheduler
+    from spmdrl.topology import Topology
+
+    place = Topology.build(topology.device, dp=-1, tp=1)
+    config = RolloutConfig(engine="hf", dtype="float32", max_num_seqs=4)
+    engine = HfEngine(folder, config, 100, place)
+    scheduler, params = Scheduler(engine, place), SamplingParams(max_tokens=60, ignore_eos=True)
+    requests = [Request([5 + i, 6, 7], seed=i) for i in range(40)]
+    whole = share(scheduler.run(requests, params).finished, place)
+    begun = {
+        i: Completion(c.token_ids[:3], c.logprobs[:3], "abort", c.versions[:3])
+        for i, c in whole.items()
+    }
+    engine.policy_version = 1
+    asked = [resume(request, begun[i]) for i, request in enumerate(requests)]
+    early = scheduler.run(asked, params, Goal([i // 4 for i in range(40)], enough=1))
+    left = share(early.unfinished, place)
+    rest = scheduler.run([resume(requests[i], c) for i, c in left.items()], params)
+    return {"whole": whole, "begun": begun, "left": left, "early": early.finished,
+            "rest": {list(left)[k]: c for k, c in rest.finished.items()}}  # fmt: skip
+
+
 def _failing(topology: Any, folder: str) -> list[str]:
     """A crash in one round, what it says elsewhere, and what it leaves to a second scheduler."""
     import torch.distributed as dist
@@ -215,7 +243,29 @@ def torch_sum(number: int) -> int:
     return int(total)
 
 
-def test_a_failed_engine_ends_the_round_and_leaves_nothing_to_the_next(qwen3: Path) -> None:
-    (first,), (second,) = run_ranks(2, _failing, str(qwen3))
+@pytest.fixture(scope="module")
+def on_two(qwen3: Path) -> list[list[Any]]:
+    return run_calls(2, [(_carried, (str(qwen3),)), (_failing, (str(qwen3),))])
+
+
+def test_what_was_begun_and_is_not_taken_is_left_as_it_was(on_two: list) -> None:
+    first, second = on_two[0]
+    whole, begun, left = first["whole"], first["begun"], first["left"]
+    untaken = [i for i, answer in left.items() if answer == begun[i]]
+    assert len(untaken) >= 16  # each engine has room for four, and four wait
+    for i, answer in left.items():
+        num_tokens = len(answer.token_ids)
+        assert 3 <= num_tokens < 60
+        assert answer.token_ids == whole[i].token_ids[:num_tokens]
+        assert answer.versions == [0] * 3 + [1] * (num_tokens - 3)
+    ended = [first["early"], first["rest"], second["early"], second["rest"]]
+    assert sorted(i for part in ended for i in part) == list(range(40))
+    for i, answer in (item for part in ended for item in part.items()):
+        assert answer.token_ids == whole[i].token_ids
+        assert answer.versions == [0] * 3 + [1] * 57
+
+
+def test_a_failed_engine_ends_the_round_and_leaves_nothing_to_the_next(on_two: list) -> None:
+    (first,), (second,) = on_two[1]
     assert "another rollout engine failed" in first
     assert "broken" in second

@@ -1,0 +1,141 @@
+"""What a step began and did not train on, with a real engine: it is asked on, and whole."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmdrl.collect import Collected, Source, ask_for_some, keep_groups
+from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig
+from spmdrl.credit import add_advantages
+from spmdrl.data import PromptOrder, epoch_permutation
+from spmdrl.leftover import Leftover
+from spmdrl.packing import pack_samples
+from spmdrl.phases import Phases
+from spmdrl.roles import Roles, Sampler
+from spmdrl.rollout.hf import HfEngine
+from spmdrl.rollout.sampling import Question, as_request, questions_of, training_params
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.topology import Topology
+from spmdrl.types import Prompt
+
+# no answer ends early: a group takes longer than the longest burst, after which a round may end
+CONFIG = PpoConfig(
+    model="-", data=DataConfig(train="-"), reward="gsm8k", algo=AlgoConfig(advantage="dr_grpo"),
+    rollout=RolloutConfig(engine="hf", n=2, max_tokens=60, ignore_eos=True, dtype="float32"),
+)  # fmt: skip
+
+
+def prompt_of(id: int) -> Prompt:
+    return Prompt(id, [5 + id, 6, 7], "d", "1", "p")
+
+
+@pytest.fixture(scope="module")
+def engine(qwen3: Path) -> Iterator[HfEngine]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
+        alone = Topology.build(torch.device("cpu"), dp=1, tp=1)
+        yield HfEngine(str(qwen3), CONFIG.rollout, 100, alone)
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def roles_of(engine: HfEngine) -> Iterator[Callable[..., Roles]]:
+    """(prompts_per_step, max_num_seqs, what is left, version of the weights) -> Roles."""
+    most, alone = engine.max_num_seqs, engine.topology
+    sampler = Sampler(alone, Scheduler(engine, alone), alone, rewards=None)
+    absent: Any = None  # nothing here trains
+
+    def build(wanted: int, most: int, leftover: Leftover, version: int) -> Roles:
+        engine.max_num_seqs, engine.policy_version = most, version
+        config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=wanted))
+        return Roles(
+            config, alone, alone, alone, alone, Phases(alone), absent, engine.tokenizer, sampler,
+            weights=absent, mailbox=None, actor=absent, leftover=leftover,
+        )  # fmt: skip
+
+    yield build
+    engine.max_num_seqs, engine.policy_version = most, 0
+
+
+def begin(engine: HfEngine, questions: list[Question], num_steps: int) -> list[Question]:
+    """The questions after so many steps of the engine."""
+    ids = engine.add([as_request(q) for q in questions], training_params(CONFIG.rollout))
+    for _ in range(num_steps):
+        assert not engine.step()
+    return [replace(q, begun=c) for q, c in zip(questions, engine.abort(ids), strict=True)]
+
+
+def test_what_is_not_taken_before_the_next_early_stop_is_carried_on_intact(
+    engine: HfEngine, roles_of: Callable[..., Roles], tmp_path: Path
+) -> None:
+    """Three groups begun by weights 0, and an engine with room for one of them. The others go
+    through a checkpoint too, and end under weights 2 as if they had never been interrupted."""
+    params, leftover = training_params(CONFIG.rollout), Leftover(CONFIG.rollout)
+    leftover.prompts = [(group, prompt_of(10 + group)) for group in range(3)]
+    asked = questions_of(leftover.prompts, 2, run_seed=0, step=1)
+    whole = {(q.group, q.index): engine.generate([as_request(q)], params)[0] for q in asked}
+    leftover.questions = begin(engine, asked, num_steps=5)
+    last = leftover.questions[4:]
+    source = Source(take=lambda count: pytest.fail("enough are left"), by_id=prompt_of)
+
+    samples = ask_for_some(roles_of(1, 2, leftover, 1), leftover, source, step=2)
+    assert [(s.group, s.index, s.prompt.id) for s in samples] == [(0, 0, 10), (0, 1, 10)]
+    assert [prompt.id for _, prompt in leftover.prompts] == [11, 12]
+    kept = [q for q in leftover.questions if q.prompt.id == 12]
+    assert kept == last  # tokens, logprobs, versions, seed and place: the engine never ran them
+    assert [len(q.begun.token_ids) for q in kept if q.begun] == [5, 5]
+
+    leftover.save(tmp_path / "leftover.pt")
+    loaded = Leftover(CONFIG.rollout)
+    loaded.load([tmp_path / "leftover.pt"], prompt_of, engine.tokenizer, rank=0, world=1)
+    assert loaded.questions == leftover.questions
+    samples += ask_for_some(roles_of(2, 8, loaded, 2), loaded, source, step=3)
+    assert not loaded.prompts and not loaded.questions and not loaded.samples
+    assert len(samples) == 6
+    for sample in samples:
+        answer = whole[sample.prompt.id - 10, sample.index]
+        assert sample.response_ids == answer.token_ids
+        assert sample.rollout_logprobs == pytest.approx(answer.logprobs, abs=1e-5)
+        assert sample.policy_version[:5] == [0] * 5
+        assert sample.policy_version == sorted(sample.policy_version)
+        if sample.prompt.id == 12:
+            assert sample.policy_version[5:] == [2] * 55
+
+
+def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
+    engine: HfEngine, roles_of: Callable[..., Roles]
+) -> None:
+    order = PromptOrder(3, prompts_per_step=3, seed=1)
+    order.next_step()  # the first epoch is over
+    again, other, _ = epoch_permutation(3, 1, epoch=1, shuffle=True).tolist()
+    leftover = Leftover(CONFIG.rollout, [(4, prompt_of(again))])  # a group of an earlier step
+    left = questions_of(leftover.prompts, 2, run_seed=0, step=1)
+    leftover.questions = begin(engine, left, num_steps=5)
+    roles = roles_of(3, 8, leftover, 1)
+    source = Source(lambda count: [prompt_of(i) for i in order.take(count)], prompt_of)
+
+    samples = ask_for_some(roles, leftover, source, step=2)
+    assert [(s.group, s.index, s.prompt.id) for s in sorted(samples, key=lambda s: s.group)] == [
+        (group, index, id) for group, id in enumerate([again, again, other]) for index in range(2)
+    ]
+    assert len({tuple(s.response_ids) for s in samples}) == 6  # no seed is used twice
+    for sample in samples:
+        sample.reward = [0.0, 10.0, 100.0][sample.group] + sample.index
+    result = Collected([], 0, [])
+    keep_groups(result, samples, 3, roles)
+    assert result.num_groups == 3
+    batch = pack_samples(sorted(result.samples, key=lambda s: (s.group, s.index)))
+    batch.old_logprobs = batch.rollout_logprobs
+    add_advantages([batch], roles.config, 0.0, engine.topology)
+    assert batch.advantages is not None
+    by_sample = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
+    assert by_sample == pytest.approx([-0.5, 0.5] * 3)  # each is held to the mean of its own group

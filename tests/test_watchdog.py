@@ -1,0 +1,68 @@
+"""Which rank a watchdog says has stopped; what it does when one dies stands in test_faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spmdrl import watchdog
+from spmdrl.watchdog import Watchdog
+
+STALL_S = 1.6
+PHASES = ("rollout", "update_actor")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
+    monkeypatch.setattr(watchdog, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(watchdog, "GRACE_S", 1e9)  # the process that would be ended is this one
+
+
+@pytest.fixture
+def watchdogs() -> Iterator[list[Watchdog]]:
+    """To be closed, whatever becomes of the test."""
+    made: list[Watchdog] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def story_of(watched: Watchdog, end: float) -> dict[str, Any]:
+    while (story := watched.first_story()) is None:
+        assert time.monotonic() < end, "nobody has noticed"
+        time.sleep(0.02)
+    return story
+
+
+def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
+    tmp_path: Path, watchdogs: list[Watchdog]
+) -> None:
+    """Three jobs. In jobs 0 and 1 of two ranks that rank waits; the other gets on for longer than
+    the limit and then stops too: only then has the job stalled, and who waited has stood still
+    longest. Job 2 is one rank that gets on and stops."""
+    jobs = []  # (who is named, who stops last, its phase, folder)
+    for number, first, last, world in ((0, 0, 1, 2), (1, 1, 0, 2), (2, 0, 0, 1)):
+        store, folder = dist.HashStore(), tmp_path / str(number)
+        ranks = [Watchdog(store, rank, world, folder, STALL_S) for rank in range(world)]
+        watchdogs += ranks
+        ranks[first].progress(PHASES[first])
+        jobs.append((first, ranks[last], PHASES[last], folder))
+    end = time.monotonic() + 1.5 * STALL_S
+    while time.monotonic() < end:
+        for _, busy, phase, _ in jobs:
+            busy.progress(phase)
+            assert busy.first_story() is None
+        time.sleep(0.02)
+    stopped = time.monotonic()
+    for first, busy, _, folder in jobs:
+        story = story_of(busy, stopped + 3 * STALL_S)
+        assert time.monotonic() - stopped > 0.4 * STALL_S  # not as soon as all are silent
+        assert (story["rank"], story["phase"]) == (first, PHASES[first])
+        assert story["cause"].startswith("no progress for ")
+        assert Path(folder, f"rank_{first}.json").exists()
