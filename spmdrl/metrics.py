@@ -145,8 +145,9 @@ def write_samples(path: Path, samples: list[Sample], most: int, topology: Topolo
 
 def sample_row(s: Sample) -> dict[str, Any]:
     return {
-        "prompt_id": s.prompt.id, "group": s.group, "sample": s.index, "data_source": s.prompt.data_source,
-        "prompt": s.prompt.text, "response": s.response, "ground_truth": s.prompt.ground_truth,
+        "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
+        "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
+        "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **s.reward_info,
     }  # fmt: skip

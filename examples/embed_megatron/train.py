@@ -1,5 +1,5 @@
-"""A plain Megatron-core training program: arguments, parallel state, model, data, optimizer, schedule,
-checkpoints and log of its own. It knows nothing of spmdrl; train_rl.py shows what RL adds to it.
+"""A plain Megatron-core training program: its own arguments, parallel state, model, data, schedule,
+checkpoints and log. It knows nothing of spmdrl; train_rl.py shows what RL adds to it.
 
     python examples/arithmetic/make_assets.py
     torchrun --nproc-per-node 2 examples/embed_megatron/train.py --tensor-model-parallel-size 2

@@ -244,16 +244,14 @@ class MegatronEngine:
         from megatron.core import tensor_parallel
 
         groups = self.parts.groups
-        hidden = hidden.transpose(0, 1)  # Megatron's (tokens, rows, hidden_size)
-        if self.parts.cut.tensor > 1:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=groups.tensor
+        if self.parts.cut.tensor > 1:  # over the tokens: Megatron's (tokens, rows, hidden_size)
+            whole = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=groups.tensor
             )
-        else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(
-                hidden, group=groups.tensor
-            )
-        return hidden.transpose(0, 1).flatten(0, 1)[inputs.states]
+            return whole.transpose(0, 1).flatten(0, 1)[inputs.states]
+        # not transposed: what flows back must be contiguous, or Megatron sums a copy of it
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=groups.tensor)
+        return shared.flatten(0, 1)[inputs.states]
 
     def everywhere(self, inputs: Inputs, values: Tensor) -> Tensor:
         """(m,) of inputs.mine -> (num_tokens,) on every context-parallel rank."""

@@ -1,0 +1,272 @@
+"""Another program's Megatron model: its updates equal FSDP2's; the program is left as it was."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_engine_ranks import CONFIG, whole_batch
+from test_megatron_engine import results_on
+
+from spmdrl.config import (
+    AlgoConfig,
+    ConfigError,
+    DataConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+
+def host_model(model, per_token, **sizes):
+    """As a program builds it: stock layers with dropout, whatever it is trained for."""
+    import torch.nn.functional as F
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from spmdrl.engines.megatron_names import load_pretrained
+    from spmdrl.engines.models import load_hf_config
+
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+    hf = load_hf_config(model)
+    config = TransformerConfig(
+        num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size, kv_channels=hf.head_dim,
+        num_attention_heads=hf.num_attention_heads, num_query_groups=hf.num_key_value_heads,
+        qk_layernorm=True, normalization="RMSNorm", layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        hidden_dropout=0.1, attention_dropout=0.1, calculate_per_token_loss=per_token,
+        pipeline_dtype=torch.float32, gradient_accumulation_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        apply_rope_fusion=False, deallocate_pipeline_outputs=False, **sizes,
+    )  # fmt: skip
+    chunk = GPTModel(
+        config, get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=hf.vocab_size, max_sequence_length=512,
+        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope", rotary_base=int(hf.rope_parameters["rope_theta"]),
+    )  # fmt: skip
+    load_pretrained([chunk], model, hf)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=not per_token
+    )
+    chunks = [DistributedDataParallel(config, settings, chunk)]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=1.0,
+            use_distributed_optimizer=not per_token,
+        ),
+        chunks,
+    )  # fmt: skip
+    return chunks, optimizer
+
+
+def rl_config(model, folder=None, **changes):
+    settings = {
+        "model": model, "reward": reward, "run_dir": str(folder), "log_samples": 0,
+        "data": DataConfig(train=f"{folder}/train.jsonl", eval=f"{folder}/eval.jsonl",
+                           prompts_per_step=8, max_prompt_tokens=16),
+        "rewards": RewardConfig(workers=1), "tensorboard": False,
+        "rollout": RolloutConfig(engine="hf", n=4, max_tokens=8, dtype="float32"),
+        "actor": TrainConfig(micro_batch_tokens=64),
+    } | changes  # fmt: skip
+    return PpoConfig(**settings)
+
+
+def reward(response, ground_truth):
+    return float(response.startswith(ground_truth)) + 0.01 * len(response)
+
+
+def host_updates_on(topology, cases, model):
+    """Of each (sizes, per_token): what test_megatron_engine.results_on gives."""
+    from spmdrl.engines import mcore_cpu
+
+    mcore_cpu.install()
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.embed import host_parts, hosted_actor
+    from spmdrl.engines.megatron import MegatronEngine
+    from spmdrl.topology import Topology
+
+    found = []
+    with mcore_cpu.scope():
+        for sizes, per_token in cases:
+            torch.manual_seed(0)
+            chunks, optimizer = host_model(model, per_token, **sizes)
+            config = rl_config(model)
+            parts = host_parts(chunks, optimizer, config)
+            everyone = Topology.build(topology.device, hosted=True, dp=-1)
+            layout = Topology.from_megatron(everyone)
+            actor = hosted_actor(config.actor, parts)
+            engine = MegatronEngine.of_parts(parts, actor, layout)
+            own = layout.data_ranks
+            mine = range(9)[own.index(layout.rank) :: len(own)] if layout.rank in own else []
+            batch = whole_batch().select(list(mine))
+            looked = engine.logprobs(batch, 0.8, True)
+            loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+            metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
+            weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+            found.append((list(mine), looked, metrics, weights))
+    return found
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+
+
+def test_a_hosts_updates_equal_fsdps(qwen3):
+    (base,) = run_ranks(1, results_on, [("policy", CONFIG)], str(qwen3))[0]
+    _, looked, want_metrics, want_weights = base
+    whole = whole_batch()
+    cases = [({}, False), ({}, True), (TP2, False), (PP2, False), (PP2, True)]
+    ranks = run_ranks(2, host_updates_on, cases, str(qwen3), timeout_s=200)
+    padding = 0  # its row's gradient is not stopped in a host's model
+    for number, case in enumerate(cases):
+        seen = []
+        for mine, stats, metrics, weights in (found[number] for found in ranks):
+            seen += mine
+            rows = torch.cat([torch.zeros(0, dtype=torch.int64)] + [
+                torch.arange(int(whole.cu_seqlens[i]), int(whole.cu_seqlens[i + 1])) for i in mine
+            ])  # fmt: skip
+            for got, want in zip(stats, looked, strict=True):
+                torch.testing.assert_close(got, want[rows], rtol=0, atol=1e-5, msg=str(case))
+            for got, want in zip(metrics, want_metrics, strict=True):
+                for name in want:
+                    assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), (case, name)
+            for name, want in want_weights.items():
+                keep = [i for i in range(len(want)) if i != padding or "embed" not in name]
+                torch.testing.assert_close(
+                    weights[name][keep], want[keep], rtol=0, atol=1e-4, msg=f"{case} {name}"
+                )
+        assert sorted(seen) == list(range(9)), case
+
+
+def state_of_process():
+    """What a program owns, in a form that can be compared."""
+    import logging
+    import os
+    import random
+
+    import numpy as np
+    import torch.distributed.distributed_c10d as c10d
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    root = logging.getLogger()
+    return {
+        "groups": set(map(id, c10d._world.pg_map)),
+        "default": id(c10d._get_default_group()),
+        "parallel_state": {
+            name: id(value) for name, value in vars(parallel_state).items() if name[0] == "_"
+            and name[1:2].isupper()
+        },
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": pickle.dumps(np.random.get_state()),
+        "python": random.getstate(),
+        "megatron": {k: v.tolist() for k, v in get_cuda_rng_tracker().get_states().items()},
+        "environment": dict(os.environ),
+        "logger": (root.level, list(map(id, root.handlers))),
+    }  # fmt: skip
+
+
+def attached_on(topology, folder, model, engine):
+    from spmdrl.engines import mcore_cpu
+
+    mcore_cpu.install()
+    from dataclasses import replace
+
+    from spmdrl.config import WeightsConfig
+    from spmdrl.embed import attach
+
+    with mcore_cpu.scope():
+        chunks, optimizer = host_model(model, False, **TP2)
+        names = ("variable_seq_lengths", "finalize_model_grads_func", "no_sync_func")
+        fields = {name: getattr(chunks[0].module.config, name) for name in names}
+        before = state_of_process()
+        base = rl_config(model, folder)
+        config = replace(base, weights=WeightsConfig(check=True),
+                         rollout=replace(base.rollout, engine=engine, kv_cache_mib=32))  # fmt: skip
+        rl = attach(chunks, optimizer, config)
+        changed = [set(), set()]
+        found = []
+        for number in (1, 2):
+            middle = state_of_process()
+            found.append(rl.step(number))
+            after = state_of_process()
+            changed[0] |= {k for k in after if after[k] != middle[k]}
+        accuracy = rl.evaluate(2)
+        told = rl.state_dict()
+        rl.load_state_dict(told)
+        rl.close()
+        after = state_of_process()
+        changed[1] |= {k for k in after if after[k] != before[k]}
+        config = chunks[0].module.config
+        kept = all(getattr(config, field) is value for field, value in fields.items())
+        drop = [m.p for m in chunks[0].modules() if isinstance(m, torch.nn.Dropout)]
+        optimizer.step()  # the host goes on by itself
+    return changed, kept, drop, found, accuracy, len(rl.samples)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
+    from programs import write_task
+
+    write_task(tmp_path)
+    ranks = run_ranks(2, attached_on, str(tmp_path), str(qwen3), engine, timeout_s=200)
+    for changed, kept, dropout, metrics, accuracy, num_samples in ranks:
+        assert changed == [set(), set()]
+        assert kept and dropout and set(dropout) == {0.1}
+        assert [m["rollout/loss_tokens"] > 0 for m in metrics] == [True, True]
+        assert metrics[1]["actor/grad_norm"] > 0 and metrics[0]["actor/logprob_diff_max"] < 1e-4
+        assert accuracy.keys() >= {"eval/accuracy"} and num_samples > 0
+    assert ranks[0][3][1]["reward/mean"] == ranks[1][3][1]["reward/mean"]
+    assert not list(Path(tmp_path).glob("metrics*"))
+
+
+def refused_on(topology, model, other):
+    from spmdrl.engines import mcore_cpu
+
+    mcore_cpu.install()
+    from dataclasses import replace
+
+    from spmdrl.config import OptimConfig
+    from spmdrl.embed import attach
+
+    said = []
+    with mcore_cpu.scope():
+        chunks, optimizer = host_model(model, False)
+        base = rl_config(model, "nowhere")
+        attempts = [
+            (chunks, optimizer, replace(base, model=other)),
+            ([chunks[0].module], optimizer, base),
+            (chunks, torch.optim.AdamW(chunks[0].parameters()), base),
+            (chunks, optimizer, replace(base, actor=TrainConfig(tensor_parallel=2))),
+            (chunks, optimizer, replace(base, actor=TrainConfig(optim=OptimConfig(lr=1.0)))),
+            (chunks, optimizer, replace(base, async_steps=1)),
+        ]
+        for attempt in attempts:
+            try:
+                attach(*attempt)
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_does_not_fit_is_said(qwen3, tmp_path):
+    from tiny import save_qwen3
+
+    other = save_qwen3(tmp_path, num_hidden_layers=3, rope_theta=50_000.0)
+    (said,) = run_ranks(1, refused_on, str(qwen3), str(other))
+    wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "get_megatron_optimizer",
+              "actor.tensor_parallel=2", "actor.optim has no effect", "async_steps"]  # fmt: skip
+    assert len(said) == len(wanted), said
+    for text, message in zip(wanted, said, strict=True):
+        assert text in message
