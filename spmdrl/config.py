@@ -57,6 +57,7 @@ class RolloutConfig:
     ignore_eos: bool = False
     tensor_parallel: int = 1
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine
     enforce_eager: bool = False  # no CUDA graphs; always so on a CPU
     gpu_memory_utilization: float = 0.5

@@ -25,6 +25,7 @@ from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layer
 from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
+from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.topology import resolve_degrees, train_degrees
 
 GIB = 2**30
@@ -233,6 +234,8 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
+    if config.rollout.quantization is not None:
+        check_fp8(text, config.rollout)
     for name, role in training_roles(config).items():
         if role.model is not None:
             other = load_hf_config(role.model)

@@ -56,6 +56,8 @@ CASES = [
     ({"rollout": rollout(temperature=0.001)}, 1, ["temperature=0.001", "0.01"]),
     ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
     ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
+    ({"rollout": rollout(quantization="fp8")}, 1, ["rollout.quantization='fp8'"]),
+    ({"rollout": rollout(quantization="fp8", engine="hf")}, 1, ["set rollout.engine='vllm'"]),
     ({"steps": 0}, 1, ["steps=0"]),
     ({"algo": AlgoConfig(dual_clip=0.5)}, 1, ["dual_clip=0.5"]),
     ({"algo": AlgoConfig(kl_coef=-0.1)}, 1, ["kl_coef=-0.1"]),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout import vllm_cpu
+from spmdrl.rollout import vllm_cpu, vllm_fp8
 from spmdrl.rollout.engine import (
     Answer,
     Completion,
@@ -79,6 +79,10 @@ class VllmEngine:
         if self.on_cpu:
             vllm_cpu.gather_only_sampled(self.runner)
             self.noise = vllm_cpu.AddressedNoise(self.runner)
+        self.in_fp8 = config.quantization == "fp8"
+        self.fp8: set[str] = set()  # Hugging Face names of the weights that are kept in FP8
+        if self.in_fp8:
+            self.load_quantized()
         VllmEngine.live += 1
 
     @property
@@ -234,17 +238,39 @@ class VllmEngine:
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Raises ValueError where a parameter would not be given."""
         config = self.core.vllm_config.model_config
-        if config.quantization is not None:  # quantised anew from full tensors
+        if self.is_reloaded:  # quantised anew from full tensors
             return Layout(opaque=list(shapes))
         loaded: set[str] = set()
 
         def load(weights: Iterable[tuple[str, Tensor]]) -> None:
             loaded.update(self.model.load_weights(iter(weights)))
 
-        layout = record_layout(self.model, load, shapes, config.dtype)
+        def record(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+            return record_layout(self.model, load, shapes, config.dtype)
+
+        layout = vllm_fp8.fp8_layout(record, shapes) if self.in_fp8 else record(shapes)
+        self.fp8.update(layout.quantized)
         if not layout.opaque:
             self.require_all(loaded)
         return layout
+
+    @property
+    def is_reloaded(self) -> bool:
+        """Whether the model is quantised in a way that only vLLM's own reloading understands."""
+        return self.core.vllm_config.model_config.quantization is not None and not self.in_fp8
+
+    @torch.no_grad()
+    def load_quantized(self) -> None:
+        """The model's weights from disk, which are not quantised there."""
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+        config = self.core.vllm_config.model_config
+        on_disk = loader.get_all_weights(config, self.model)
+        self.layout({name: tuple(tensor.shape) for name, tensor in on_disk})
+        weights = loader.get_all_weights(config, self.model)
+        self.load_weights((name, tensor.to(self.topology.device)) for name, tensor in weights)
 
     def require_all(self, loaded: set[str]) -> None:
         missing = {name for name, _ in self.model.named_parameters()} - loaded
@@ -258,15 +284,16 @@ class VllmEngine:
         Quantised engines keep references until a layer is complete: there a tensor must stay valid
         until the call returns. Raises ValueError where a parameter was not given.
         """
-        if self.core.vllm_config.model_config.quantization is not None:
+        if self.is_reloaded:
             self.load_opaque(weights)
         else:
-            self.require_all(self.model.load_weights(iter(weights)))
+            weights = vllm_fp8.quantized(weights, self.fp8)
+            self.require_all(self.model.load_weights(weights))
         self.finish_load()
 
     @torch.no_grad()
     def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self.core.vllm_config.model_config.quantization is not None:
+        if self.is_reloaded:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
             self.model.load_weights(iter(weights))
@@ -279,15 +306,16 @@ class VllmEngine:
         self.core.reset_encoder_cache()
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
-        """Compares bit by bit, which proves more than checksums would: both sides are here."""
-        if self.core.vllm_config.model_config.quantization is not None:
+        """Compares bit by bit, which proves more than checksums would: both sides are here.
+
+        An FP8 engine is compared with what its weights give when they are quantised whole.
+        """
+        if self.is_reloaded:
             raise WeightMismatch(
                 "a quantised engine's weights cannot be compared with the trainer's"
             )
-        topology = self.topology
-        return compare_weights(
-            self.model, weights, topology.axis_rank("tp"), topology.axis_size("tp")
-        )
+        rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
+        return compare_weights(self.model, vllm_fp8.quantized(weights, self.fp8), rank, size)
 
     # memory
 
@@ -353,7 +381,11 @@ def build_core(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
     )
+    if config.quantization == "fp8" and not on_cpu:
+        disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+        os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
     register_architecture(model)
     vllm_config = args.create_engine_config()
     gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmdrl.rollout.noise import mix
 
+FP8_ROWS = 5  # from so many on, a row of a product in FP8 does not depend on the others
 NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a function
 
 
@@ -30,8 +31,10 @@ def patched_construction() -> Iterator[None]:
     It reads vars() of everything in every module, which fails on a module that numba imports.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401  loads the library behind torch.ops._C
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu as kernels
     from vllm.model_executor.layers import utils
 
+    classes: Any = (kernels.CPUFp8BlockScaledMMKernel, kernels.CPUFp8W8A8BlockScaledMMKernel)
     pack, set_num_threads = utils.dispatch_cpu_unquantized_gemm, torch.set_num_threads
     library: Any = torch.ops._C
     bind_memory = library.init_cpu_memory_env
@@ -43,13 +46,18 @@ def patched_construction() -> Iterator[None]:
         else:
             layer.cpu_linear = linear_by_row
 
+    fp8 = {kernel: kernel.process_weights_after_loading for kernel in classes}
     utils.dispatch_cpu_unquantized_gemm = keep
+    for kernel in fp8:
+        kernel.process_weights_after_loading = keep_fp8
     library.init_cpu_memory_env = lambda nodes: None
     of_numba = {name: sys.modules.pop(name) for name in NOT_TO_BE_READ if name in sys.modules}
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = pack
+        for kernel, process in fp8.items():
+            kernel.process_weights_after_loading = process
         library.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
         sys.modules.update(of_numba)
@@ -63,6 +71,25 @@ def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if x.shape[0] == 1:
         return linear(x.expand(2, -1).contiguous(), weight, bias)[:1]
     return linear(x, weight, bias)
+
+
+def keep_fp8(kernel: Any, layer: Any) -> None:
+    """Stands in for a block FP8 kernel's process_weights_after_loading.
+
+    The layer keeps its weight as (out, in) and its scales; the product packs it as it goes. vLLM
+    has the flag for layers whose weight somebody else reads too.
+    """
+    layer._cpu_skip_gemm_dispatch = True
+    product = kernel.apply_weights
+
+    def by_row(layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Fewer than five rows would take another path and get other bits."""
+        missing = FP8_ROWS - x.shape[0]
+        if missing <= 0 or x.ndim != 2:
+            return product(layer, x, bias, **kwargs)
+        return product(layer, nn.functional.pad(x, (0, 0, 0, missing)), bias, **kwargs)[:-missing]
+
+    kernel.apply_weights = by_row
 
 
 class AddressedNoise:

@@ -10,6 +10,7 @@ loaders are not asked: their mistakes are what this is to find.
     embed_tokens, lm_head     rows r * n .. (r + 1) * n; what lies beyond the vocabulary is padding
     o_proj, down_proj, ...    the r-th part of the axis that is shorter here than there
     norms, router             all of it
+    weight_scale_inv          as the weight in FP8 that it scales, a row for each 128 rows
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from spmdrl_kernels.fp8 import BLOCK
 from torch import Tensor, nn
 
 from spmdrl.rollout.engine import WeightMismatch
@@ -101,7 +103,8 @@ def find_place(
                 "layout of their kernel)"
             )
         module = model.get_submodule(f"{prefix}.{fused}")
-        start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size)
+        unit = BLOCK if kind == "weight_scale_inv" else 1
+        start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
         held = parameters[parameter].data[start : start + rows]
         place = Place(parameter, held, tensor[part : part + rows])
     if place.held.shape != place.expected.shape:
@@ -127,15 +130,18 @@ def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tens
 
 
 def rows_in_fused(
-    module: Any, part: int, tensor: Tensor, rank: int, size: int
+    module: Any, part: int, tensor: Tensor, rank: int, size: int, unit: int
 ) -> tuple[int, int, int]:
-    """(first row in the fused parameter, number of rows, first row in the full tensor)."""
+    """(first row in the fused parameter, number of rows, first row in the full tensor).
+
+    unit: rows of the weight per row of the tensor, more than one where it holds blocks' scales.
+    """
     if hasattr(module, "num_kv_heads"):
-        kv_rows = module.num_kv_heads * module.head_size
-        rows = [module.num_heads * module.head_size, kv_rows, kv_rows]
+        kv_rows = module.num_kv_heads * module.head_size // unit
+        rows = [module.num_heads * module.head_size // unit, kv_rows, kv_rows]
         ranks_per_part = [1, *[max(1, size * kv_rows // len(tensor))] * 2]
     else:
-        rows = [full // size for full in module.output_sizes]
+        rows = [-(-full // size // unit) for full in module.output_sizes]
         ranks_per_part = [1] * len(rows)
     return sum(rows[:part]), rows[part], rank // ranks_per_part[part] * rows[part]
 

@@ -41,12 +41,17 @@ class Place(NamedTuple):
 class Layout:
     """The part `regions[i]`, a (name, Box) of a full Hugging Face tensor, belongs at `places[i]`.
 
-    The weights in `opaque` are handed to the engine's loader as full tensors.
+    The weights in `opaque` are handed to the engine's loader as full tensors. Those in `quantized`
+    are kept in FP8 (spmdrl_kernels.fp8); `scales` says which of their blocks' scales belong where:
+    its names are the weights', its boxes are of their grids of blocks.
     """
 
     regions: list[tuple[str, Box]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    scales: list[tuple[str, Box]] = field(default_factory=list)
+    scale_places: list[Place] = field(default_factory=list)
 
     def holders(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Where every parameter is found that has a place: quicker to ask than the modules."""

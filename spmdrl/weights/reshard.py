@@ -5,16 +5,27 @@ small ones share one. A message lies in the bucket's memory, its slot, unless it
 shard that need not be cast, or in the engine's parameter, where it is cast to and received. On a
 CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while the
 next is packed and the next bucket's are on their way.
+
+Weights that the engine keeps in FP8 are quantised while they are packed, by whoever holds them, and
+travel as a byte each. A shard may end within a block of 128 x 128: the ranks have agreed on every
+block's scale before (spmdrl.weights.sync), so nobody needs all of a block and each element has the
+same bits wherever it is quantised. Elements are not moved to complete blocks, and the scales cost
+4 bytes per 16,384 elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from spmdrl_kernels.casts import RowCast
+from spmdrl_kernels.casts import fits as row_cast_fits
+from spmdrl_kernels.fp8 import Offset, quantize_part
 from torch import Tensor
 
 from spmdrl.topology import Topology
@@ -23,6 +34,7 @@ from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
 
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
+FP8 = torch.float8_e4m3fn
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 8 << 20  # larger ones leave the cache between packing and sending
 CPU_MESSAGE_BYTES = 4 << 20  # smaller ones wake the other end too often
@@ -37,7 +49,18 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
 
 
 Held = dict[str, list[tuple[Box, Tensor]]]  # by a weight's name, what a rank holds of it
-Copies = tuple[list[Tensor], list[Tensor]]  # (to, from)
+Pack = Callable[[], object]
+
+
+class _Part(NamedTuple):
+    """Of a weight that travels in FP8."""
+
+    tensor: Tensor  # two dimensions
+    first: Offset  # in the weight
+    scale_inv: Tensor  # of all blocks of the weight
+
+    def quantize(self, to: Tensor) -> None:
+        quantize_part(self.tensor, self.first, self.scale_inv, to)
 
 
 @dataclass
@@ -53,8 +76,9 @@ class _Message:
     shards: list[Tensor]  # packed into it; [] where it comes from elsewhere or lies ready
     places: list[Tensor]  # copied into out of it; [] where it lies there, or is for others
     ready: Tensor | None = None  # where it lies, if not in the slot
+    parts: list[_Part] = field(default_factory=list)  # quantised into it, instead of shards
     memory: Tensor | None = None  # where it lies, while there is a slot
-    packs: list[Copies] = field(default_factory=list)  # from the shards, one after the other
+    packs: list[Pack] = field(default_factory=list)  # from shards or parts, one after the other
     unpacked: list[Tensor] = field(default_factory=list)  # views of the memory, like the places
 
     @property
@@ -73,6 +97,12 @@ class _Message:
             self.memory = slot[self.first : self.last]
         if self.memory is None:
             return
+        if self.parts:
+            like = [part.tensor for part in self.parts]
+            to = views(self.memory.view(FP8), self.lengths, like)
+            self.packs = [
+                partial(part.quantize, row) for part, row in zip(self.parts, to, strict=True)
+            ]
         if self.shards:
             self.packs = casts(self.memory, self.lengths, self.shards, scratch)
         if self.places:
@@ -86,12 +116,14 @@ def views(memory: Tensor, lengths: list[int], like: list[Tensor]) -> list[Tensor
 
 def casts(
     memory: Tensor, lengths: list[int], shards: list[Tensor], scratch: Tensor | None
-) -> list[Copies]:
+) -> list[Pack]:
     """On a CPU a cast of many or of strided tensors takes twice as long as one in a row.
 
-    They are first put in a row in the scratch, in their own dtype.
+    They are first put in a row in the scratch, in their own dtype; very many go in one call.
     """
-    direct = [(views(memory, lengths, shards), shards)]
+    if scratch is not None and row_cast_fits(memory, shards):
+        return [RowCast(memory, shards).run]
+    direct: list[Pack] = [partial(copy_all, views(memory, lengths, shards), shards)]
     in_a_row = len(shards) == 1 and shards[0].is_contiguous()
     if scratch is None or in_a_row or any(shard.dtype != scratch.dtype for shard in shards):
         return direct
@@ -106,12 +138,13 @@ def casts(
                 filled = 0
             runs[-1].append(block)
             filled += block.numel()
-    copies, first = [], 0
+    copies: list[Pack] = []
+    first = 0
     for run in runs:
         numbers = [block.numel() for block in run]
         row = scratch[: sum(numbers)]
         to = memory[first : first + len(row)]
-        copies += [(views(row, numbers, run), run), ([to], [row])]
+        copies += [partial(copy_all, views(row, numbers, run), run), partial(to.copy_, row)]
         first += len(row)
     return copies
 
@@ -122,6 +155,7 @@ class _Bound:
 
     messages: list[_Message] = field(default_factory=list)
     local: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (to, from)
+    quantized: list[tuple[_Part, Tensor]] = field(default_factory=list)  # local too: (from, to)
     shares: list[tuple[int, int]] = field(default_factory=list)  # in the slot, by position
     filled: int = 0  # elements of the slot
 
@@ -139,6 +173,7 @@ class Transfer:
     """A plan bound to a rank's tensors. Shards and places may move in memory between runs.
 
     group: ranks that hand over, as global ranks; on a GPU `block_group`, the peers', gathers.
+    scales: of every weight, by name, where they travel in FP8; dtype and places are uint8 then.
     """
 
     def __init__(
@@ -151,7 +186,9 @@ class Transfer:
         device: torch.device,
         group: dist.ProcessGroup,
         block_group: dist.ProcessGroup | None = None,
+        scales: dict[str, Tensor] | None = None,
     ) -> None:
+        self.scales = scales
         self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
         self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
         self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
@@ -210,8 +247,8 @@ class Transfer:
                     now.incoming.append((m, self.receive(m)))
         for m in bound.messages:
             if m.sender == self.plan.me:
-                for to, source in m.packs:
-                    copy_all(to, source)
+                for pack in m.packs:
+                    pack()
                 if self.eager:
                     self.send(m, now)
                     copy_all(m.places, m.unpacked)
@@ -220,6 +257,8 @@ class Transfer:
             if not self.plan.handover:
                 self.gather(now)
         copy_local(bound.local, self.dtype)
+        for part, quantized in bound.quantized:
+            part.quantize(quantized)
         return now
 
     def finish(self, now: _Underway) -> None:
@@ -286,6 +325,17 @@ class Transfer:
             held, tensor = next(p for p in parts if intersect(p[0], box) == box)
             return view(tensor, held, box)
 
+        def sources(found: list[tuple[int, Box]]) -> tuple[list[Tensor], list[_Part]]:
+            """(shards to be copied, parts to be quantised): one of them is empty."""
+            if self.scales is None:
+                return [plain(shard(weight, box)) for weight, box in found], []
+            return [], [part(weight, box) for weight, box in found]
+
+        def part(weight: int, box: Box) -> _Part:
+            assert self.scales is not None
+            first = (box[0][0], box[1][0])
+            return _Part(shard(weight, box), first, self.scales[plan.weights[weight].name])
+
         def place(region: int, box: Box) -> Tensor:
             return view(places[region], plan.regions[region][1], box)
 
@@ -299,12 +349,12 @@ class Transfer:
 
         for receiver in sorted(bucket.sends):
             for run in self.cut(bucket.sends[receiver]):
-                sources = [plain(shard(weight, box)) for weight, box in run]
+                shards_sent, parts = sources(run)
                 message = _Message(
                     plan.me, HAND_OVER, [receiver], HAND_OVER, [numel(box) for _, box in run],
-                    bound.filled, sources, [],
+                    bound.filled, shards_sent, [], parts=parts,
                 )  # fmt: skip
-                add(message, sources)
+                add(message, shards_sent)
                 if message.ready is not None:
                     message.shards = []
         for position, share in enumerate(bucket.shares):
@@ -313,14 +363,14 @@ class Transfer:
             for sender, pieces in groupby(share, key=lambda piece: piece.sender):
                 for run in self.cut((piece.region, piece.box) for piece in pieces):
                     targets = [plain(place(region, box)) for region, box in run]
-                    sources = []
+                    own: tuple[list[Tensor], list[_Part]] = ([], [])
                     if mine and sender == plan.me:
-                        sources = [plain(shard(plan.regions[r][0], box)) for r, box in run]
+                        own = sources([(plan.regions[r][0], box) for r, box in run])
                     gathered = GATHER if sender == plan.peers[position] else PASS_ON
                     message = _Message(
                         sender if mine else plan.peers[position], HAND_OVER if mine else gathered,
                         others, gathered, [numel(box) for _, box in run], bound.filled,
-                        sources, targets,
+                        own[0], targets, parts=own[1],
                     )  # fmt: skip
                     add(message, targets)
                     if message.ready is not None:
@@ -331,7 +381,11 @@ class Transfer:
         # what is to be passed on comes first
         bound.messages.sort(key=lambda message: message.tag)
         for region, box in bucket.local:
-            bound.local.append((place(region, box), shard(plan.regions[region][0], box)))
+            weight = plan.regions[region][0]
+            if self.scales is None:
+                bound.local.append((place(region, box), shard(weight, box)))
+            else:
+                bound.quantized.append((part(weight, box), place(region, box).view(FP8)))
         return bound
 
     def cut(self, pieces: Iterable[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:

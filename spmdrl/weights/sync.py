@@ -17,16 +17,27 @@ from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.topology import Topology
-from spmdrl.weights.boxes import numel, whole
-from spmdrl.weights.layout import Layout
-from spmdrl.weights.plan import Plan, Weight, describe, make_plan
-from spmdrl.weights.reshard import Held, Transfer, full_tensors, planned_bytes, slot_bytes
+from spmdrl.weights.boxes import Box, numel, view, whole
+from spmdrl.weights.layout import Layout, Place
+from spmdrl.weights.plan import Weight, describe, make_plan
+from spmdrl.weights.reshard import (
+    Held,
+    Transfer,
+    copy_all,
+    full_tensors,
+    planned_bytes,
+    slot_bytes,
+)
+from spmdrl.weights.scales import BlockScales
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
 
 
 @dataclass(frozen=True)
 class SyncStats:
-    """Of one push, on this rank; bytes are those it sent to other ranks. Sum them over ranks."""
+    """Of one push, on this rank; bytes are those it sent to other ranks. Sum them over ranks.
+
+    Without the scales of FP8 blocks, which are reduced over all ranks: 1/4096 of what they scale.
+    """
 
     planned_bytes: int
     moved_bytes: int
@@ -37,7 +48,8 @@ class SyncStats:
 class WeightSync:
     """The way of the actor's weights into the rollout engine, planned once and pushed often.
 
-    `dtype` is the engine's: shards are cast to it while they are packed.
+    `dtype` is the engine's: shards are cast to it while they are packed. What the engine keeps in
+    FP8 is quantised then, from the trainer's own dtype, and goes in a transfer of its own.
     """
 
     def __init__(
@@ -64,29 +76,27 @@ class WeightSync:
         self.named: dict[str, Shards] = actor.named_shards() if actor else {}
         self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
         self.transfer: Transfer | None = None
+        self.fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
+        self.scales: BlockScales | None = None
+        self.scale_places: list[tuple[Place, Tensor]] = []  # in the engine, and what belongs there
         self.opaque: list[Weight] = []
         self.planned_bytes = -1  # worked out after the first push
-        block_group = None
         if self.topology.here:
-            plan, layout = self.make_plan()
-            self.transfer = Transfer(
-                plan, self.shards, lambda: [place.tensor() for place in layout.places],
-                self.addresses, self.dtype, device, self.topology.group,
-            )  # fmt: skip
-            self.holders = layout.holders()
+            self.make_transfers()
         if device.type != "cpu":
-            block_group = self.build_block_groups()
-            if self.transfer is not None:
-                self.transfer.block_group = block_group
+            self.build_block_groups()
 
-    def make_plan(self) -> tuple[Plan, Layout]:
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [transfer for transfer in (self.transfer, self.fp8) if transfer is not None]
+
+    def make_transfers(self) -> None:
         """Collective over the ranks of both roles."""
         control = self.topology.control
         self.weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in self.weights}
-        number = {w.name: i for i, w in enumerate(self.weights)}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
-        mine = (layout.regions, layout.opaque)
+        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
         digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
         me, first = dist.get_rank(), self.table[0]
         everyone: list[tuple] = [()] * self.topology.world
@@ -98,27 +108,64 @@ class WeightSync:
                 if by_rank[rank][0] != by_rank[model][0]:
                     raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
         layouts = [by_rank[rank][1] for rank in first]
-        opaque = {name for _, names in layouts for name in names}
+        opaque = {name for _, names, _, _ in layouts for name in names}
+        quantized = {name for _, _, names, _ in layouts for name in names}
         self.opaque = [w for w in self.weights if w.name in opaque]
-        kept = [i for i, (name, _) in enumerate(layout.regions) if name not in opaque]
-        layout.places = [layout.places[i] for i in kept]
-        regions = [
-            [(number[name], box) for name, box in found if name not in opaque]
-            for found, _ in layouts
-        ]
-        plan = make_plan(
-            me, self.weights, regions, self.table, self.dtype.itemsize, self.slot_bytes
-        )
-        return plan, layout
+        found = [regions for regions, _, _, _ in layouts]
+        self.holders = layout.holders()
+        plain = {w.name for w in self.weights if w.name not in opaque | quantized}
+        if quantized:
+            self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
+        self.transfer = self.make_transfer(layout, found, plain, self.dtype)
+        if quantized:
+            self.scales = BlockScales(
+                [w for w in self.weights if w.name in quantized], self.topology.device
+            )
+            self.fp8 = self.make_transfer(layout, found, quantized, torch.uint8)
+            for (name, box), place in zip(layout.scales, layout.scale_places, strict=True):
+                grid = self.scales.by_name[name]
+                self.scale_places.append((place, view(grid, whole(grid.shape), box)))
 
-    def build_block_groups(self) -> dist.ProcessGroup | None:
+    def make_transfer(
+        self,
+        layout: Layout,
+        found: list[list[tuple[str, Box]]],
+        names: set[str],
+        dtype: torch.dtype,
+    ) -> Transfer:
+        """Of the weights `names`; found: the regions of each tensor-parallel rank."""
+        weights = [w for w in self.weights if w.name in names]
+        number = {w.name: i for i, w in enumerate(weights)}
+        regions = [[(number[n], box) for n, box in mine if n in names] for mine in found]
+        of_names = zip(layout.regions, layout.places, strict=True)
+        places = [place for (name, _), place in of_names if name in names]
+        plan = make_plan(
+            dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
+        )
+        fp8 = dtype == torch.uint8
+        return Transfer(
+            plan, self.shards,
+            lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
+            self.addresses, dtype, self.topology.device, self.topology.group,
+            scales=self.scales.by_name if fp8 and self.scales else None,
+        )  # fmt: skip
+
+    def build_block_groups(self) -> None:
         """Groups for the all-gathers of a GPU job. Collective over the job."""
-        block = torch.tensor([self.transfer.plan.block if self.transfer else 0])
-        dist.all_reduce(block, dist.ReduceOp.MAX)
+        blocks = [transfer.plan.block for transfer in self.transfers]
+        sizes = torch.tensor((blocks + [0, 0])[:2])  # 0: there is no such transfer
+        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        for number, block in enumerate(sizes.tolist()):
+            if block:
+                group = self.block_group(block)
+                if number < len(self.transfers):
+                    self.transfers[number].block_group = group
+
+    def block_group(self, block: int) -> dist.ProcessGroup | None:
         mine = None
         for column in zip(*self.table, strict=True):
-            for start in range(0, len(column), int(block)):
-                peers = list(column[start : start + int(block)])
+            for start in range(0, len(column), block):
+                peers = list(column[start : start + block])
                 group = dist.new_group(peers) if len(peers) > 1 else None
                 if dist.get_rank() in peers:
                     mine = group
@@ -134,10 +181,12 @@ class WeightSync:
         places = [held[name].data_ptr() for held, name in self.holders]  # type: ignore[union-attr]
         return (*shards, *places)
 
-    def full_tensors(self, weights: list[Weight]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, weights: list[Weight], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
         return full_tensors(
-            weights, self.shards, self.table, self.dtype, self.slot_bytes,
+            weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
             self.topology.device, self.topology.group,
         )  # fmt: skip
 
@@ -150,7 +199,7 @@ class WeightSync:
         start = time.perf_counter()
         if self.transfer is None:
             return SyncStats(0, 0, 0, 0.0)
-        moved = self.transfer.run()
+        moved = self.transfer.run() + self.push_fp8()
         if self.opaque:
             tensors = self.full_tensors(self.opaque)
             try:
@@ -163,9 +212,20 @@ class WeightSync:
         if self.config.check:
             self.check()
         if self.planned_bytes < 0:
-            padded = self.transfer.block_group is not None
-            self.planned_bytes = planned_bytes(self.transfer.plan, self.dtype.itemsize, padded)
+            self.planned_bytes = sum(
+                planned_bytes(t.plan, t.dtype.itemsize, t.block_group is not None)
+                for t in self.transfers
+            )
         return SyncStats(self.planned_bytes, moved, self.opaque_bytes, time.perf_counter() - start)
+
+    @torch.no_grad()
+    def push_fp8(self) -> int:
+        """Bytes that this rank sent."""
+        if self.fp8 is None or self.scales is None:
+            return 0
+        self.scales.agree(self.shards(), self.topology.group)
+        copy_all([p.tensor() for p, _ in self.scale_places], [s for _, s in self.scale_places])
+        return self.fp8.run()
 
     @property
     def opaque_bytes(self) -> int:
@@ -175,7 +235,8 @@ class WeightSync:
         """Proves bit by bit that the engine holds the actor's weights; returns how many."""
         if self.transfer is None:
             return 0
-        tensors = self.full_tensors(self.weights)
+        # what is quantised is so from the trainer's own numbers
+        tensors = self.full_tensors(self.weights, torch.float32 if self.fp8 else None)
         try:
             return self.rollout.check_weights(tensors) if self.rollout is not None else 0
         finally:
@@ -186,6 +247,8 @@ class WeightSync:
         if self.transfer is None:
             return []
         lines = describe(self.transfer.plan)
+        if self.fp8 is not None:
+            lines += ["in FP8:", *describe(self.fp8.plan)]
         if self.opaque:
             lines.append(f"  as full tensors: {[w.name for w in self.opaque[:5]]} ...")
         return lines

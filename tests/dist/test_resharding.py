@@ -39,6 +39,7 @@ class Case(NamedTuple):
     engine: str = "hf"
     slot: int = 1 << 20
     dtype: str = "bfloat16"
+    quantization: str | None = None
 
 
 class Trainer:
@@ -59,6 +60,9 @@ class Trainer:
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
+    from spmdrl_kernels import casts
+
+    from spmdrl.collectives import level_group_count
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
     from spmdrl.rollout.engine import WeightMismatch
     from spmdrl.rollout.hf import HfEngine
@@ -76,16 +80,19 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         actor = rollout = None
         if actor_ranks.here:
             actor = Trainer(case.model, actor_ranks)
-        config = RolloutConfig(dtype=case.dtype, kv_cache_mib=16, tensor_parallel=case.tp)
+        settings: Any = {"dtype": case.dtype, "quantization": case.quantization}
+        config = RolloutConfig(kv_cache_mib=16, tensor_parallel=case.tp, **settings)
         if rollout_ranks.here:
             rollout = engines[case.engine](case.model, config, 64, rollout_ranks)
             if "moe" in case.model:
                 remember_experts(rollout)
+        level_group_count()  # an engine makes groups on its own ranks
         sync.slot_bytes = lambda bucket, device, case=case: case.slot
         # so that these small weights are large ones, cut into several messages, as well
         reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
         reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
         reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
+        casts.ENOUGH = 2 if case.slot == 1 << 20 else 64
         weights = sync.WeightSync(
             actor,
             actor_ranks,
@@ -111,12 +118,27 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         results.append({
             "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
             "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
-            "cost": weights.transfer and weights.transfer.plan.cost,
+            "costs": [transfer.plan.cost for transfer in weights.transfers],
+            "refused": refuses_infinity(weights) if case.quantization else "",
         })  # fmt: skip
         if rollout is not None:
             rollout.shutdown()
         torch.distributed.barrier()
     return results
+
+
+def refuses_infinity(weights: Any) -> str:
+    """One rank's shard is no longer finite: what each rank says to a push."""
+    if torch.distributed.get_rank() == 0 and weights.actor is not None:
+        with torch.no_grad():
+            weights.shards()["model.layers.1.mlp.down_proj.weight"][-1, 3] = -torch.inf
+    if not weights.topology.here:
+        return ""
+    try:
+        weights.push()
+    except ValueError as error:
+        return str(error)
+    return "pushed"
 
 
 def remember_experts(rollout: Any) -> None:
@@ -181,16 +203,16 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_qwen3(folder, num_attention_heads=5, num_key_value_heads=5, **sizes))
 
 
-def prove(world: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
-    results = run_ranks(world, sync_on, [tuple(case) for case in cases], timeout_s=70)
+def prove(world: int, cases: list[Case], timeout_s: float = 70) -> list[list[dict[str, Any]]]:
+    results = run_ranks(world, sync_on, [tuple(case) for case in cases], timeout_s=timeout_s)
     for case, *ranks in zip(cases, *results, strict=True):
         for rank, result in enumerate(ranks):
             assert result["planned"] == result["moved"], (case, rank)
             assert result["noticed"] == (rank in case.rollout), (case, rank)
             assert result["opaque"] == 0, case
-        cost = ranks[case.actor[0]]["cost"]
+        costs = ranks[case.actor[0]]["costs"]
         moved = sum(result["moved"][0] for result in ranks)
-        assert moved == cost.handed + cost.gathered, case
+        assert moved == sum(cost.handed + cost.gathered for cost in costs), case
     return results
 
 
@@ -239,6 +261,42 @@ def test_four_ranks(qwen3: Path, odd: str) -> None:
         Case(four, [0, 3], odd, fsdp=2),
     ]
     prove(4, cases)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For FP8: blocks that shards end within, and half ones at the edge of the hidden size."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 160, "intermediate_size": 256, "head_dim": 128, **heads}
+    return str(save_qwen3(tmp_path_factory.mktemp("wide"), **sizes))
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM multiplies FP8 with AMX tiles"
+)
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [([0, 1], [0, 1], 1, 1 << 20), ([0], [1], 1, 200_000)]),
+        (2, [([0, 1], [0, 1], 2, 200_000)]),
+        (3, [([0, 1, 2], [1, 2], 2, 200_000)]),
+    ],
+)  # fmt: skip
+def test_what_goes_to_an_fp8_engine_is_the_whole_matrix_quantised(
+    wide: str, world: int, cases: list[tuple]
+) -> None:
+    """Every rank's check quantises full float32 matrices, and compares bit by bit."""
+    given = [
+        Case(actor, rollout, wide, tp=tp, slot=slot, engine="vllm", quantization="fp8")
+        for actor, rollout, tp, slot in cases
+    ]
+    for case, *ranks in zip(given, *prove(world, given, 120), strict=True):
+        plain, fp8 = ranks[0]["costs"]
+        # the embedding, tied, and the norms; all the rest is a byte each
+        assert fp8.handed + fp8.gathered > 8 * (plain.handed + plain.gathered), case
+        assert fp8.busiest <= 2 * 2 * 7 * 256 * 160, case
+        for result in ranks:
+            assert "model.layers.1.mlp.down_proj.weight" in result["refused"], case
 
 
 def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
