@@ -131,7 +131,7 @@ def refuses_infinity(weights: Any) -> str:
     """One rank's shard is no longer finite: what each rank says to a push."""
     if torch.distributed.get_rank() == 0 and weights.actor is not None:
         with torch.no_grad():
-            weights.shards()["model.layers.1.mlp.down_proj.weight"][-1, 3] = -torch.inf
+            weights.shards()["model.layers.1.mlp.down_proj.weight"][0][1][-1, 3] = -torch.inf
     if not weights.topology.here:
         return ""
     try:
