@@ -306,7 +306,7 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
                                      ("chunks per stage", "virtual_pipeline"),
                                      ("experts over", "expert_parallel"),
                                      ("each over", "expert_tensor_parallel"))
-                if getattr(role, field) not in (1, False)
+                if getattr(role, field) is True or getattr(role, field) > 1
             )  # fmt: skip
         lines.append(f"  {name:8} ranks {show_ranks(roles[name])}: {layout}")
     engines = len(roles["rollout"]) // rollout.tensor_parallel

@@ -6,7 +6,7 @@ Needs no megatron-core: a dry run checks a layout without it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import Any
 
 import torch
@@ -94,6 +94,13 @@ def check_architecture(hf_config: PreTrainedConfig) -> None:
         )
 
 
+OPTIONS = {  # of the config, by field of Degrees
+    "tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "virtual": "virtual_pipeline",
+    "context": "context_parallel", "expert": "expert_parallel",
+    "expert_tensor": "expert_tensor_parallel", "sequence": "sequence_parallel",
+}  # fmt: skip
+
+
 def check_layout(
     hf_config: PreTrainedConfig, degrees: Degrees, world_size: int | None = None
 ) -> None:
@@ -113,33 +120,38 @@ def check_layout(
 
 
 def _sizes_below_one(degrees: Degrees) -> list[str]:
-    named = {f.name: getattr(degrees, f.name) for f in fields(degrees) if f.name != "sequence"}
+    named = {OPTIONS[f.name]: getattr(degrees, f.name) for f in fields(degrees)}
+    del named[OPTIONS["sequence"]]
     return [f"{name}={size}: must be at least 1" for name, size in named.items() if size < 1]
 
 
 def _tensor_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
-    problems = _must_divide("tensor", d.tensor, _tensor_sizes(hf_config))
+    problems = _must_divide("tensor_parallel", d.tensor, _tensor_sizes(hf_config))
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     latent = FAMILIES[hf_config.model_type].latent
     if not latent and heads % d.tensor == 0 and groups % d.tensor and d.tensor % groups:
         fit = [n for n in range(1, heads + 1) if groups % n == 0 or n % groups == 0]
         problems.append(
-            f"tensor={d.tensor}: {groups} key-value heads are neither a multiple of it nor divide "
-            f"it; tensor may be {', '.join(str(n) for n in fit if heads % n == 0)}"
+            f"tensor_parallel={d.tensor}: {groups} key-value heads are neither a multiple of it "
+            f"nor divide it; it may be {', '.join(str(n) for n in fit if heads % n == 0)}"
         )
     if d.sequence and d.tensor == 1:
-        problems.append("sequence=True: wants tensor > 1; use sequence=False")
+        problems.append(
+            "sequence_parallel=True: wants tensor_parallel > 1; use sequence_parallel=False"
+        )
     return problems
 
 
 def _pipeline_problems(layers: int, d: Degrees) -> list[str]:
     if d.virtual > 1 and d.pipeline == 1:
-        return [f"virtual={d.virtual}: wants pipeline > 1; use virtual=1"]
-    problems = _must_divide("pipeline", d.pipeline, {"layers": layers})
+        return [
+            f"virtual_pipeline={d.virtual}: wants pipeline_parallel > 1; use virtual_pipeline=1"
+        ]
+    problems = _must_divide("pipeline_parallel", d.pipeline, {"layers": layers})
     if problems:
         return problems
     here = {f"layers of each of {d.pipeline} pipeline ranks": layers // d.pipeline}
-    return _must_divide("virtual", d.virtual, here)
+    return _must_divide("virtual_pipeline", d.virtual, here)
 
 
 def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
@@ -147,21 +159,21 @@ def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
         if d.expert == d.expert_tensor == 1:
             return []
         return [
-            f"expert={d.expert}, expert_tensor={d.expert_tensor}: {hf_config.model_type} has no "
-            "experts; use 1"
+            f"expert_parallel={d.expert}, expert_tensor_parallel={d.expert_tensor}: "
+            f"{hf_config.model_type} has no experts; use 1"
         ]
-    problems = _must_divide("expert", d.expert, {"experts": num_experts(hf_config)})
+    problems = _must_divide("expert_parallel", d.expert, {"experts": num_experts(hf_config)})
     width = {"is the width of an expert": expert_width(hf_config)}
-    problems += _must_divide("expert_tensor", d.expert_tensor, width)
+    problems += _must_divide("expert_tensor_parallel", d.expert_tensor, width)
     if d.tensor > 1 and not d.sequence:
-        problems.append(f"tensor={d.tensor} with experts: wants sequence=True")
+        problems.append(f"tensor_parallel={d.tensor} with experts: wants sequence_parallel=True")
     return problems
 
 
 def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
     """What tensor parallelism cuts; the vocabulary is padded instead."""
     family = FAMILIES[hf_config.model_type]
-    cut = {"attention heads": hf_config.num_attention_heads}
+    cut = {"heads": hf_config.num_attention_heads}
     if not family.experts or any(not sparse for sparse in moe_layers(hf_config)):
         cut["intermediate size"] = hf_config.intermediate_size
     if shared_expert_width(hf_config):
@@ -174,20 +186,24 @@ def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _must_divide(name: str, degree: int, sizes: dict[str, int]) -> list[str]:
-    return [
-        f"{name}={degree}: {size} {what}, and {size} % {degree} = {size % degree}; "
-        f"{name} may be {_divisors(size)}"
+    wrong = [
+        f"{size} {what}, and {size} % {degree} = {size % degree}"
         for what, size in sizes.items()
         if size % degree
     ]
+    if not wrong:
+        return []
+    return [f"{name}={degree}: {'; '.join(wrong)}; it may be {_divisors(gcd(*sizes.values()))}"]
 
 
 def _world_problems(d: Degrees, experts: bool, world_size: int | None) -> list[str]:
     if world_size is None:
         return []
-    products = {"tensor * pipeline * context": (d.tensor, d.pipeline, d.context)}
+    products = {
+        "tensor_parallel * pipeline_parallel * context_parallel": (d.tensor, d.pipeline, d.context)
+    }
     if experts:
-        names = "expert_tensor * expert * pipeline"
+        names = "expert_tensor_parallel * expert_parallel * pipeline_parallel"
         products[names] = (d.expert_tensor, d.expert, d.pipeline)
     return [
         f"{names} = {' * '.join(map(str, parts))} = {prod(parts)} does not divide {world_size} "

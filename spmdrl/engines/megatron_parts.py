@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.megatron_inputs import Cut
-from spmdrl.engines.megatron_layout import Degrees, check_layout
+from spmdrl.engines.megatron_layout import OPTIONS, Degrees, check_layout
 from spmdrl.engines.megatron_model import build_chunks, transformer_config
 from spmdrl.engines.megatron_names import load_pretrained, pieces
 from spmdrl.engines.megatron_state import RoleState
@@ -247,12 +247,7 @@ def move_optimizer(optimizer: Any, device: torch.device) -> None:
 
 
 def degrees_of(config: TrainConfig) -> Degrees:
-    return Degrees(
-        tensor=config.tensor_parallel, pipeline=config.pipeline_parallel,
-        virtual=config.virtual_pipeline, context=config.context_parallel,
-        expert=config.expert_parallel, expert_tensor=config.expert_tensor_parallel,
-        sequence=config.sequence_parallel,
-    )  # fmt: skip
+    return Degrees(**{name: getattr(config, option) for name, option in OPTIONS.items()})
 
 
 def build_parts(
