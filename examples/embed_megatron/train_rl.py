@@ -137,21 +137,22 @@ def train_data_iterator(args):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_model)
-    texts = [
-        row["prompt"][0]["content"] + row["response"]
-        for row in pq.read_table(args.data_path).to_pylist()
-    ]
-    rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    length = max(map(len, rows))
-    table = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    rows, masks = [], []
+    for row in pq.read_table(args.data_path).to_pylist():
+        prompt = tokenizer(row["prompt"][0]["content"])["input_ids"]
+        answer = [*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]
+        rows.append(torch.tensor(prompt + answer))
+        masks.append(torch.tensor([0.0] * len(prompt) + [1.0] * len(answer)))
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    table, mask = pad(rows).to(device()), pad(masks).to(device())
     generator = torch.Generator().manual_seed(args.seed)
     rank = parallel_state.get_data_parallel_rank()
     while True:
         drawn = torch.randint(len(table), (args.global_batch_size,), generator=generator)
-        mine = table[drawn].chunk(parallel_state.get_data_parallel_world_size())[rank]
-        for batch in mine.split(args.micro_batch_size):
-            tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-            yield tokens.to(device()), labels.to(device()), (labels != 0).float().to(device())
+        mine = drawn.chunk(parallel_state.get_data_parallel_world_size())[rank]
+        for part in mine.split(args.micro_batch_size):
+            tokens, labels = table[part, :-1].contiguous(), table[part, 1:].contiguous()
+            yield tokens, labels, mask[part, 1:]
 
 
 def device():
