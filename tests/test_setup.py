@@ -9,16 +9,20 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tiny import save_qwen3
 
 from spmdrl.cli import load_config
 from spmdrl.config import PpoConfig, SftConfig
+from spmdrl.plan import check, check_sft, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*/config.py")])
@@ -60,6 +64,28 @@ def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
 
 def test_what_breaks_transformers_is_not_pinned() -> None:
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(pins())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    return save_qwen3(folder, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None:
+    kind = SftConfig if "_sft_" in path.stem else PpoConfig
+    value = load_config(str(path), kind, {"actor.engine": "megatron"})
+    if isinstance(value, SftConfig):
+        check_sft(replace(value, model=str(model)), 2)
+        return
+    settings: dict[str, Any] = {"model": str(model)}
+    for name in ("ref", "critic", "prm"):
+        if getattr(value, name) is not None:
+            settings[name] = replace(getattr(value, name), engine="megatron")
+    world = 2 if value.placement else 8
+    check(replace(value, **settings), world)
+    assert "megatron, pp 1" in describe(replace(value, **settings), world, 1000)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
