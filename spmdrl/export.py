@@ -60,9 +60,11 @@ def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
     """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
     folder = Path(checkpoint, role)
     if Path(folder, "metadata.json").exists():
-        from spmdrl.engines.megatron_checkpoint import load_whole
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
+            from spmdrl.engines.megatron_checkpoint import load_whole
 
-        return load_whole(folder, Path(checkpoint, "hf"))
+            return load_whole(folder, Path(checkpoint, "hf"))
     prefix = "model."
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     weights = {

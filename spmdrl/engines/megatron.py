@@ -279,7 +279,8 @@ class MegatronEngine:
         return self.parts.named_shards()
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
+        with self.at_hand():
+            yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def offload(self) -> None:
         with self.parts.state.active():
@@ -289,20 +290,27 @@ class MegatronEngine:
         with self.parts.state.active():
             self.parts.onload()
 
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Meanwhile nothing is offloaded."""
+        idle = bool(self.parts.moved)
+        self.onload()
+        try:
+            yield
+        finally:
+            if idle:
+                self.offload()
+
     def save(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint
 
-        idle = bool(self.parts.moved)
-        with self.parts.state.active():
-            self.parts.onload()
+        with self.at_hand(), self.parts.state.active():
             megatron_checkpoint.save(self.parts, folder, self.num_updates)
-            if idle:
-                self.parts.offload(self.config)
 
     def load(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint
 
-        with self.parts.state.active():
+        with self.at_hand(), self.parts.state.active():
             self.num_updates = megatron_checkpoint.load(self.parts, folder)
 
 

@@ -7,6 +7,9 @@ other way round.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +47,8 @@ def load(parts: Parts, folder: Path) -> int:
 
     if not Path(folder, MARK).is_file():
         raise ConfigError(
-            f"{folder} was not written by engine megatron. Export it (python -m spmdrl.export) and "
-            "start a run from that model, or resume with the engine that wrote it"
+            f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
+            "run from that model, or resume with the engine that wrote it"
         )
     stored = dist_checkpointing.load_content_metadata(str(folder)) or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
@@ -88,11 +91,58 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
     }
     state: dict[str, Any] = dict(models)
     if parts.optimizer is not None:
-        state["optimizer"] = parts.optimizer.sharded_state_dict(
-            models if len(models) > 1 else models["model"], is_loading=is_loading,
-            metadata=metadata,
-        )  # fmt: skip
+        with apart(parts.optimizer):
+            state["optimizer"] = parts.optimizer.sharded_state_dict(
+                models if len(models) > 1 else models["model"], is_loading=is_loading,
+                metadata=metadata,
+            )  # fmt: skip
     return state
+
+
+@contextmanager
+def apart(optimizer: Any) -> Iterator[None]:
+    """Meanwhile the distributed optimizer finds every parameter's state where it is.
+
+    0.16.1 gathers the state of all buckets end to end, but reads it at places that count the
+    padding between buckets. A tied embedding of the last pipeline stage has a bucket of its own:
+    what follows it would be stored shifted, without a word.
+    """
+    parts = [
+        part
+        for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not getattr(part, "is_stub_optimizer", False)
+        and hasattr(part, "get_parameter_state_dp_zero")
+    ]
+    for part in parts:
+        part.get_parameter_state_dp_zero = partial(
+            _state_with_padding, part, part.get_parameter_state_dp_zero
+        )
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) -> Any:
+    state = gather(**settings)
+    if state is None:
+        return None
+    for number, buffer in enumerate(part.buffers):
+        for tensors in state[number].values():
+            for name, flat in tensors.items():
+                if isinstance(flat, Tensor):
+                    tensors[name] = _with_padding(flat, buffer.buckets)
+    return state
+
+
+def _with_padding(flat: Tensor, buckets: list[Any]) -> Tensor:
+    """(numel,) of all buckets without their padding -> with that between them."""
+    whole = flat.new_zeros(max(bucket.offset + bucket.numel_unpadded for bucket in buckets))
+    sizes = [bucket.numel_unpadded for bucket in buckets]
+    for bucket, values in zip(buckets, flat.split(sizes), strict=True):
+        whole[bucket.offset : bucket.offset + len(values)] = values
+    return whole
 
 
 def layout_metadata() -> dict[str, Any]:

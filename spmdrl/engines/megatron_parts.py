@@ -209,7 +209,7 @@ class Parts:
         if self.moved or not (config.offload_params or config.offload_optimizer):
             return
         if self.optimizer is None:
-            for chunk in self.chunks:
+            for chunk in self.chunks if config.offload_params else []:
                 chunk.to("cpu")
                 self.moved.append(lambda chunk=chunk: chunk.to(_device()))  # type: ignore[misc]
             return
