@@ -119,6 +119,7 @@ def prepare_environment() -> None:
     logging.getLogger("spmdrl").setLevel(level)
     for module in ("torch", "vllm"):  # deprecations between our libraries, nobody's to act on
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # that Apex is not there, and the like
     logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

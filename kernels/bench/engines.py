@@ -2,9 +2,12 @@
 torchrun --nproc-per-node 1 kernels/bench/engines.py
 torchrun --nproc-per-node 2 kernels/bench/engines.py
 
-The model is that of the arithmetic example (or --model), the batch `--seqs` sequences of 8 to 24
-tokens, the loss PPO's, all in float32. Every layout updates in turn, `--runs` times: medians in
-milliseconds of the slowest rank, and ratios to FSDP2 with one shard per rank. A JSON line each.
+On CPUs the model is that of the arithmetic example, the batch 256 sequences of 8 to 24 tokens, in
+float32; on GPUs a Qwen3-0.6B with random weights, 16 sequences of 1k to 4k tokens, in bfloat16 with
+activation checkpointing. The loss is PPO's. Every layout updates in turn, `--runs` times: medians
+in milliseconds of the slowest rank, ratios to FSDP2 with one shard per rank, tokens per second and,
+on GPUs, model FLOP/s as a share of --peak_tflops (6 per parameter and token, and attention's). A
+JSON line each. On GPUs the Megatron layouts need a model that Megatron knows, nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import statistics
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +26,15 @@ from typing import Any
 import fire
 import torch
 import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 from spmdrl.engines import build_engine
+from spmdrl.engines.models import load_hf_config
 from spmdrl.packing import empty_batch
-from spmdrl.program import keep_freed_memory, keep_what_stands
+from spmdrl.plan import parameter_count
+from spmdrl.program import keep_what_stands, start_process_group
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.types import Batch
 
@@ -53,9 +60,20 @@ def example() -> ModuleType:
     return module
 
 
-def batch_of(num_seqs: int) -> Batch:
+def save_qwen3_06b(folder: Path) -> None:
+    """Qwen3-0.6B's shape with random weights."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def batch_of(num_seqs: int, shortest: int, longest: int) -> Batch:
     draw = torch.Generator().manual_seed(0)
-    batch = empty_batch(torch.randint(8, 25, (num_seqs,), generator=draw))
+    batch = empty_batch(torch.randint(shortest, longest + 1, (num_seqs,), generator=draw))
     size = batch.num_tokens
     batch.token_ids = torch.randint(3, 16, (size,), generator=draw)
     batch.loss_mask = torch.ones(size)
@@ -67,36 +85,54 @@ def batch_of(num_seqs: int) -> Batch:
 
 
 def main(
-    model: str | None = None, seqs: int = 256, micro_batch_tokens: int = 4096, runs: int = 15
-) -> None:
+    model: str | None = None, seqs: int | None = None, micro_batch_tokens: int | None = None,
+    runs: int = 15, peak_tflops: float = 989.0,
+) -> None:  # fmt: skip
+    """model: a Hugging Face folder; peak_tflops: of a GPU in bfloat16 (989: H100 and H200)."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.set_num_threads(1)
-    keep_freed_memory()
-    dist.init_process_group("gloo")
-    everyone = Topology.build(torch.device("cpu"), dp=-1)
+    device = start_process_group(timedelta(seconds=LIMIT_S))
+    everyone = Topology.build(device, dp=-1)
+    on_gpu = device.type == "cuda"
+    lengths = (1024, 4096) if on_gpu else (8, 24)
+    batch = batch_of(seqs or (16 if on_gpu else 256), *lengths)
     with tempfile.TemporaryDirectory() as own:
         shared: list[Any] = [model or own]
         dist.broadcast_object_list(shared)
         if model is None and everyone.rank == 0:
-            example().save_model(Path(own), 0)
+            save_qwen3_06b(Path(own)) if on_gpu else example().save_model(Path(own), 0)
         dist.barrier()
-        compare(shared[0], everyone, seqs, micro_batch_tokens, runs)
+        tokens = micro_batch_tokens or (16384 if on_gpu else 4096)
+        compare(shared[0], everyone, batch, tokens, runs, peak_tflops)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def compare(model: str, everyone: Topology, seqs: int, micro_batch_tokens: int, runs: int) -> None:
+def flops_of(model: str, batch: Batch) -> float:
+    """Of a forward and a backward pass: 6 per parameter and token, 12 per pair that attends
+    (causal: half of them), head and head dimension. Recomputation does not count."""
+    hf: Any = load_hf_config(model)
+    pairs = float((batch.seq_lens.double() ** 2).sum()) / 2
+    attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * pairs
+    return 6 * parameter_count(hf) * batch.num_tokens + attention
+
+
+def compare(
+    model: str, everyone: Topology, batch: Batch, micro_batch_tokens: int, runs: int,
+    peak_tflops: float,
+) -> None:  # fmt: skip
     engines = {}
+    on_gpu, seqs = everyone.device.type == "cuda", batch.num_seqs
     for name, layout in LAYOUTS[everyone.world].items():
         settings: dict[str, Any] = {
-            "dtype": "float32", "micro_batch_tokens": micro_batch_tokens,
-            "optim": OptimConfig(lr=1e-4), **layout,
+            "dtype": "bfloat16" if on_gpu else "float32", "activation_checkpointing": on_gpu,
+            "micro_batch_tokens": micro_batch_tokens, "optim": OptimConfig(lr=1e-4), **layout,
         }  # fmt: skip
         config = TrainConfig(**settings)
-        ranks = Topology.build(torch.device("cpu"), share=everyone, **train_degrees(config))
+        ranks = Topology.build(everyone.device, share=everyone, **train_degrees(config))
         engines[name] = build_engine("policy", model, config, ranks)
     keep_what_stands()
-    loss_fn, batch = policy_objective(AlgoConfig()), batch_of(seqs)
+    loss_fn, flops = policy_objective(AlgoConfig()), flops_of(model, batch)
     took: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(runs + 2):
         for name, engine in engines.items():
@@ -116,7 +152,10 @@ def compare(model: str, everyone: Topology, seqs: int, micro_batch_tokens: int, 
         row = {"ranks": everyone.world, "layout": name, "tokens": batch.num_tokens,
                "ms": round(median[name] * 1e3, 1), "best_ms": round(min(times) * 1e3, 1),
                "ratio": round(median[name] / median["fsdp"], 2),
-               "best_ratio": round(min(times) / min(took["fsdp"]), 2)}  # fmt: skip
+               "best_ratio": round(min(times) / min(took["fsdp"]), 2),
+               "tokens_per_s": round(batch.num_tokens / median[name])}  # fmt: skip
+        if on_gpu:
+            row["mfu"] = round(flops / median[name] / everyone.world / peak_tflops / 1e12, 3)
         if everyone.rank == 0:
             print(json.dumps(row), flush=True)
 
