@@ -7,7 +7,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_engine_ranks import CONFIG, whole_batch
-from test_megatron_engine import results_on
 
 from spmdrl.config import (
     AlgoConfig,
@@ -88,7 +87,7 @@ def reward(response, ground_truth):
 
 
 def host_updates_on(topology, cases, model):
-    """Of each (sizes, per_token): what test_megatron_engine.results_on gives."""
+    """Of each (sizes, per_token): this rank's sequences, and as fsdp_updates_on."""
     from spmdrl.engines import mcore_cpu
 
     mcore_cpu.install()
@@ -119,12 +118,24 @@ def host_updates_on(topology, cases, model):
     return found
 
 
+def fsdp_updates_on(topology, model):
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.engines import build_engine
+    from spmdrl.topology import Topology, train_degrees
+
+    layout = Topology.build(topology.device, **train_degrees(CONFIG))
+    engine, batch = build_engine("policy", model, CONFIG, layout), whole_batch()
+    looked = engine.logprobs(batch, 0.8, True)
+    loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+    metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
+    return looked, metrics, {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+
+
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 
 
 def test_a_hosts_updates_equal_fsdps(qwen3):
-    (base,) = run_ranks(1, results_on, [("policy", CONFIG)], str(qwen3))[0]
-    _, looked, want_metrics, want_weights = base
+    looked, want_metrics, want_weights = run_ranks(1, fsdp_updates_on, str(qwen3))[0]
     whole = whole_batch()
     cases = [({}, False), ({}, True), (TP2, False), (PP2, False), (PP2, True)]
     ranks = run_ranks(2, host_updates_on, cases, str(qwen3), timeout_s=200)
