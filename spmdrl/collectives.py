@@ -75,14 +75,16 @@ def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
     return float(bits.view(torch.float64))
 
 
-def level_group_count() -> None:
+def level_group_count(group: dist.ProcessGroup | None = None) -> None:
     """After some ranks made process groups among themselves. Collective over the job.
+
+    group: all its ranks, where CPU tensors can travel; None: torch.distributed's own.
 
     torch names a group by a counter, and ranks that disagree on the name of their next common group
     wait for each other for ever.
     """
     count = torch.tensor([c10d._world.group_count])
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
     c10d._world.group_count = int(count)
 
 

@@ -50,7 +50,7 @@ class Attachment:
 
     run: Run
     parts: Parts
-    groups_before: set[dist.ProcessGroup]
+    groups: list[dist.ProcessGroup]  # that we made, the same in order on every rank
 
     def step(self, number: int) -> dict[str, float]:
         """Samples with the model as it stands, learns from it, steps the host's optimizer.
@@ -60,19 +60,17 @@ class Attachment:
         mistakes; the model may then be amid a step, to be taken from a checkpoint.
         """
         roles = self.run.roles
-        with untouched(), self.parts.driven_by_us():
+        with untouched(), self.at_work():
             # the weights may have changed since: by the host, or from a checkpoint
             roles.policy_version = number - 2
             sync(roles, version=number - 1)
-            metrics = one_step(self.run, number, ignore, sync_after=False)
-            roles.actor.model.onload()
-        return metrics
+            return one_step(self.run, number, ignore, sync_after=False)
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Greedy answers to config.data.eval with the model as it stands; the metrics."""
         roles = self.run.roles
         require(self.run.held_out != [], "evaluate: config.data.eval is not set")
-        with untouched(), self.parts.driven_by_us():
+        with untouched(), self.at_work():
             sync(roles, version=number)
             told: list[Any] = [None]
             if roles.sampling.here:
@@ -80,8 +78,18 @@ class Attachment:
             dist.broadcast_object_list(
                 told, group=roles.topology.control, group_src=roles.sampling.ranks[0]
             )
-            roles.actor.model.onload()
         return told[0]
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Our passes drive the host's model; whatever happens, all of it is back afterwards."""
+        before = list(c10d._world.pg_map)
+        with self.parts.driven_by_us():
+            try:
+                yield
+            finally:
+                self.run.roles.actor.model.onload()
+                self.groups += [g for g in c10d._world.pg_map if g not in before]
 
     @property
     def samples(self) -> list[Sample]:
@@ -116,7 +124,8 @@ class Attachment:
             self.run.roles.post.wait_until_delivered()
             close(self.run.roles)
             dist.barrier(group=self.run.roles.topology.control)
-            for group in set(c10d._world.pg_map) - self.groups_before:
+            standing = c10d._world.pg_map  # an engine takes its own groups away
+            for group in [g for g in self.groups if g in standing]:
                 dist.destroy_process_group(group)
 
 
@@ -131,7 +140,7 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
 
     Raises ConfigError where model and config do not fit, with the difference.
     """
-    groups_before = set(c10d._world.pg_map)
+    groups_before = list(c10d._world.pg_map)
     chunks = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
     with untouched():
         everyone = Topology.build(device_here(), hosted=True, dp=-1)
@@ -140,13 +149,14 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
             check_use(config)
             parts = host_parts(chunks, optimizer, config)
             config = replace(config, actor=hosted_actor(config.actor, parts))
-            check(config, everyone.world)
+            check(config, everyone.world, hosted=True)
         layout = Topology.from_megatron(everyone)
         engine = MegatronEngine.of_parts(parts, config.actor, layout)
         runtime = Runtime(everyone, phases, Path(config.run_dir))
         run = build(config, runtime, Trainer("actor", layout, engine))
         engine.onload()
-    return Attachment(run, parts, groups_before)
+    groups = [group for group in c10d._world.pg_map if group not in groups_before]
+    return Attachment(run, parts, groups)
 
 
 def check_use(config: PpoConfig) -> None:
@@ -155,6 +165,10 @@ def check_use(config: PpoConfig) -> None:
         config.actor.optim == OptimConfig(),
         "actor.optim has no effect: the optimizer and its schedule are the host's",
     )
+    for name in ("activation_checkpointing", "model"):
+        require(
+            not getattr(config.actor, name), f"actor.{name} has no effect: the model is the host's"
+        )
     require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
     ours = {
         "async_steps": config.async_steps > 0,
@@ -191,6 +205,10 @@ def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
         "policy", chunks, optimizer, RoleState.of_host(), groups, Cut("packed", 1, 0, 1), hf_config,
         [hf_config], ps.get_data_parallel_world_size(with_context_parallel=True), owned=False,
     )  # fmt: skip
+    require(
+        parts.config.params_dtype != torch.float16,
+        "attach: a float16 model needs a loss scale that skips steps; use bfloat16 or float32",
+    )
     check_host_model(parts, hf_config)
     tensor = groups.tensor.size() if parts.config.sequence_parallel else 1
     parts.cut = Cut(form_of(parts), groups.context.size(), groups.context.rank(), tensor)
@@ -260,9 +278,14 @@ def preserved_tracker() -> Iterator[None]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
-    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    states = {name: copy_of(state) for name, state in tracker.get_states().items()}
     try:
         yield
     finally:
         if states:
             tracker.set_states(states)
+
+
+def copy_of(state: Any) -> Any:
+    """Of a tensor, or of a generator, which Megatron keeps for CUDA graphs."""
+    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()

@@ -219,6 +219,16 @@ def micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
     return [sorted(b) for b in bins]
 
 
+def padded_micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
+    """As micro_batches, where every sequence takes as much as the longest beside it."""
+    bins: list[list[int]] = []
+    for seq in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
+        if not bins or (len(bins[-1]) + 1) * seq_lens[bins[-1][0]] > max_tokens:
+            bins.append([])
+        bins[-1].append(seq)
+    return [sorted(b) for b in bins]
+
+
 def split_to_count(bins: list[list[int]], count: int) -> list[list[int]]:
     """Makes `count` micro-batches of fewer: halves the fullest; adds empty ones at last."""
     bins = [list(b) for b in bins]

@@ -31,8 +31,11 @@ from spmdrl.topology import resolve_degrees, train_degrees
 GIB = 2**30
 
 
-def check(config: PpoConfig, world: int) -> None:
-    """Raises ConfigError; needs no process group, no weights and no data."""
+def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
+    """Raises ConfigError; needs no process group, no weights and no data.
+
+    hosted: the actor's layout stands already, in another program.
+    """
     data, rollout, algo = config.data, config.rollout, config.algo
     check_finite(config, "")
     for name, value in {"seed": config.seed, "rollout.min_tokens": rollout.min_tokens}.items():
@@ -69,7 +72,7 @@ def check(config: PpoConfig, world: int) -> None:
     check_model(hf, config)
     placement = place(config, world)
     for name, role in training_roles(config).items():
-        if role.engine == "megatron":
+        if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
 
 

@@ -40,7 +40,7 @@ def push(roles: Roles, version: int) -> None:
     """Collective over the ranks of actor and rollout."""
     actor, sampler = roles.actor, roles.sampler
     if actor.here:
-        actor.model.onload()
+        actor.model.onload(weights_only=True)
     if sampler.here and roles.sleeps:
         sampler.engine.wake()
     stats = roles.weights.push()

@@ -196,7 +196,9 @@ def build(config: PpoConfig, runtime: Runtime, host: Trainer | None = None) -> R
         with phases(f"build {name}"):
             ranks = places.of(placement.roles[name], **train_degrees(role))
             kind = "value" if name == "critic" else "policy"
-            engine = build_engine(kind, role.model or config.model, role, ranks, name == "ref")
+            engine = build_engine(
+                kind, role.model or config.model, role, ranks, name == "ref", topology
+            )
             if engine is not None:
                 engine.offload()
             trainers[name] = Trainer(name, ranks, engine)
@@ -204,11 +206,12 @@ def build(config: PpoConfig, runtime: Runtime, host: Trainer | None = None) -> R
     with phases("build rollout"):
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        rollout = build_rollout(config.model, config.rollout, longest, ranks)
+        rollout = build_rollout(config.model, config.rollout, longest, ranks, topology)
     with phases("plan weights"):
         weights = WeightSync(
-            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights
-        )
+            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
+            places.of,
+        )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         scoring = places.of(placement.roles["reward"], dp=-1)
         roles = Roles(

@@ -66,8 +66,8 @@ class TrainEngine(Protocol):
         """Moves to the CPU what the config says may leave the device while the role is idle."""
         ...
 
-    def onload(self) -> None:
-        """Takes it back."""
+    def onload(self, weights_only: bool = False) -> None:
+        """Takes it back; weights_only: what a push needs, not what an update does."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -176,10 +176,10 @@ class FsdpEngine:
         if self.config.offload_optimizer and self.optimizer is not None:
             move_state(self.optimizer, torch.device("cpu"))
 
-    def onload(self) -> None:
+    def onload(self, weights_only: bool = False) -> None:
         if self.config.offload_params:
             self.module.to(self.topology.device)
-        if self.config.offload_optimizer and self.optimizer is not None:
+        if self.config.offload_optimizer and self.optimizer is not None and not weights_only:
             move_state(self.optimizer, self.topology.device)
 
     def save(self, folder: Path) -> None:

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.engines import mcore_fixes
+
 CPU = torch.device("cpu")
 CUDA_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -56,7 +58,8 @@ _patches = ExitStack()
 def install() -> bool:
     """Patches megatron.* modules once; True where there is no CUDA and they are patched.
 
-    Raises RuntimeError where megatron.core was imported before.
+    Raises RuntimeError where megatron.core was imported before, but for a program in which it is
+    at work already.
     """
     global _installed
     if torch.cuda.is_available():
@@ -64,6 +67,8 @@ def install() -> bool:
     if _installed:
         return True
     if "megatron.core" in sys.modules:
+        if _import("parallel_state").model_parallel_is_initialized():
+            return False  # in a program that made megatron-core run here itself
         raise RuntimeError("without CUDA, mcore_cpu.install() must precede `import megatron.core`")
     with mock.patch.object(torch, "compile", _not_compiled):
         _import("jit")  # binds torch.compile
@@ -72,12 +77,10 @@ def install() -> bool:
         module: Any = _import(name)
         module.torch = cpu_torch
     _patch_random(_import("tensor_parallel.random"))
-    _patch_moe(_import("transformer.moe.moe_utils"), _import("transformer.moe.token_dispatcher"))
+    dispatcher: Any = _import("transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _as_host_value
     _patch_uneven_collectives(_import("tensor_parallel.mappings"))
-    _patch_optimizer(_import("optimizer"), _import("optimizer.distrib_optimizer"))
-    # 0.16.1: says that TransformerEngine exists although its names are None
-    mla: Any = _import("transformer.multi_latent_attention")
-    mla.HAVE_TE = False
+    mcore_fixes.install()
     _installed = True
     return True
 
@@ -176,12 +179,6 @@ def _patch_random(module: Any) -> None:
     )
 
 
-def _patch_moe(moe_utils: Any, token_dispatcher: Any) -> None:
-    # 0.16.1: the router reads a name that only an import of TransformerEngine defines
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_host_value
-
-
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -217,43 +214,3 @@ def _patch_uneven_collectives(mappings: Any) -> None:
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = scatter
-
-
-def _patch_optimizer(optimizer: Any, distrib_optimizer: Any) -> None:
-    """The distributed optimizer's checkpoints work only with Apex's or TransformerEngine's Adam."""
-    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Stands in for Apex's FusedAdam: `step` is kept in the parameter group, not per tensor."""
-
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, adam_w_mode: bool = True,
-    ) -> None:  # fmt: skip
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            group["step"] = group.get("step", 0) + 1
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            torch.optim._functional.adam(
-                params, [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params], [],
-                [torch.tensor(group["step"] - 1.0) for _ in params], amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                decoupled_weight_decay=group["adam_w_mode"],
-            )  # fmt: skip

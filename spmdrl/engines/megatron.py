@@ -197,9 +197,8 @@ class MegatronEngine:
 
         def forward(batches: Iterator[Inputs], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             now = next(batches)
-            out = chunk(
-                now.token_ids, now.positions, now.attention_mask, packed_seq_params=now.packed
-            )
+            mask = causal_mask(now.token_ids) if now.packed is None else None
+            out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
             return out, partial(close, now)
 
         every = [iter(inputs) for _ in parts.chunks]
@@ -263,9 +262,12 @@ class MegatronEngine:
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
         parts = self.parts
-        multiple = parts.groups.pipeline.size() if len(parts.chunks) > 1 else 1
+        multiple = 1
+        if len(parts.chunks) > 1:
+            stages = parts.groups.pipeline.size()
+            multiple = parts.config.microbatch_group_size_per_vp_stage or stages
         budget = self.config.micro_batch_tokens * parts.cut.context
-        return cut(batch, budget, self.topology, multiple)
+        return cut(batch, budget, self.topology, multiple, padded=parts.cut.form == "padded")
 
     def shared(self, batch: Batch) -> Batch:
         """What the data rank of this model-parallel group was given, on all of its ranks."""
@@ -286,14 +288,14 @@ class MegatronEngine:
         with self.parts.state.active():
             self.parts.offload(self.config)
 
-    def onload(self) -> None:
+    def onload(self, weights_only: bool = False) -> None:
         with self.parts.state.active():
-            self.parts.onload()
+            self.parts.onload(weights_only)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
         """Meanwhile nothing is offloaded."""
-        idle = bool(self.parts.moved)
+        idle = bool(self.parts.away)
         self.onload()
         try:
             yield
@@ -312,6 +314,12 @@ class MegatronEngine:
 
         with self.at_hand(), self.parts.state.active():
             self.num_updates = megatron_checkpoint.load(self.parts, folder)
+
+
+def causal_mask(token_ids: Tensor) -> Tensor:
+    """(1, 1, tokens, tokens) bool, True is hidden."""
+    width = token_ids.shape[1]
+    return torch.ones(1, 1, width, width, dtype=torch.bool, device=token_ids.device).triu(1)
 
 
 @dataclass(frozen=True)

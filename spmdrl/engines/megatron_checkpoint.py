@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import mcore_cpu
-from spmdrl.engines.megatron_parts import Parts, build_parts
+from spmdrl.engines.megatron_parts import Parts, build_parts, own_weights, set_hyperparameters
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.weights.reshard import gathered
 
@@ -57,6 +57,8 @@ def load(parts: Parts, folder: Path) -> int:
         chunk.load_state_dict(state[name])
     if parts.optimizer is not None:
         parts.optimizer.load_state_dict(state["optimizer"])
+        if parts.optim is not None:
+            set_hyperparameters(parts.optimizer, parts.optim)
     return state["num_updates"]
 
 
@@ -71,12 +73,22 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
         facts = dist_checkpointing.load_common_state_dict(str(folder))
         config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
-        parts = build_parts("policy", str(hf_folder), config, topology, True, load_weights=False)
+        parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():
             load(parts, folder)
-        return dict(gathered(parts.named_shards(), parts.config.params_dtype, 1 << 30, topology))
+            show_own_weights(parts)
+        return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
     finally:
         dist.destroy_process_group()
+
+
+def show_own_weights(parts: Parts) -> None:
+    """The float32 weights of the optimizer in place of the model's, on a single rank: what was
+    learnt is often less than the last bit of a bfloat16."""
+    for part in getattr(parts.optimizer, "chained_optimizers", [parts.optimizer]):
+        models = [p for group in getattr(part, "model_float16_groups", []) for p in group]
+        for weight, own in zip(models, own_weights(part), strict=True):
+            weight.data = own.detach().view(weight.shape)
 
 
 def named_chunks(parts: Parts) -> list[tuple[str, Any]]:

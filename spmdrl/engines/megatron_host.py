@@ -11,7 +11,13 @@ from transformers import PreTrainedConfig
 from spmdrl.algo.checks import require
 from spmdrl.config import ConfigError
 from spmdrl.engines.megatron_inputs import Form
-from spmdrl.engines.megatron_layout import check_architecture, head_dim, rope_frequencies
+from spmdrl.engines.megatron_layout import (
+    Degrees,
+    check_architecture,
+    head_dim,
+    rope_frequencies,
+)
+from spmdrl.engines.megatron_model import transformer_config
 from spmdrl.engines.megatron_parts import Parts
 
 
@@ -34,7 +40,8 @@ def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
     check_architecture(hf_config)
     hf: Any = hf_config.get_text_config()
     config, model = parts.config, parts.raw[0]
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
+        "position embedding": (model.position_embedding_type, "rope"),
         "layers": (config.num_layers, hf.num_hidden_layers),
         "hidden_size": (config.hidden_size, hf.hidden_size),
         "attention heads": (config.num_attention_heads, hf.num_attention_heads),
@@ -51,6 +58,14 @@ def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
             "key-value heads": (config.num_query_groups, hf.num_key_value_heads),
             "head dimension": (config.kv_channels, head_dim(hf_config)),
         }
+        ours = transformer_config(hf_config, Degrees(), config.params_dtype)
+        pairs["scale of attention scores"] = (scale_of(config), scale_of(ours))
+        names = SAME + (SAME_EXPERTS if ours.num_moe_experts else ())
+        pairs |= {name: (getattr(config, name), getattr(ours, name)) for name in names}
+        pairs["activation"] = (config.activation_func, ours.activation_func)
+    rows = parts.groups.tensor.size() * embedding_rows(parts)
+    if rows and rows < hf.vocab_size:
+        pairs["tokens"] = (rows, hf.vocab_size)
     wrong = [f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in pairs.items()
              if ours != theirs]  # fmt: skip
     rotary = getattr(model, "rotary_pos_emb", None)
@@ -64,6 +79,29 @@ def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
         raise ConfigError(
             "attach: the model is not what config.model describes: " + "; ".join(wrong)
         )
+
+
+# fields that change what a model computes, or which weights it has, but not their shapes
+SAME = (
+    "ffn_hidden_size", "add_qkv_bias", "qk_layernorm", "rotary_interleaved",
+    "layernorm_zero_centered_gamma", "num_moe_experts", "window_size",
+    "multi_latent_attention",
+)  # fmt: skip
+SAME_EXPERTS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
+    "moe_router_topk_scaling_factor",
+)  # fmt: skip
+
+
+def scale_of(config: Any) -> float:
+    given = getattr(config, "softmax_scale", None)
+    return round(config.kv_channels**-0.5 if given is None else given, 9)
+
+
+def embedding_rows(parts: Parts) -> int:
+    """Of this rank; 0 where another pipeline stage has the embedding."""
+    first = parts.raw[0]
+    return len(first.embedding.word_embeddings.weight) if first.pre_process else 0
 
 
 def form_of(parts: Parts) -> Form:

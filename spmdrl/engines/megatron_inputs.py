@@ -38,8 +38,7 @@ class Inputs:
     batch: Batch  # all tokens of the micro-batch, on every rank that works on it
     token_ids: Tensor  # (rows, local tokens) int64
     positions: Tensor  # (rows, local tokens) int64
-    attention_mask: Tensor | None  # (1, 1, tokens, tokens) bool, True is hidden; padded only
-    packed: Any  # PackedSeqParams
+    packed: Any  # PackedSeqParams; None where rows are padded
     chosen: Tensor  # (n,) int64: the unmasked tokens of the batch
     mine: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
@@ -70,7 +69,7 @@ def inputs_of(batch: Batch, cut: Cut) -> Inputs:
     mine = (states >= 0).nonzero().flatten()
     held_here = held.to(device)
     return Inputs(
-        batch, row[held_here][None], positions.to(device)[held_here][None], None,
+        batch, row[held_here][None], positions.to(device)[held_here][None],
         _params(room, cut, device), chosen, mine.to(device), states[mine].to(device),
     )  # fmt: skip
 
@@ -96,11 +95,10 @@ def _padded(batch: Batch, cut: Cut) -> Inputs:
     rows = torch.zeros(len(lens) * width, dtype=torch.int64, device=device)
     rows[place.to(device)] = batch.token_ids
     positions = torch.arange(width, device=device).expand(len(lens), width)
-    hidden = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).triu(1)
     chosen = batch.loss_mask.nonzero().flatten()
     states = place[chosen.cpu() - 1].to(device)
     return Inputs(
-        batch, rows.view(len(lens), width), positions, hidden, None, chosen,
+        batch, rows.view(len(lens), width), positions, None, chosen,
         torch.arange(len(chosen), device=device), states,
     )  # fmt: skip
 

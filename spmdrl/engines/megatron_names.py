@@ -27,7 +27,6 @@ from spmdrl.engines.megatron_layout import (
     head_dim,
     num_experts,
     shared_expert_width,
-    vocab_range,
 )
 from spmdrl.engines.megatron_model import ValueHead, layer_numbers
 from spmdrl.weights.boxes import Box, sizes
@@ -63,10 +62,10 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
     while hasattr(chunk, "module"):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
-        yield name, parameter, _pieces_of(chunk, hf_config, name)
+        yield name, parameter, _pieces_of(chunk, hf_config, name, len(parameter))
     for name, buffer in chunk.named_buffers():
         if name.endswith(".router.expert_bias"):
-            yield name, buffer, _pieces_of(chunk, hf_config, name)
+            yield name, buffer, _pieces_of(chunk, hf_config, name, len(buffer))
 
 
 TE_NAMES = {  # TransformerEngine's layers have the norm inside, and all experts in one
@@ -86,10 +85,10 @@ def local_name(rest: str) -> str:
     return rest
 
 
-def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
+def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[Piece]:
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if layer is None:
-        return _outside_layers(chunk, hf, name)
+        return _outside_layers(chunk, hf, name, rows)
     number = layer_numbers(chunk.config, chunk.vp_stage)[int(layer[1])]
     prefix, rest = f"model.layers.{number}.", local_name(layer[2])
     if rest.startswith("self_attention."):
@@ -105,7 +104,8 @@ def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
     return [_whole(prefix + norms[rest], hf.hidden_size)]
 
 
-def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
+def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[Piece]:
+    """rows: of the parameter here; a host may have padded the vocabulary more than we do."""
     if name == "decoder.final_layernorm.weight":
         return [_whole("model.norm.weight", hf.hidden_size)]
     if isinstance(getattr(chunk, "output_layer", None), ValueHead):
@@ -119,8 +119,8 @@ def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str) -> list[Piece]:
         "output_layer.weight": "model.embed_tokens.weight" if tied else "lm_head.weight",
     }
     tp = _cut(chunk.pg_collection.tp)
-    first, last = vocab_range(hf, tp.parts, tp.part)
-    if first == last:  # this rank has nothing but padding
+    first, last = tp.part * rows, min((tp.part + 1) * rows, hf.vocab_size)
+    if first >= last:  # this rank has nothing but padding
         return []
     box = ((first, last), (0, hf.hidden_size))
     view = partial(_rows, first=0, count=last - first)

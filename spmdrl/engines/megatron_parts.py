@@ -82,7 +82,8 @@ class Parts:
     pretrained: list[Any]
     dp_size: int  # with the context-parallel ranks
     owned: bool = True  # built here, so that learning rates are ours to set
-    moved: list[Callable[[], None]] = field(default_factory=list)  # what brings back the offloaded
+    away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
+    optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
 
     @property
@@ -127,7 +128,16 @@ class Parts:
         from megatron.core.distributed import finalize_model_grads
 
         config = self.config
-        wanted: dict[str, Any] = {"variable_seq_lengths": self.groups.pipeline.size() > 1}
+        wanted: dict[str, Any] = {
+            "variable_seq_lengths": self.groups.pipeline.size() > 1,
+            "param_sync_func": None,  # weights are gathered at once, see gather_weights
+        }
+        if config.num_moe_experts:  # balance is pretraining's aim; only the reward's counts here
+            aux = config.moe_aux_loss_coeff
+            wanted |= {
+                "moe_aux_loss_coeff": [0.0] * len(aux) if isinstance(aux, list) else 0.0,
+                "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0,
+            }  # fmt: skip
         if config.finalize_model_grads_func is None:
             wanted["finalize_model_grads_func"] = finalize_model_grads
         if config.no_sync_func is None and hasattr(self.chunks[0], "no_sync"):
@@ -137,9 +147,20 @@ class Parts:
         vars(config).update(wanted)
         for module, name, _ in self.dropout:
             setattr(module, name, 0.0)
+        # a rank that raised amid the schedule would leave the others waiting; _step checks for all
+        checks = [
+            (chunk.ddp_config, name, getattr(chunk.ddp_config, name))
+            for chunk in self.chunks
+            if hasattr(chunk, "ddp_config")
+            for name in ("check_for_nan_in_grad", "check_for_large_grads")
+        ]
+        for settings, name, _ in checks:
+            setattr(settings, name, False)
         try:
             yield
         finally:
+            for settings, name, value in checks:
+                setattr(settings, name, value)
             vars(config).update(before)
             for module, name, value in self.dropout:
                 setattr(module, name, value)
@@ -206,25 +227,34 @@ class Parts:
 
     def offload(self, config: TrainConfig) -> None:
         """Idle roles keep no gradients, and what config says leaves for the CPU."""
-        if self.moved or not (config.offload_params or config.offload_optimizer):
-            return
-        if self.optimizer is None:
-            for chunk in self.chunks if config.offload_params else []:
-                chunk.to("cpu")
-                self.moved.append(lambda chunk=chunk: chunk.to(_device()))  # type: ignore[misc]
-            return
-        for chunk in self.chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.offload_to_cpu(move_params=config.offload_params, move_grads=True)
-                self.moved.append(buffer.reload_from_cpu)
-        if config.offload_optimizer:
+        leaving = {"weights"} if config.offload_params else set()
+        if self.optimizer is not None and (config.offload_params or config.offload_optimizer):
+            leaving |= {"gradients"}
+        if self.optimizer is not None and config.offload_optimizer:
+            leaving |= {"optimizer"}
+        leaving -= self.away
+        self.move_buffers(leaving, "offload_to_cpu", torch.device("cpu"))
+        if "optimizer" in leaving:
             move_optimizer(self.optimizer, torch.device("cpu"))
-            self.moved.append(lambda: move_optimizer(self.optimizer, _device()))
+        self.away |= leaving
 
-    def onload(self) -> None:
-        for back in self.moved:
-            back()
-        self.moved = []
+    def onload(self, weights_only: bool = False) -> None:
+        back = self.away & {"weights"} if weights_only else set(self.away)
+        self.move_buffers(back, "reload_from_cpu", _device())
+        if "optimizer" in back:
+            move_optimizer(self.optimizer, _device())
+        self.away -= back
+
+    def move_buffers(self, what: set[str], how: str, to: torch.device) -> None:
+        """Weights and gradients; of a frozen model, which has no buffers, the module itself."""
+        weights, gradients = "weights" in what, "gradients" in what
+        for chunk in self.chunks:
+            if self.optimizer is None and weights:
+                chunk.to(to)
+            if self.optimizer is None or not (weights or gradients):
+                continue
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                getattr(buffer, how)(move_params=weights, move_grads=gradients)
 
 
 def _device() -> torch.device:
@@ -241,9 +271,17 @@ def move_optimizer(optimizer: Any, device: torch.device) -> None:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim > 0:
                     state[name] = value.to(device)
-        if part.config.bf16:
-            for param in part.get_parameters():
-                param.data = param.data.to(device)
+        for param in own_weights(part):
+            param.data = param.data.to(device)
+
+
+def own_weights(part: Any) -> list[Tensor]:
+    """An optimizer's float32 weights that are not the model's own nor views of them."""
+    groups = [
+        *getattr(part, "shard_fp32_from_float16_groups", []),
+        *getattr(part, "fp32_from_float16_groups", []),
+    ]
+    return [param for group in groups for param in group if param is not None]
 
 
 def degrees_of(config: TrainConfig) -> Degrees:
@@ -297,7 +335,7 @@ def build_parts(
     )  # fmt: skip
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [hf_config, *generation_config(model)], dp_size,
+        [hf_config, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
     )  # fmt: skip
 
 
@@ -345,7 +383,19 @@ def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
             part.init_state_fn(part.optimizer, part.config)
             for group in part.optimizer.param_groups:
                 group.setdefault("step", 0)
+            if isinstance(part.optimizer, torch.optim.AdamW):  # a host's program without Apex
+                for state in part.optimizer.state.values():
+                    state.setdefault("step", torch.tensor(0.0))
+    set_hyperparameters(optimizer, optim)
     return optimizer
+
+
+def set_hyperparameters(optimizer: Any, optim: OptimConfig) -> None:
+    """Those of `optim`; Megatron leaves it to its scheduler to spare norms and biases the decay,
+    and takes the rest from a checkpoint that it loads."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = optim.betas, optim.eps
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
 
 def model_folder(model: str, topology: Topology) -> Path:

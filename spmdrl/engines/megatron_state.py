@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl.collectives import world_of
-from spmdrl.engines import mcore_cpu
+from spmdrl.engines import mcore_cpu, mcore_fixes
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.topology import Topology
 
@@ -40,6 +40,7 @@ class RoleState:
         mcore_cpu.install()
         from megatron.core import parallel_state
 
+        mcore_fixes.install(adam=not parallel_state.model_parallel_is_initialized())
         state = cls(topology.group, dict.fromkeys(stored(parallel_state)))
         assert state.values is not None
         state.values["_HYBRID_DP_CP_GROUPS"] = {}

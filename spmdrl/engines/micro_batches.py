@@ -6,20 +6,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.packing import empty_batch, micro_batches, split_to_count
+from spmdrl.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
 from spmdrl.topology import Topology
 from spmdrl.types import SEQ_FIELDS, Batch
 
 
 def cut(
-    batch: Batch, max_tokens: int, topology: Topology, multiple: int = 1
+    batch: Batch, max_tokens: int, topology: Topology, multiple: int = 1, padded: bool = False
 ) -> list[tuple[list[int], Batch]]:
     """(sequence numbers, Batch on the device) of each micro-batch. Collective over the topology.
 
     Every rank gets equally many, a multiple of `multiple`, since each is collective. A rank with
     too few sequences gets stand-ins of two masked tokens, which add nothing.
+    padded: max_tokens counts a row of the longest for every sequence.
     """
-    parts = micro_batches(batch.seq_lens.tolist(), max_tokens)
+    lens = batch.seq_lens.tolist()
+    parts = padded_micro_batches(lens, max_tokens) if padded else micro_batches(lens, max_tokens)
     count = torch.tensor([len(parts)])
     dist.all_reduce(count, dist.ReduceOp.MAX, group=topology.group)
     batches = []

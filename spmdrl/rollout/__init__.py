@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 def build_engine(
-    model: str, config: RolloutConfig, max_model_len: int, topology: Topology
-) -> RolloutEngine | None:
+    model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
+    job: Topology | None = None,
+) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
-    Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None.
+    Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None. job:
+    all ranks, where torch.distributed's own group cannot take CPU tensors.
     """
     engine: RolloutEngine | None = None
     if topology.here and config.engine == "hf":
@@ -28,5 +30,5 @@ def build_engine(
         from spmdrl.rollout.vllm import VllmEngine
 
         engine = VllmEngine(model, config, max_model_len, topology)
-    level_group_count()
+    level_group_count(job.control if job is not None else None)
     return engine

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,10 @@ class WeightSync:
         rollout_topology: Topology,
         dtype: str,
         config: WeightsConfig,
+        place: Callable[..., Topology] | None = None,
     ) -> None:
-        """Collective over the job. actor and rollout: None outside their topologies.
+        """Collective over the job. actor and rollout: None outside their topologies. place: makes
+        topologies, by default of torch.distributed's own group.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
@@ -69,7 +72,9 @@ class WeightSync:
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
         both = sorted({*actor_topology.ranks, *rollout_topology.ranks})
-        self.topology = Topology.build(device, both, dp=-1)
+        if place is None:
+            place = partial(Topology.build, device)
+        self.topology = place(tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.weights: list[Weight] = []
@@ -153,7 +158,8 @@ class WeightSync:
     def build_block_groups(self) -> None:
         """Groups for the all-gathers of a GPU job. Collective over the job."""
         blocks = [transfer.plan.block for transfer in self.transfers]
-        sizes = torch.tensor((blocks + [0, 0])[:2])  # 0: there is no such transfer
+        # 0: there is no such transfer
+        sizes = torch.tensor((blocks + [0, 0])[:2], device=self.topology.device)
         dist.all_reduce(sizes, dist.ReduceOp.MAX)
         for number, block in enumerate(sizes.tolist()):
             if block:

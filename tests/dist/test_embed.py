@@ -19,7 +19,7 @@ from spmdrl.config import (
 )
 
 
-def host_model(model, per_token, **sizes):
+def host_model(model, per_token, vocab=0, **sizes):
     """As a program builds it: stock layers with dropout, whatever it is trained for."""
     import torch.nn.functional as F
     from megatron.core import parallel_state as ps
@@ -50,7 +50,7 @@ def host_model(model, per_token, **sizes):
     )  # fmt: skip
     chunk = GPTModel(
         config, get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
-        vocab_size=hf.vocab_size, max_sequence_length=512,
+        vocab_size=vocab or hf.vocab_size, max_sequence_length=512,
         pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope", rotary_base=int(hf.rope_parameters["rope_theta"]),
@@ -87,7 +87,7 @@ def reward(response, ground_truth):
 
 
 def host_updates_on(topology, cases, model):
-    """Of each (sizes, per_token): this rank's sequences, and as fsdp_updates_on."""
+    """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on."""
     from spmdrl.engines import mcore_cpu
 
     mcore_cpu.install()
@@ -98,9 +98,9 @@ def host_updates_on(topology, cases, model):
 
     found = []
     with mcore_cpu.scope():
-        for sizes, per_token in cases:
+        for sizes, per_token, *vocab in cases:
             torch.manual_seed(0)
-            chunks, optimizer = host_model(model, per_token, **sizes)
+            chunks, optimizer = host_model(model, per_token, *vocab, **sizes)
             config = rl_config(model)
             parts = host_parts(chunks, optimizer, config)
             everyone = Topology.build(topology.device, hosted=True, dp=-1)
@@ -137,7 +137,7 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 def test_a_hosts_updates_equal_fsdps(qwen3):
     looked, want_metrics, want_weights = run_ranks(1, fsdp_updates_on, str(qwen3))[0]
     whole = whole_batch()
-    cases = [({}, False), ({}, True), (TP2, False), (PP2, False), (PP2, True)]
+    cases = [({}, False), ({}, True), (TP2, False), (TP2, True, 256), (PP2, False), (PP2, True)]
     ranks = run_ranks(2, host_updates_on, cases, str(qwen3), timeout_s=200)
     padding = 0  # its row's gradient is not stopped in a host's model
     for number, case in enumerate(cases):
