@@ -18,11 +18,13 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig
 
 from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.exits import exit_config
+from spmdrl.weights.names import checkpoint_parts
 
 
 def main(checkpoint: str, out: str, dtype: str = "float32") -> None:
@@ -76,7 +78,15 @@ def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    return {name.removeprefix("hf."): tensor for name, tensor in weights.items()}
+    parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
+    named: dict[str, Tensor] = {}
+    for key in list(weights):
+        name, tensor = key.removeprefix("hf."), weights.pop(key)
+        if name in parts:  # cloned: a file's tensors must not share memory
+            named |= {part.name: part.of(tensor).clone() for part in parts[name]}
+        else:
+            named[name] = tensor
+    return named
 
 
 def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:

@@ -113,6 +113,14 @@ def test_fsdp_ranks_gather_what_they_hold() -> None:
     assert plan.block == 2 and not plan.handover
 
 
+def test_engines_that_hold_the_same_half_do_not_make_up_the_whole() -> None:
+    """Two replicas of two trainers each, and two engines of two ranks: halves of the same size."""
+    halves = ((((0, 32),), (0, 2)), (((32, 64),), (1, 3)))
+    weights, regions = [Weight("norm", (64,), halves)], [[(0, ((0, 64),))]] * 2
+    table = [[0, 1], [2, 3]]
+    simulate({r: make_plan(r, weights, regions, table, 2, 1 << 20) for r in range(4)}, weights)
+
+
 def test_replicas_send_nothing_to_each_other() -> None:
     plan = make_plan(0, weights_of([0, 1], 1), regions_of(2), [[0, 1]], 2, 1 << 20)
     assert plan.cost == (0, 0, 0)

@@ -467,6 +467,15 @@ def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: To
             engine_class(str(qwen3), config, 64, topology)
 
 
+def test_vllm_with_latent_attention_is_refused(tmp_path: Path, topology: Topology) -> None:
+    """vLLM multiplies with products of weights, made once."""
+    import tiny_megatron
+
+    tiny_megatron.save_model("deepseek_v3", tmp_path)
+    with pytest.raises(ConfigError, match="latent attention"):
+        VllmEngine(str(tmp_path), CONFIG, 64, topology)
+
+
 def test_samples_carry_their_address(engine: Any, topology: Topology, qwen3: Path) -> None:
     from transformers import AutoTokenizer
 

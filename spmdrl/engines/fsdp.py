@@ -30,8 +30,9 @@ from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.names import checkpoint_parts
 from spmdrl.weights.reshard import gathered
-from spmdrl.weights.shards import Shards, shards_of
+from spmdrl.weights.shards import Shards, shards_by_part
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -52,6 +53,7 @@ class FsdpEngine:
         fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
         hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
         self.pretrained = [hf.config, hf.generation_config]
+        self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
@@ -165,7 +167,8 @@ class FsdpEngine:
     # ---- weights and memory
 
     def named_shards(self) -> dict[str, Shards]:
-        return {n.removeprefix("hf."): shards_of(p) for n, p in self.module.named_parameters()}
+        weights = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+        return shards_by_part(weights, self.parts)
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)

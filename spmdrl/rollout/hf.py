@@ -27,7 +27,8 @@ from spmdrl.rollout.noise import gumbel, mix, preserved_rng
 from spmdrl.rollout.sampling import eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
-from spmdrl.weights.layout import Layout, layout_by_name
+from spmdrl.weights.layout import ByName, Layout, layout_by_name
+from spmdrl.weights.names import by_checkpoint_name, checkpoint_parts
 
 
 @dataclass
@@ -63,6 +64,8 @@ class HfEngine:
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.model = loaded.to(self.device).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        # a checkpoint's names that are no parameter's: of experts
+        self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
         self.eos_token_ids = eos_token_ids(model)
         self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
         self.num_requests = 0  # so far
@@ -208,20 +211,15 @@ class HfEngine:
     # weights
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        return layout_by_name(self.model, shapes)
+        return layout_by_name(self.model, shapes, self.elsewhere)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raises ValueError naming a tensor that the model lacks or that was not given."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = {p.data_ptr(): name for name, p in parameters.items()}
+        by_name = ByName(self.model, self.elsewhere)
         for name, tensor in weights:
-            if name not in parameters:
-                raise ValueError(f"the engine's model has no parameter {name}")
-            parameters[name].copy_(tensor)
-            missing.pop(parameters[name].data_ptr(), None)
-        if missing:
-            raise ValueError(f"weights were not given: {sorted(missing.values())}")
+            by_name.find(name)[1].copy_(tensor)
+        by_name.require_all()
         self.forget_prefixes()
 
     def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:

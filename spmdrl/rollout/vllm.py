@@ -314,6 +314,8 @@ class VllmEngine:
             raise WeightMismatch(
                 "a quantised engine's weights cannot be compared with the trainer's"
             )
+        if self.on_cpu:
+            vllm_cpu.check_experts(self.model)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
         return compare_weights(self.model, vllm_fp8.quantized(weights, self.fp8), rank, size)
 
@@ -381,6 +383,7 @@ def build_core(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        moe_backend=moe_backend(model, on_cpu),
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
     )
     if config.quantization == "fp8" and not on_cpu:
@@ -388,8 +391,29 @@ def build_core(
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
     register_architecture(model)
     vllm_config = args.create_engine_config()
+    if vllm_config.model_config.use_mla:
+        raise ConfigError(
+            f"rollout.engine='vllm': {model} has multi-head latent attention, for which vLLM "
+            "computes from products of weights that an update does not renew; use "
+            "rollout.engine='hf'"
+        )
     gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
     return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+
+
+def moe_backend(model: str, on_cpu: bool) -> Any:
+    """On a GPU, Triton's kernel for experts that are not quantised: the others keep the weights in
+    an order of their own (FlashInfer swaps gate and up), which an update in place would miss."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model)
+    text = config.get_text_config()
+    has_experts = any(
+        getattr(text, name, None) for name in ("num_experts", "num_local_experts",
+                                               "n_routed_experts")
+    )  # fmt: skip
+    quantized = getattr(config, "quantization_config", None) is not None
+    return "triton" if has_experts and not quantized and not on_cpu else "auto"
 
 
 def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:

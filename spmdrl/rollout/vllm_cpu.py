@@ -8,12 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from spmdrl_kernels.linear import linear
 from torch import Tensor, nn
 
+from spmdrl.config import ConfigError
+from spmdrl.rollout.engine import WeightMismatch
 from spmdrl.rollout.noise import mix
 
 FP8_ROWS = 5  # from so many on, a row of a product in FP8 does not depend on the others
@@ -22,10 +25,11 @@ NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a 
 
 @contextmanager
 def patched_construction() -> Iterator[None]:
-    """While an engine is built: linear layers keep their weight and multiply with it.
+    """While an engine is built: linear layers and experts keep their weights.
 
     vLLM would repack each weight for its GEMM and free the original. An update in place then has
-    nothing to write to, and a tied lm_head goes on using the packed copy of the old embedding.
+    nothing to write to, or writes what is not read in the order it is written; and a tied lm_head
+    goes on using the packed copy of the old embedding.
     The worker binds the process's memory to one NUMA node: not so, the trainer lives in it too.
     And it replaces `torch.set_num_threads` by a no-op: taken back.
     It reads vars() of everything in every module, which fails on a module that numba imports.
@@ -33,7 +37,10 @@ def patched_construction() -> Iterator[None]:
     import vllm.v1.worker.cpu_worker  # noqa: F401  loads the library behind torch.ops._C
     from vllm.model_executor.kernels.linear.scaled_mm import cpu as kernels
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    process_experts = experts.process_weights_after_loading
     classes: Any = (kernels.CPUFp8BlockScaledMMKernel, kernels.CPUFp8W8A8BlockScaledMMKernel)
     pack, set_num_threads = utils.dispatch_cpu_unquantized_gemm, torch.set_num_threads
     library: Any = torch.ops._C
@@ -48,6 +55,7 @@ def patched_construction() -> Iterator[None]:
 
     fp8 = {kernel: kernel.process_weights_after_loading for kernel in classes}
     utils.dispatch_cpu_unquantized_gemm = keep
+    experts.process_weights_after_loading = keep_experts
     for kernel in fp8:
         kernel.process_weights_after_loading = keep_fp8
     library.init_cpu_memory_env = lambda nodes: None
@@ -56,6 +64,7 @@ def patched_construction() -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = pack
+        experts.process_weights_after_loading = process_experts
         for kernel, process in fp8.items():
             kernel.process_weights_after_loading = process
         library.init_cpu_memory_env = bind_memory
@@ -90,6 +99,75 @@ def keep_fp8(kernel: Any, layer: Any) -> None:
         return product(layer, nn.functional.pad(x, (0, 0, 0, missing)), bias, **kwargs)[:-missing]
 
     kernel.apply_weights = by_row
+
+
+def keep_experts(kernel: Any, layer: Any) -> None:
+    """Stands in for process_weights_after_loading of a layer's experts.
+
+    The layer keeps w13_weight and w2_weight as they are written, so that they can be written again
+    and compared. vLLM's kernel reads copies in an order of its own, which `repack_experts` renews.
+    """
+    from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
+
+    kernel._use_zentorch = is_zentorch_moe_supported(layer)
+    if kernel._use_zentorch:  # AMD's, which reads the weights as they are
+        return
+    product, kernel.packed = kernel.apply, []
+
+    def from_copies(**kwargs: Any) -> None:
+        product(**{**kwargs, "w1": kernel.packed[0], "w2": kernel.packed[1]})
+
+    kernel.apply = from_copies
+    kernel.process_weights_after_loading = partial(repack, kernel)
+    repack(kernel, layer)
+
+
+def repack(kernel: Any, layer: Any) -> None:
+    weights = [padded_experts(kernel, layer, name) for name in ("w13_weight", "w2_weight")]
+    kernel.packed = kernel.packed or [torch.empty_like(weight) for weight in weights]
+    for weight, copy in zip(weights, kernel.packed, strict=True):
+        torch.ops._C.prepack_moe_weight(weight, copy, kernel.isa)
+
+
+def padded_experts(kernel: Any, layer: Any, name: str) -> Tensor:
+    """(experts, 2 * width, hidden) or (experts, hidden, width), with zeros up to the kernel's unit
+    of the width."""
+    weight = getattr(layer, name).data
+    width = layer.w2_weight.shape[-1]
+    missing = kernel._padded_intermediate_size(kernel.moe_config) - width
+    if not missing:
+        return weight
+    if kernel.w1_bias is not None:
+        raise ConfigError(
+            f"rollout.engine='vllm' on a CPU: experts with a bias and {width} columns on a rank, "
+            "which would be padded, are not supported; use rollout.engine='hf'"
+        )
+    if name == "w2_weight":
+        return nn.functional.pad(weight, (0, missing))
+    halves = weight.unflatten(1, (2, width))  # gate and up
+    return nn.functional.pad(halves, (0, 0, 0, missing)).flatten(1, 2)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """(name, kernel, layer) of the experts that have copies."""
+    for name, layer in model.named_modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(kernel.fused_experts, "packed"):
+            yield name, kernel.fused_experts, layer
+
+
+def repack_experts(model: nn.Module) -> None:
+    for _, kernel, layer in experts_of(model):
+        repack(kernel, layer)
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raises WeightMismatch where experts are computed from other than the layer's weights."""
+    for name, kernel, layer in experts_of(model):
+        used = [copy.clone() for copy in kernel.packed]
+        repack(kernel, layer)
+        if not all(map(torch.equal, used, kernel.packed)):
+            raise WeightMismatch(f"the experts of {name} are computed from older weights")
 
 
 class AddressedNoise:
@@ -138,14 +216,6 @@ def gather_only_sampled(runner: Any) -> None:
         return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
 
     runner.sampler.gather_logprobs = gather
-
-
-def repack_experts(model: nn.Module) -> None:
-    """Mixture-of-experts layers compute from a packed copy that only the first load makes."""
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def free_kv_cache(kv_caches: list[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

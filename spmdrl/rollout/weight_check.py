@@ -10,11 +10,18 @@ loaders are not asked: their mistakes are what this is to find.
     embed_tokens, lm_head     rows r * n .. (r + 1) * n; what lies beyond the vocabulary is padding
     o_proj, down_proj, ...    the r-th part of the axis that is shorter here than there
     norms, router             all of it
+    experts.E.gate_proj, w1   rows of expert E of w13_weight (experts, rows, hidden): its r-th part
+    experts.E.up_proj, w3     the same in the second half of w13_weight's rows
+    experts.E.down_proj, w2   expert E of w2_weight (experts, hidden, columns): the r-th columns
     weight_scale_inv          as the weight in FP8 that it scales, a row for each 128 rows
+
+transformers' own models hold all of it; their w13_weight and w2_weight are called gate_up_proj and
+down_proj.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +31,9 @@ from spmdrl_kernels.fp8 import BLOCK
 from torch import Tensor, nn
 
 from spmdrl.rollout.engine import WeightMismatch
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
 @dataclass(frozen=True)
@@ -91,17 +101,19 @@ def find_place(
     """Raises WeightMismatch where the engine has no parameter for `name` or not of its shape."""
     owner, _, kind = name.rpartition(".")
     prefix, _, leaf = owner.rpartition(".")
-    if name in parameters:
-        held, expected = split(parameters[name].data, tensor, tp_rank, tp_size)
-        place = Place(name, held, expected)
+    expert = EXPERT.fullmatch(name)
+    same = plain_name(parameters, name)
+    if same in parameters:
+        held, expected = split(parameters[same].data, tensor, tp_rank, tp_size)
+        place = Place(same, held, expected)
+    elif expert is not None:
+        stack, number, leaf = expert.groups()
+        place = find_expert(parameters, stack, int(number), leaf, tensor, tp_rank, tp_size)
     else:
         fused, parts = fused_module(model, leaf)
         parameter = f"{prefix}.{fused}.{kind}"
         if parameter not in parameters:
-            raise WeightMismatch(
-                f"{name} has no place in the engine that can be proven (experts are kept in the "
-                "layout of their kernel)"
-            )
+            raise WeightMismatch(f"{name} has no place in the engine that can be proven")
         module = model.get_submodule(f"{prefix}.{fused}")
         unit = BLOCK if kind == "weight_scale_inv" else 1
         start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
@@ -113,6 +125,40 @@ def find_place(
             f"{tuple(place.held.shape)} of the engine's {place.parameter}"
         )
     return place
+
+
+def plain_name(parameters: dict[str, nn.Parameter], name: str) -> str:
+    """transformers' models have mlp where the checkpoints of Mixtral have block_sparse_moe."""
+    if name not in parameters:
+        return name.replace(".block_sparse_moe.", ".mlp.")
+    return name
+
+
+def find_expert(
+    parameters: dict[str, nn.Parameter],
+    stack: str,
+    number: int,
+    leaf: str,
+    tensor: Tensor,
+    rank: int,
+    size: int,
+) -> Place:
+    """stack: what comes before the number of the expert in its name."""
+    of_down = leaf in DOWN
+    names = [
+        f"{stack}.routed_experts.{'w2_weight' if of_down else 'w13_weight'}",
+        f"{stack.replace('.block_sparse_moe.', '.mlp.')}.{DOWN[0] if of_down else 'gate_up_proj'}",
+    ]
+    found = [name for name in names if name in parameters]
+    known = leaf in (*GATE, *UP, *DOWN)
+    if not known or not found or number >= len(parameters[found[0]]):
+        raise WeightMismatch(f"{stack}.{number}.{leaf} has no place in the engine's experts")
+    held, axis = parameters[found[0]].data[number], int(of_down)
+    width = tensor.shape[axis] // size
+    if not of_down:  # the gate's rows, then those of the up projection
+        half = len(held) // 2
+        held = held[half:] if leaf in UP else held[:half]
+    return Place(found[0], held, tensor.narrow(axis, rank * width, width))
 
 
 def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:

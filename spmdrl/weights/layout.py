@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.weights.boxes import Box, numel, sizes, whole
+
+if TYPE_CHECKING:
+    from spmdrl.weights.names import Part
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -62,25 +65,58 @@ class Layout:
         ]
 
 
-def layout_by_name(model: nn.Module, shapes: Mapping[str, Any]) -> Layout:
-    """Of an engine that keeps full tensors under their Hugging Face names.
+class ByName:
+    """An engine's model of full tensors, found by the names of a checkpoint or by their own.
+
+    `elsewhere` has the checkpoint's names that are no parameter's: whose part they are, and which.
+    """
+
+    def __init__(self, model: nn.Module, elsewhere: Mapping[str, tuple[str, Part]]) -> None:
+        self.elsewhere = elsewhere
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.missing = {p.data_ptr(): (name, p.numel()) for name, p in self.parameters.items()}
+        self.found: set[str] = set()
+
+    def find(self, name: str) -> tuple[str, Tensor]:
+        """The parameter's name, and the view of it. Raises ValueError where there is none."""
+        owner, part = self.elsewhere.get(name, (name, None))
+        parameter = self.parameters.get(owner)
+        if parameter is None:
+            raise ValueError(f"the engine's model has no parameter {name}")
+        held = parameter.detach() if part is None else part.of(parameter.detach())
+        pointer = parameter.data_ptr()
+        if name not in self.found and pointer in self.missing:
+            left = self.missing[pointer][1] - held.numel()
+            self.missing[pointer] = (owner, left)
+            if left <= 0:  # a tied one may be given twice
+                del self.missing[pointer]
+        self.found.add(name)
+        return owner, held
+
+    def require_all(self) -> None:
+        if self.missing:
+            names = sorted(name for name, _ in self.missing.values())
+            raise ValueError(f"weights were not given: {names}")
+
+
+def layout_by_name(
+    model: nn.Module,
+    shapes: Mapping[str, Any],
+    elsewhere: Mapping[str, tuple[str, Part]] | None = None,
+) -> Layout:
+    """Of an engine that keeps full tensors; elsewhere: as ByName takes it.
 
     Raises ValueError naming a weight that it lacks, or one that is not given.
     """
-    layout = Layout()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = {p.data_ptr(): name for name, p in parameters.items()}
+    layout, by_name = Layout(), ByName(model, elsewhere or {})
     for name, shape in shapes.items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise ValueError(f"the engine's model has no parameter {name}")
-        missing.pop(parameter.data_ptr(), None)
+        owner, held = by_name.find(name)
         layout.regions.append((name, whole(shape)))
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        layout.places.append(Place(module, leaf, 0, tuple(parameter.shape), parameter.stride()))
-    if missing:
-        raise ValueError(f"weights were not given: {sorted(missing.values())}")
+        path, _, leaf = owner.rpartition(".")
+        offset = int(held.storage_offset() - by_name.parameters[owner].storage_offset())
+        place = Place(model.get_submodule(path), leaf, offset, tuple(held.shape), held.stride())
+        layout.places.append(place)
+    by_name.require_all()
     return layout
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, slab, whole
@@ -219,7 +220,9 @@ def _held_shares(
             parts = [several[0] if several else None for several in found]
             first = parts[:block]
             alike = all(parts[i : i + block] == first for i in range(0, len(parts), block))
-            if not alike or sum(numel(p) for p in first if p is not None) != numel(box):
+            some = [part for part in first if part is not None]
+            apart = all(intersect(a, b) is None for a, b in combinations(some, 2))  # no replicas
+            if not alike or not apart or sum(map(numel, some)) != numel(box):
                 return None
             result[-1].append(first)
     return result

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from spmdrl.weights.boxes import Box, intersect, numel, whole
+from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
+from spmdrl.weights.names import Part, Parts
 from spmdrl.weights.plan import Weight
 
 
@@ -35,6 +36,32 @@ def shards_of(weight: Tensor) -> Shards:
     return Shards(
         tuple(weight.shape), () if box is None else (box,), local if box is not None else list
     )
+
+
+def shards_by_part(weights: Mapping[str, Tensor], parts: Parts) -> dict[str, Shards]:
+    """Of all weights of a model, by the names that a checkpoint has for them and their parts."""
+    named: dict[str, Shards] = {}
+    for name, weight in weights.items():
+        if name in parts:
+            named |= {part.name: _shards_of_part(weight, part) for part in parts[name]}
+        else:
+            named[name] = shards_of(weight)
+    return named
+
+
+def _shards_of_part(weight: Tensor, part: Part) -> Shards:
+    held = held_box(weight)
+    common = intersect(held, part.box) if held is not None else None
+    if held is None or common is None:
+        return Shards(part.shape, (), list)
+    box, within = part.inside(common), held
+
+    @torch.no_grad()
+    def local() -> list[Tensor]:
+        lies = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+        return [view(lies, within, common).view(sizes(box))]
+
+    return Shards(part.shape, (box,), local)
 
 
 def lying(named: Mapping[str, Shards]) -> dict[str, list[tuple[Box, Tensor]]]:
