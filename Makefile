@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos clean
+.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos bench-kernels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -38,6 +38,9 @@ bench: .venv  ## time the add2 workload on one and on two ranks
 
 bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
 	@$(BIN)/python examples/arithmetic/bench_algos.py
+
+bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much
+	@$(BIN)/python -m spmdrl_kernels.bench --out runs/kernels
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache

@@ -3,6 +3,9 @@
 logits = softcap(h W^T + b) / T are made for a few rows at a time, in the forward pass and once more
 in the backward pass, so memory is bounded by `chunk_bytes` whatever the vocabulary.
 
+On GPUs with Triton the work is that of lm_head_triton.py, whose logits never are in memory; what
+follows is its plain form.
+
 With the vocabulary's rows split over the ranks of a group (tensor parallelism) each rank makes its
 own logits; what is summed over the vocabulary is summed over the group as well.
 """
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from spmdrl_kernels.switch import on_triton
 
 CHUNK_BYTES = 256 << 20  # float32 logits held at once
 
@@ -41,6 +46,13 @@ def lm_head_logprobs(
     give the same hidden and targets and get the same result. Collective over it. The gradient of
     hidden is then this rank's part of it, to be summed over the group by whoever copied hidden.
     """
+    if on_triton(hidden, weight):
+        from spmdrl_kernels import lm_head_triton
+
+        return lm_head_triton.lm_head_logprobs(
+            hidden, weight, targets, temperature, bias, softcap, chunk_bytes, pi_squared, group,
+            first_row,
+        )  # fmt: skip
     # as many rows on every rank of the group, whose shares of the vocabulary may differ
     vocab = len(weight) if group is None else _largest(len(weight), group, weight.device)
     rows_per_chunk = max(1, chunk_bytes // (4 * max(vocab, 1)))

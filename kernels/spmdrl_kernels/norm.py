@@ -1,4 +1,4 @@
-"""RMSNorm on CPUs with a backward pass written out.
+"""RMSNorm on CPUs with a backward pass written out; on GPUs it is norm_triton.py's.
 
 y = w * x / sqrt(mean(x^2) + eps). Source: Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4.
 Autograd's own backward reduces the weight's gradient through a broadcast product; this one costs a
@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl_kernels.switch import on_triton
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: (..., size) float32, weight: (size,) -> (..., size)."""
+    """x: (..., size) float32, on GPUs of any width; weight: (size,) -> (..., size)."""
+    if on_triton(x, weight):
+        from spmdrl_kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
 

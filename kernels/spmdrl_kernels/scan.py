@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmdrl_kernels.switch import on_triton
+
 TOKENS_PER_THREAD = 1 << 18  # at least; below that starting a thread costs more than it saves
 
 
@@ -27,9 +29,14 @@ def gae(
     """A_t = r_t + gamma V_{t'} - V_t + gamma lam A_{t'}, and A_t + V_t.
 
     t' is the next unmasked token of the sequence; after the last one V and A are 0.
-    rewards, values, mask: (num_tokens,) float32 on the CPU; cu_seqlens: (num_seqs + 1,) int64;
+    rewards, values, mask: (num_tokens,) float32; cu_seqlens: (num_seqs + 1,) int64;
     lam: (num_seqs,) float64. Returns two (num_tokens,) float32, 0 where masked; sums are float64.
+    All on the CPU, or all on one GPU that has Triton.
     """
+    if on_triton(rewards, values, mask):
+        from spmdrl_kernels import scan_triton
+
+        return scan_triton.gae(rewards, values, mask, cu_seqlens, gamma, lam)
     out = torch.empty(2, len(values))
     inputs = arrays(rewards, values, mask, cu_seqlens)
     over_sequences(scans()[0], *inputs, gamma, lam.double().numpy(), *out.numpy())
@@ -38,6 +45,10 @@ def gae(
 
 def returns_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
     """G_t = r_t + gamma G_{t'}, t' the next unmasked token. Shapes and dtypes as in `gae`."""
+    if on_triton(rewards, mask):
+        from spmdrl_kernels import scan_triton
+
+        return scan_triton.returns_to_go(rewards, mask, cu_seqlens, gamma)
     out = torch.empty(len(rewards))
     inputs = arrays(rewards, mask, cu_seqlens)
     over_sequences(scans()[1], *inputs, gamma, out.numpy())

@@ -1,0 +1,42 @@
+"""The one place that says whether tensors go to a Triton kernel or to the plain PyTorch form."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+enabled = True  # set to False, everything runs in plain PyTorch
+
+
+def on_triton(*tensors: Tensor | None) -> bool:
+    """Whether all lie on NVIDIA GPUs (Ampere or later), are of one dtype that kernels know, and
+    Triton is there. Absent tensors (None) do not count."""
+    given = [t for t in tensors if t is not None]
+    return (
+        enabled
+        and all(t.is_cuda for t in given)
+        and len({t.dtype for t in given}) == 1
+        and given[0].dtype in DTYPES
+        and can_run(given[0].device)
+    )
+
+
+@cache
+def can_run(device: torch.device) -> bool:
+    return (
+        find_spec("triton") is not None
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def dtype_to_store(like: Tensor) -> torch.dtype:
+    """What a kernel writes where the result is to have the dtype of `like`, to be cast afterwards.
+
+    Triton's interpreter, on CPUs, cuts float32 off to bfloat16, where a GPU rounds.
+    """
+    return like.dtype if like.is_cuda else torch.float32

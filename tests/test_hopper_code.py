@@ -1,0 +1,108 @@
+"""Every launch of a kernel, as an H100 would get it, goes through Triton's compiler and NVIDIA's
+assembler. Neither needs a GPU; what they make does not run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+MOST_SHARED = 227 << 10  # bytes a program may have on an H100
+
+
+def test_every_launch_compiles_for_hopper():
+    pytest.importorskip("triton")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=230
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4
+    for kernel in kernels:
+        assert kernel["shared"] <= MOST_SHARED, kernel
+    fast = [k for k in kernels if k["tma"]]
+    assert len(fast) == 3 * 2
+    for kernel in fast:  # matrix instructions of a warp group, from what the accelerator loaded
+        assert kernel["wgmma"] and kernel["bulk_load"], kernel
+
+
+def main() -> None:
+    import triton
+    from spmdrl_kernels import lm_head_triton, norm_triton, rope_triton, scan_triton, swiglu_triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        """What Triton asks of a driver before a launch."""
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    def compile_only(self, grid):
+        def launch(*args, **kwargs):
+            kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+            ptx = kernel.asm["ptx"]
+            print(json.dumps({"name": self.__name__, "shared": kernel.metadata.shared,
+                              "tma": bool(kwargs.get("TMA")), "wgmma": "wgmma.mma_async" in ptx,
+                              "bulk_load": "cp.async.bulk.tensor" in ptx}))  # fmt: skip
+
+        return launch
+
+    triton.runtime.driver.set_active(Hopper())
+    JITFunction.__getitem__ = compile_only
+    for module in (lm_head_triton, norm_triton, swiglu_triton, rope_triton):
+        module.dtype_to_store = lambda like: like.dtype  # as on a GPU
+    options = lm_head_triton._options
+    lm_head_triton._options = lambda *args: options(*args) | {"WIDEN": False}
+
+    compile_lm_heads(lm_head_triton)
+    compile_layers(norm_triton, swiglu_triton, rope_triton)
+    for num_seqs in (1, 3):
+        zeros, cu_seqlens = torch.zeros(4 * num_seqs), torch.arange(num_seqs + 1) * 4
+        lam = torch.ones(num_seqs)
+        scan_triton.gae(zeros, zeros, zeros, cu_seqlens, 0.9, lam)
+        scan_triton.returns_to_go(zeros, zeros, cu_seqlens, 0.9)
+
+
+def compile_lm_heads(module) -> None:
+    fast, plain = module.HOPPER[0], module.HOPPER[-1]
+    half, single = torch.bfloat16, torch.float32
+    for shape, dtype, tiles, softcap in [
+        ((300, 64, 1030), half, fast, None),
+        ((256, 128, 512), half, fast, 30.0),
+        ((1, 64, 1), half, fast, None),
+        ((33, 41, 77), half, plain, None),
+        ((33, 40, 77), single, module.Tiles(64, 64, 32), 30.0),
+    ]:
+        rows, size, vocab = shape
+        leaves = [torch.zeros(n, size, dtype=dtype, requires_grad=True) for n in (rows, vocab)]
+        targets = torch.zeros(rows, dtype=torch.int64)
+        logprobs, entropy, _ = module.lm_head_logprobs(
+            *leaves, targets, 0.7, None, softcap, pi_squared=True, tiles=tiles
+        )
+        torch.autograd.grad((logprobs + entropy).sum(), leaves)
+
+
+def compile_layers(norm, swiglu, rope) -> None:
+    half = torch.bfloat16
+    for shape in ((5, 4096), (1, 1), (7, 896)):
+        x, y = (torch.zeros(shape, dtype=half, requires_grad=True) for _ in range(2))
+        weight = torch.zeros(shape[1], dtype=half, requires_grad=True)
+        torch.autograd.grad(norm.rms_norm(x, weight, 1e-6).sum(), [x, weight])
+        if shape[1] != 4096:  # its block does not depend on the width
+            torch.autograd.grad(swiglu.swiglu(x, y).sum(), [x, y])
+    x, angles = torch.zeros(5, 3, 128, dtype=half, requires_grad=True), torch.zeros(5, 64)
+    torch.autograd.grad(rope.rope(x, angles, angles).sum(), x)
+
+
+if __name__ == "__main__":
+    main()
