@@ -9,7 +9,7 @@ from ranks import run_ranks
 from test_engine_ranks import CONFIG, LENS, whole_batch
 from tiny import save_qwen3, save_tokenizer
 
-from spmdrl.config import AlgoConfig
+from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 
 MEGATRON = replace(CONFIG, engine="megatron")
 
@@ -371,3 +371,31 @@ def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
                 assert trained or pair[0][2:] == SAME_AGAIN[-1][0][2:]  # before the first update
                 whole = rounded
             assert_equal(whole, saved)
+
+
+# ---- weight decay
+
+
+def decayed_on(topology, model):
+    """All weights after two updates with a decay that shows, by engine."""
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.engines import build_engine
+    from spmdrl.topology import Topology, train_degrees
+
+    found = {}
+    for name in ("fsdp", "megatron"):
+        optim = OptimConfig(lr=1e-2, weight_decay=0.5)
+        config = TrainConfig(engine=name, dtype="float32", micro_batch_tokens=64, optim=optim)
+        ranks = Topology.build(topology.device, **train_degrees(config))
+        engine = build_engine("policy", model, config, ranks)
+        for _ in range(2):
+            engine.update(whole_batch(), policy_objective(AlgoConfig()), 1.0)
+        found[name] = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+    return found
+
+
+def test_norms_are_spared_weight_decay_as_with_fsdp(qwen3):
+    (found,) = run_ranks(1, decayed_on, str(qwen3))
+    for name, want in found["fsdp"].items():
+        # a decayed norm would be off by lr * decay = 5e-3 per update
+        torch.testing.assert_close(found["megatron"][name], want, rtol=0, atol=1e-3, msg=name)
