@@ -151,7 +151,7 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
             config = replace(config, actor=hosted_actor(config.actor, parts))
             check(config, everyone.world, hosted=True)
         layout = Topology.from_megatron(everyone)
-        engine = MegatronEngine.of_parts(parts, config.actor, layout)
+        engine = MegatronEngine(parts, config.actor, layout)
         runtime = Runtime(everyone, phases, Path(config.run_dir))
         run = build(config, runtime, Trainer("actor", layout, engine))
         engine.onload()

@@ -25,8 +25,10 @@ def build_engine(
     engine: TrainEngine | None = None
     if topology.here and config.engine == "megatron":
         from spmdrl.engines.megatron import MegatronEngine
+        from spmdrl.engines.megatron_parts import build_parts
 
-        engine = MegatronEngine(kind, model, config, topology, frozen)
+        parts = build_parts(kind, model, config, topology, frozen)
+        engine = MegatronEngine(parts, config, topology)
     elif topology.here:
         from spmdrl.engines.fsdp import FsdpEngine
 

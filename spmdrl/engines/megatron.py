@@ -26,7 +26,7 @@ from torch import Tensor
 from spmdrl.config import TrainConfig
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.megatron_inputs import Inputs, inputs_of
-from spmdrl.engines.megatron_parts import Parts, build_parts
+from spmdrl.engines.megatron_parts import Parts
 from spmdrl.engines.micro_batches import (
     add_metrics,
     cut,
@@ -50,19 +50,8 @@ class MegatronEngine:
     float32. On ranks that are given no sequences, batches are empty and so are results for tokens.
     """
 
-    def __init__(
-        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
-    ) -> None:
-        self.setup(build_parts(kind, model, config, topology, frozen), config, topology)
-
-    @classmethod
-    def of_parts(cls, parts: Parts, config: TrainConfig, topology: Topology) -> MegatronEngine:
-        """Around a model and an optimizer that stand already, a host's say."""
-        engine = cls.__new__(cls)
-        engine.setup(parts, config, topology)
-        return engine
-
-    def setup(self, parts: Parts, config: TrainConfig, topology: Topology) -> None:
+    def __init__(self, parts: Parts, config: TrainConfig, topology: Topology) -> None:
+        """parts: of megatron_parts.build_parts, or around a host's model and optimizer."""
         self.parts, self.config, self.topology = parts, config, topology
         self.pretrained = parts.pretrained
         self.num_updates = 0

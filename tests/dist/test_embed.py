@@ -106,7 +106,7 @@ def host_updates_on(topology, cases, model):
             everyone = Topology.build(topology.device, hosted=True, dp=-1)
             layout = Topology.from_megatron(everyone)
             actor = hosted_actor(config.actor, parts)
-            engine = MegatronEngine.of_parts(parts, actor, layout)
+            engine = MegatronEngine(parts, actor, layout)
             own = layout.data_ranks
             mine = range(9)[own.index(layout.rank) :: len(own)] if layout.rank in own else []
             batch = whole_batch().select(list(mine))
