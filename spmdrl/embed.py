@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from spmdrl.engines.megatron_parts import Groups, Parts
 from spmdrl.engines.megatron_state import RoleState
 from spmdrl.engines.models import load_hf_config
 from spmdrl.phases import Phases, Span
+from spmdrl.placement import place
 from spmdrl.plan import check
 from spmdrl.program import ENGINE_ENV, Runtime
 from spmdrl.roles import Trainer
@@ -72,23 +73,21 @@ class Attachment:
         require(self.run.held_out != [], "evaluate: config.data.eval is not set")
         with untouched(), self.at_work():
             sync(roles, version=number)
-            told: list[Any] = [None]
-            if roles.sampling.here:
-                _, told[0] = evaluate(roles, self.run.held_out, number)
-            dist.broadcast_object_list(
-                told, group=roles.topology.control, group_src=roles.sampling.ranks[0]
-            )
-        return told[0]
+            _, metrics = evaluate(roles, self.run.held_out, number)  # all ranks sample
+        return metrics
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Our passes drive the host's model; whatever happens, all of it is back afterwards."""
         before = list(c10d._world.pg_map)
         with self.parts.driven_by_us():
+            roles = self.run.roles
             try:
                 yield
             finally:
-                self.run.roles.actor.model.onload()
+                if roles.sampler.here and roles.sleeps:  # after an evaluation or a failure
+                    roles.sampler.engine.sleep()
+                roles.actor.model.onload()
                 self.groups += [g for g in c10d._world.pg_map if g not in before]
 
     @property
@@ -142,7 +141,8 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
     """
     groups_before = list(c10d._world.pg_map)
     chunks = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
-    with untouched():
+    with untouched(), ExitStack() as undo:
+        undo.callback(destroy_groups, groups_before)
         everyone = Topology.build(device_here(), hosted=True, dp=-1)
         phases = Phases(everyone)
         with phases("attach"):
@@ -150,13 +150,25 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
             parts = host_parts(chunks, optimizer, config)
             config = replace(config, actor=hosted_actor(config.actor, parts))
             check(config, everyone.world, hosted=True)
+            require(
+                place(config, everyone.world).sampling == everyone.ranks,
+                "placement: in a host's program every rank samples or scores, so that all hear of "
+                "a failure",
+            )
         layout = Topology.from_megatron(everyone)
         engine = MegatronEngine(parts, config.actor, layout)
         runtime = Runtime(everyone, phases, Path(config.run_dir))
-        run = build(config, runtime, Trainer("actor", layout, engine))
+        run = build(config, runtime, Trainer("actor", layout, engine), undo)
         engine.onload()
+        undo.pop_all()  # it stands
     groups = [group for group in c10d._world.pg_map if group not in groups_before]
     return Attachment(run, parts, groups)
+
+
+def destroy_groups(standing: list[dist.ProcessGroup]) -> None:
+    """Those that are not in the list; after an attach that failed."""
+    for group in [g for g in c10d._world.pg_map if g not in standing]:
+        dist.destroy_process_group(group)
 
 
 def check_use(config: PpoConfig) -> None:
@@ -209,6 +221,12 @@ def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
         parts.config.params_dtype != torch.float16,
         "attach: a float16 model needs a loss scale that skips steps; use bfloat16 or float32",
     )
+    require(
+        not config.actor.offload_params or all(hasattr(b, "param_data") and b.param_data is not None
+                                               for c in chunks for b in c.buffers),
+        "actor.offload_params: the host's weights lie in no buffer that could be moved; build its "
+        "model and optimizer with use_distributed_optimizer=True",
+    )  # fmt: skip
     check_host_model(parts, hf_config)
     tensor = groups.tensor.size() if parts.config.sequence_parallel else 1
     parts.cut = Cut(form_of(parts), groups.context.size(), groups.context.rank(), tensor)

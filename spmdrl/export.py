@@ -6,6 +6,7 @@ One process on a CPU, whatever wrote the checkpoint; no GPU and no process group
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ def main(checkpoint: str, out: str, dtype: str = "float32") -> None:
         out: the folder to write; it must not hold a model yet
         dtype: float32 (bit for bit what was trained), bfloat16 or float16
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
         export(Path(checkpoint), Path(out), dtype)
     except ConfigError as error:

@@ -138,6 +138,7 @@ def write_samples(path: Path, samples: list[Sample], most: int, topology: Topolo
         return
     found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
     kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as f:
         for _, row in kept:
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

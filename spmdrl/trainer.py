@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -156,15 +157,20 @@ def close(roles: Roles) -> None:
         roles.sampler.engine.shutdown()
 
 
-def build(config: PpoConfig, runtime: Runtime, host: Trainer | None = None) -> Run:
+def build(
+    config: PpoConfig, runtime: Runtime, host: Trainer | None = None, undo: ExitStack | None = None
+) -> Run:
     """Data first, since its mistakes are cheap to find; then the engines. Collective.
 
-    host: the actor, where it stands already (embed.py).
+    host: the actor, where it stands already (embed.py); undo: takes away what was started.
     """
+    undo = undo or ExitStack()
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
     scores = topology.rank in placement.roles["reward"]
     rewards = RewardRunner(config.reward, config.rewards) if scores else None
+    if rewards is not None:
+        undo.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts = PromptDataset.load(config.data.train, tokenizer, config.data, topology)
@@ -207,6 +213,8 @@ def build(config: PpoConfig, runtime: Runtime, host: Trainer | None = None) -> R
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         rollout = build_rollout(config.model, config.rollout, longest, ranks, topology)
+        if rollout is not None:
+            undo.callback(rollout.shutdown)
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
@@ -336,7 +344,8 @@ def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
     if run.config.log_samples == 0:
         return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
-    write_samples(path, samples, run.config.log_samples, run.roles.sampling)
+    with run.roles.phases("log samples", run.roles.sampling):
+        write_samples(path, samples, run.config.log_samples, run.roles.sampling)
 
 
 def reports(

@@ -18,6 +18,7 @@ from spmdrl.engines.megatron_layout import (
     rope_frequencies,
 )
 from spmdrl.engines.megatron_model import transformer_config
+from spmdrl.engines.megatron_names import pieces
 from spmdrl.engines.megatron_parts import Parts
 
 
@@ -53,43 +54,54 @@ def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
             model.share_embeddings_and_output_weights, bool(hf.tie_word_embeddings)
         ),
     }  # fmt: skip
-    if not config.multi_latent_attention:
+    ours = transformer_config(hf_config, Degrees(), config.params_dtype)
+    names = SAME + (SAME_EXPERTS if ours.num_moe_experts else ())
+    pairs["activation"] = (config.activation_func, ours.activation_func)
+    if ours.multi_latent_attention:
+        names += SAME_LATENT
+    else:
         pairs |= {
             "key-value heads": (config.num_query_groups, hf.num_key_value_heads),
             "head dimension": (config.kv_channels, head_dim(hf_config)),
+            "scale of attention scores": (scale_of(config), scale_of(ours)),
         }
-        ours = transformer_config(hf_config, Degrees(), config.params_dtype)
-        pairs["scale of attention scores"] = (scale_of(config), scale_of(ours))
-        names = SAME + (SAME_EXPERTS if ours.num_moe_experts else ())
-        pairs |= {name: (getattr(config, name), getattr(ours, name)) for name in names}
-        pairs["activation"] = (config.activation_func, ours.activation_func)
+    pairs |= {name: (getattr(config, name, None), getattr(ours, name)) for name in names}
     rows = parts.groups.tensor.size() * embedding_rows(parts)
     if rows and rows < hf.vocab_size:
         pairs["tokens"] = (rows, hf.vocab_size)
     wrong = [f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in pairs.items()
              if ours != theirs]  # fmt: skip
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is not None and hasattr(rotary, "inv_freq"):
-        wanted, _ = rope_frequencies(hf_config)
-        found = rotary.inv_freq.float().cpu()
+    wanted, _ = rope_frequencies(hf_config)
+    for rotary in {getattr(module, "rotary_pos_emb", None) for module in model.modules()}:
+        found = getattr(rotary, "inv_freq", wanted).float().cpu()
         if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5):
             wrong.append("rotary embedding: other frequencies (rotary_base, rotary_percent or "
                          "their scaling)")  # fmt: skip
+    if config.moe_router_load_balancing_type == "sinkhorn" and ours.num_moe_experts:
+        wrong.append("router: sinkhorn chooses other experts than the model's own scores")
     if wrong:
         raise ConfigError(
             "attach: the model is not what config.model describes: " + "; ".join(wrong)
         )
+    for chunk in parts.raw:  # that every parameter has a Hugging Face name
+        for _ in pieces(chunk, hf_config):
+            pass
 
 
 # fields that change what a model computes, or which weights it has, but not their shapes
 SAME = (
     "ffn_hidden_size", "add_qkv_bias", "qk_layernorm", "rotary_interleaved",
-    "layernorm_zero_centered_gamma", "num_moe_experts", "window_size",
-    "multi_latent_attention",
+    "layernorm_zero_centered_gamma", "num_moe_experts", "window_size", "multi_latent_attention",
+    "activation_func_clamp_value", "glu_linear_offset",
+)  # fmt: skip
+SAME_LATENT = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "mscale_all_dim",
 )  # fmt: skip
 SAME_EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
-    "moe_router_topk_scaling_factor",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
 )  # fmt: skip
 
 

@@ -99,9 +99,13 @@ def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[P
         "input_layernorm.weight": "input_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     }
-    if rest not in norms:
+    return [_whole(prefix + _known(norms, rest), hf.hidden_size)]
+
+
+def _known(names: dict[str, str], name: str) -> str:
+    if name not in names:
         raise ConfigError(f"engine megatron: no Hugging Face name for the parameter {name}")
-    return [_whole(prefix + norms[rest], hf.hidden_size)]
+    return names[name]
 
 
 def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[Piece]:
@@ -124,7 +128,7 @@ def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> l
         return []
     box = ((first, last), (0, hf.hidden_size))
     view = partial(_rows, first=0, count=last - first)
-    return [Piece(names[name], (hf.vocab_size, hf.hidden_size), box, view, tied)]
+    return [Piece(_known(names, name), (hf.vocab_size, hf.hidden_size), box, view, tied)]
 
 
 def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[Piece]:
@@ -140,7 +144,7 @@ def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[Piece]:
     if rest == "linear_qkv.bias":
         return _qkv(hf, prefix, "bias", (), tp)
     names = {"q_layernorm.weight": "q_norm.weight", "k_layernorm.weight": "k_norm.weight"}
-    return [_whole(prefix + names[rest], head_dim(hf))]
+    return [_whole(prefix + _known(names, rest), head_dim(hf))]
 
 
 def _qkv(hf: Any, prefix: str, kind: str, tail: tuple[int, ...], tp: Cut) -> list[Piece]:
@@ -216,7 +220,8 @@ def _glu(
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     if part == "linear_fc2":
         return [_columns(down, (hf.hidden_size, width), cut)]
-    assert part == "linear_fc1", part
+    if part != "linear_fc1":
+        raise ConfigError(f"engine megatron: no Hugging Face name for {prefix}{part}")
     first, last = cut.range(width)
     box, count = ((first, last), (0, hf.hidden_size)), last - first
     return [

@@ -107,7 +107,7 @@ class Parts:
         real = min(max(self.hf_config.get_text_config().vocab_size - first, 0), len(weight))
         bias = getattr(model.output_layer, "bias", None)
         return Head(
-            weight[:real], None if bias is None else bias[:real],
+            cut_to(weight, real), None if bias is None else cut_to(bias, real),
             tensor if tensor.size() > 1 else None, first,
         )  # fmt: skip
 
@@ -137,6 +137,7 @@ class Parts:
             wanted |= {
                 "moe_aux_loss_coeff": [0.0] * len(aux) if isinstance(aux, list) else 0.0,
                 "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0,
+                "moe_input_jitter_eps": None,
             }  # fmt: skip
         if config.finalize_model_grads_func is None:
             wanted["finalize_model_grads_func"] = finalize_model_grads
@@ -255,6 +256,11 @@ class Parts:
                 continue
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 getattr(buffer, how)(move_params=weights, move_grads=gradients)
+
+
+def cut_to(rows: Tensor, count: int) -> Tensor:
+    """The first rows; no slice where these are all, whose gradient would be a second copy."""
+    return rows if count == len(rows) else rows[:count]
 
 
 def _device() -> torch.device:

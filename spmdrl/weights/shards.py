@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -114,7 +114,7 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
                 holders[name].setdefault(box, []).append(rank)
     for name, parts in holders.items():
         boxes = list(parts)
-        apart = all(intersect(a, b) is None for a, b in pairwise(boxes))
+        apart = all(intersect(a, b) is None for a, b in combinations(boxes, 2))
         if not apart or sum(map(numel, boxes)) != numel(whole(shapes[name])):
             raise ValueError(f"the shards of {name} {shapes[name]} do not make it up: {boxes}")
     return [

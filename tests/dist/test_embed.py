@@ -72,7 +72,7 @@ def host_model(model, per_token, vocab=0, **sizes):
 
 def rl_config(model, folder=None, **changes):
     settings = {
-        "model": model, "reward": reward, "run_dir": str(folder), "log_samples": 0,
+        "model": model, "reward": reward, "run_dir": f"{folder}/run",
         "data": DataConfig(train=f"{folder}/train.jsonl", eval=f"{folder}/eval.jsonl",
                            prompts_per_step=8, max_prompt_tokens=16),
         "rewards": RewardConfig(workers=1), "tensorboard": False,
@@ -239,7 +239,8 @@ def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
         assert metrics[1]["actor/grad_norm"] > 0 and metrics[0]["actor/logprob_diff_max"] < 1e-4
         assert accuracy.keys() >= {"eval/accuracy"} and num_samples > 0
     assert ranks[0][3][1]["reward/mean"] == ranks[1][3][1]["reward/mean"]
-    assert not list(Path(tmp_path).glob("metrics*"))
+    written = [path.name for path in Path(tmp_path, "run").rglob("*") if path.is_file()]
+    assert sorted(written) == ["step_1.jsonl", "step_2.jsonl"]  # samples, and no log of ours
 
 
 def refused_on(topology, model, other):
