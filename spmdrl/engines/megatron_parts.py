@@ -215,7 +215,7 @@ class Parts:
                         shapes[piece.name] = piece.shape
                         boxes.setdefault(piece.name, []).append(piece.box)
                         views.setdefault(piece.name, []).append(
-                            lambda p=parameter, view=piece.view: view(p.detach())  # type: ignore[misc]
+                            lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
                         )
         return {
             name: Shards(

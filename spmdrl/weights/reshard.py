@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from spmdrl_kernels.casts import RowCast
-from spmdrl_kernels.casts import fits as row_cast_fits
 from spmdrl_kernels.fp8 import Offset, quantize_part
 from torch import Tensor
 
@@ -119,10 +117,8 @@ def casts(
 ) -> list[Pack]:
     """On a CPU a cast of many or of strided tensors takes twice as long as one in a row.
 
-    They are first put in a row in the scratch, in their own dtype; very many go in one call.
+    They are first put in a row in the scratch, in their own dtype.
     """
-    if scratch is not None and row_cast_fits(memory, shards):
-        return [RowCast(memory, shards).run]
     direct: list[Pack] = [partial(copy_all, views(memory, lengths, shards), shards)]
     in_a_row = len(shards) == 1 and shards[0].is_contiguous()
     if scratch is None or in_a_row or any(shard.dtype != scratch.dtype for shard in shards):

@@ -22,15 +22,17 @@ class Shards(NamedTuple):
 
     shape: tuple[int, ...]  # of the full tensor
     boxes: tuple[Box, ...]  # apart from each other
-    tensors: Callable[[], list[Tensor]]  # of the boxes' sizes, where they lie now, without gradient
+    # of the boxes' sizes, where they lie now; to be called under torch.no_grad()
+    tensors: Callable[[], list[Tensor]]
 
 
 def shards_of(weight: Tensor) -> Shards:
     """Of a DTensor or a full tensor; it is looked up anew, since its memory may move."""
 
-    @torch.no_grad()
+    sharded = isinstance(weight, DTensor)
+
     def local() -> list[Tensor]:
-        return [weight.to_local() if isinstance(weight, DTensor) else weight.detach()]
+        return [weight.to_local() if sharded else weight]  # type: ignore[attr-defined]
 
     box = held_box(weight)
     return Shards(
@@ -56,14 +58,14 @@ def _shards_of_part(weight: Tensor, part: Part) -> Shards:
         return Shards(part.shape, (), list)
     box, within = part.inside(common), held
 
-    @torch.no_grad()
     def local() -> list[Tensor]:
-        lies = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+        lies = weight.to_local() if isinstance(weight, DTensor) else weight
         return [view(lies, within, common).view(sizes(box))]
 
     return Shards(part.shape, (box,), local)
 
 
+@torch.no_grad()
 def lying(named: Mapping[str, Shards]) -> dict[str, list[tuple[Box, Tensor]]]:
     """The parts of every weight that this rank holds, by name."""
     return {

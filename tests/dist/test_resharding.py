@@ -62,8 +62,6 @@ class Trainer:
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
-    from spmdrl_kernels import casts
-
     from spmdrl.collectives import level_group_count
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
     from spmdrl.rollout.engine import WeightMismatch
@@ -92,7 +90,6 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
         reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
         reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
-        casts.ENOUGH = 2 if case.slot == 1 << 20 else 64
         weights = sync.WeightSync(
             actor,
             actor_ranks,
