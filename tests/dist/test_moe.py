@@ -173,15 +173,17 @@ def notices(weights, actor, part, act):
         for box, tensor in shards.get(name, [])
         if tuple(end for _, end in box) == tuple(shape)
     ]
-    for element in last:
-        element.neg_()
+    with torch.no_grad():
+        for element in last:
+            element.neg_()
     try:
         act()
         message = ""
     except WeightMismatch as error:
         message = str(error)
-    for element in last:
-        element.neg_()
+    with torch.no_grad():
+        for element in last:
+            element.neg_()
     weights.push()
     return message
 
