@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from spmdrl.collectives import world_of
 from spmdrl.engines import mcore_cpu, mcore_fixes
-from spmdrl.rollout.noise import preserved_rng
 from spmdrl.topology import Topology
 
 GROUP_TIMEOUT_MINUTES = 7 * 24 * 60  # the watchdog knows what hangs, see program.py
@@ -44,17 +43,10 @@ class RoleState:
         state = cls(topology.group, dict.fromkeys(stored(parallel_state)))
         assert state.values is not None
         state.values["_HYBRID_DP_CP_GROUPS"] = {}
-        with state.active(), preserved_rng():
-            from megatron.core.tensor_parallel.random import (
-                get_cuda_rng_tracker,
-                model_parallel_cuda_manual_seed,
-            )
-
+        with state.active():
             parallel_state.initialize_model_parallel(
                 distributed_timeout_minutes=GROUP_TIMEOUT_MINUTES, **sizes
             )
-            if not get_cuda_rng_tracker().is_initialized():
-                model_parallel_cuda_manual_seed(1)  # every weight is loaded; nothing is dropped out
             state.values = stored(parallel_state)
         return state
 
