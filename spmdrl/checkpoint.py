@@ -160,15 +160,16 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def find(resume: str, root: Path, topology: Topology) -> Path | None:
+def find(resume: str, root: Path, topology: Topology, after: int = 0) -> Path | None:
     """The checkpoint to load, the same on every rank. Collective.
 
     resume: "never", "auto" (the newest whole one under root, or none), or a folder. Damaged ones
     are skipped with a warning under "auto"; a named one that is damaged is a ConfigError.
+    after: "auto" looks only at those of later steps.
     """
     answer: list[Any] = [None, None]
     if topology.rank == 0 and resume != "never":
-        answer = list(_find(resume, root))
+        answer = list(_find(resume, root, after))
     dist.broadcast_object_list(answer, group=topology.group, group_src=0)
     found, problem = answer
     if problem:
@@ -176,11 +177,13 @@ def find(resume: str, root: Path, topology: Topology) -> Path | None:
     return Path(found) if found else None
 
 
-def _find(resume: str, root: Path) -> tuple[str | None, str | None]:
+def _find(resume: str, root: Path, after: int) -> tuple[str | None, str | None]:
     if resume != "auto":
         wrong = damage(Path(resume))
         return resume, f"--resume {resume}: {wrong}" if wrong else None
-    for _, folder in reversed(steps_in(root)):
+    for step, folder in reversed(steps_in(root)):
+        if step <= after:
+            break
         wrong = damage(folder)
         if wrong is None:
             return str(folder), None

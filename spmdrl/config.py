@@ -214,6 +214,10 @@ class CheckpointConfig:
 
     every_steps: int = 50
     keep: int = 2
+    # what SIGTERM, SIGUSR1 or Ctrl-C leaves the run to end its step and save: torchrun kills ranks
+    # 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its own. 0: the
+    # step is abandoned, the last checkpoint stands
+    grace_s: float = 25.0
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,10 @@ class PpoConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = True
     log_samples: int = 16  # per step, written to samples/
+    nan_updates: int = 0  # updates in a row that may be skipped for a loss or a gradient that is
+    # not finite; one more ends the run
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
+    lost_timeout_s: float = 20.0  # so does one without a sign of life: frozen, or cut off
 
 
 @dataclass(frozen=True)
@@ -272,3 +279,4 @@ class SftConfig:
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     tensorboard: bool = True
     stall_timeout_s: float = 1800.0
+    lost_timeout_s: float = 20.0

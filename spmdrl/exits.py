@@ -13,6 +13,7 @@ from typing import NoReturn
 FAILED = 1  # a restart may cure it
 BAD_CONFIG = 2  # it will not
 INTERRUPTED = 130
+REQUEUE = 75  # stopped by a signal, in order: start it again (sysexits.h: EX_TEMPFAIL)
 
 
 def leave(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError
+from spmdrl.exits import BAD_CONFIG, FAILED
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
 
@@ -37,7 +38,7 @@ class Story:
     phase: str
     cause: str  # one line
     details: str  # traceback
-    config_error: bool = False  # the user's mistake: cause is the whole message
+    exit_code: int = FAILED  # BAD_CONFIG: the user's mistake, cause is the whole message
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} failed in phase '{self.phase}': {self.cause}"
@@ -120,7 +121,7 @@ class Phases:
             first = [asdict(self.story(failure))]
         dist.broadcast_object_list(first, group=topology.control, group_src=int(failed.item()))
         story = Story(**first[0])
-        if story.config_error:
+        if story.exit_code == BAD_CONFIG:
             raise ConfigError(story.cause) from failure
         raise PhaseError(story) from failure
 
@@ -128,11 +129,17 @@ class Phases:
         if isinstance(failure, PhaseError):
             return failure.story
         if isinstance(failure, ConfigError):
-            return Story(self.topology.rank, self.topology.host, self.name, str(failure), "", True)
+            return self.story_of(str(failure), exit_code=BAD_CONFIG)
         reason = str(failure).strip().splitlines()
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
         details = "".join(traceback.format_exception(failure))
-        return Story(self.topology.rank, self.topology.host, self.name, cause, details)
+        return self.story_of(cause, details)
+
+    def story_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> Story:
+        """Of this rank, where it is now."""
+        return Story(
+            self.topology.rank, self.topology.host, self.name, cause, details, exit_code
+        )  # fmt: skip
 
     def still_going(self) -> None:
         """To be called from time to time in a long phase: it has not stalled."""

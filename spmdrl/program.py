@@ -1,13 +1,14 @@
 """What only a program may touch: process groups, environment, seeds, logging, signals, exit codes.
 
-Exit codes: 0 done, 1 a failure that a restart may cure, 2 a mistake in the config or the data,
-130 Ctrl-C.
+Exit codes: 0 done, 1 a failure that a restart may cure, 2 a mistake in the config or the data, 75
+stopped by a signal (start it again and it goes on), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import logging
 import os
 import random
@@ -17,8 +18,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli import as_source, fingerprint
 from spmdrl.config import ConfigError
-from spmdrl.exits import BAD_CONFIG, FAILED, INTERRUPTED, exit_config, leave
+from spmdrl.exits import FAILED, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
+from spmdrl.rewards.worker import PR_SET_PDEATHSIG
+from spmdrl.stopping import Stopping
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
 
@@ -56,6 +60,8 @@ class Runtime:
     topology: Topology  # every rank, axis dp
     phases: Phases
     run_dir: Path
+    stopping: Stopping = field(default_factory=Stopping)  # unless it listens, nothing stops it
+    stopped: str = ""  # what there is to say where a signal ended the run in order
 
     @property
     def is_main(self) -> bool:
@@ -69,6 +75,9 @@ def started(config: Any) -> Iterator[Runtime]:
     config: a PpoConfig or SftConfig. Exits the process where the body raises.
     """
     prepare_environment()
+    stopping = Stopping()
+    stopping.listen()
+    neighbour = local_neighbour()
     # a rank may wait for others as long as these get on: the watchdog knows that, a group does not
     timeout = timedelta(days=7)
     try:
@@ -81,32 +90,52 @@ def started(config: Any) -> Iterator[Runtime]:
     connection: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"watchdog/{attempt}", connection.clone())
     watchdog = Watchdog(
-        store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s
-    )
+        store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
+        config.lost_timeout_s, neighbour,
+    )  # fmt: skip
     phases = Phases(topology, watchdog)
+    stopping.failed = lambda: watchdog.heard
+    stopping.on_quit = partial(quit_step, phases, watchdog)
+    runtime = Runtime(topology, phases, run_dir, stopping)
     try:
         compare_configs(config, topology)
         seed_everything(config.seed + topology.rank)
-        yield Runtime(topology, phases, run_dir)
-    except ConfigError as error:
-        watchdog.tell(asdict(phases.story(error)))
-        leave(BAD_CONFIG)
-    except PhaseError as error:
+        yield runtime
+    except PhaseError as error:  # the rank that failed has reported it
         watchdog.tell(asdict(error.story))
         leave(FAILED)
     except Exception as error:  # noqa: BLE001  told with rank and phase, then the process ends
         story = asdict(phases.story(error))
         watchdog.report(story)
-        watchdog.tell(watchdog.first_story() or story)
-        leave(FAILED)
+        story = watchdog.first_story() or story
+        watchdog.tell(story)
+        leave(story["exit_code"])
     watchdog.close()
     dist.barrier(group=topology.control)
     dist.destroy_process_group()
+    if runtime.stopped:
+        leave_for_torchrun(runtime.stopped)
+        leave(REQUEUE)
+
+
+def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
+    """The other ranks end as well: this one will not be there to finish the step with them."""
+    story = asdict(phases.story_of(why, exit_code=code))
+    watchdog.report(story)
+    watchdog.tell(watchdog.first_story() or story)
+
+
+def local_neighbour() -> int | None:
+    """The next rank on this host, in a circle."""
+    rank, local, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return None if world == 1 else rank - local + (local + 1) % world
 
 
 def prepare_environment() -> None:
     for name, value in ENGINE_ENV.items():
         os.environ.setdefault(name, value)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks must not outlive a torchrun that was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
     if "RANK" not in os.environ:  # python -m instead of torchrun
@@ -123,13 +152,6 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, on_interrupt)
-
-
-def on_interrupt(_signal: int, _frame: Any) -> None:
-    if os.environ["RANK"] == "0":
-        print("\nspmdrl: interrupted; resume with --resume auto", file=sys.stderr, flush=True)
-    leave(INTERRUPTED)
 
 
 def start_process_group(timeout: timedelta) -> torch.device:
@@ -183,6 +205,41 @@ def write_config(config: Any, run_dir: Path) -> None:
         "# The config of this run as resolved, every field written out. Functions stand by name:\n"
         f"# take their source from the file that was given.\nconfig = {as_source(config)}\n"
     )
+
+
+def job() -> str:
+    """What stays the same where torchrun or Slurm starts a run again."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ['SLURM_JOB_ID']}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun {run_id}"
+    started_at = Path("/proc", str(os.getppid()), "stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()} {os.getppid()} {started_at}"
+
+
+def began_at(run_dir: Path, topology: Topology) -> int | None:
+    """The step after which this run began, where it is started again after a failure. Collective.
+
+    It then goes on from its own checkpoints, whatever config.resume said to the first start.
+    None: it is a start of its own.
+    """
+    answer: list[Any] = [None]
+    again = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    known = Path(run_dir, "job.json")
+    if (
+        topology.rank == 0
+        and any(os.environ.get(name, "0") != "0" for name in again)
+        and known.is_file()
+    ):
+        before = json.loads(known.read_text())
+        answer = [before["began_at"] if before["job"] == job() else None]
+    dist.broadcast_object_list(answer, group=topology.group, group_src=0)
+    return answer[0]
+
+
+def write_job(run_dir: Path, done: int) -> None:
+    Path(run_dir, "job.json").write_text(json.dumps({"job": job(), "began_at": done}))
 
 
 def seed_everything(seed: int) -> None:

@@ -27,6 +27,7 @@ class Trainer:
     name: str
     topology: Topology  # axes dp, fsdp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
+    skipped: int = 0  # updates in a row, for a loss or a gradient that is not finite
 
     @property
     def here(self) -> bool:

@@ -11,6 +11,7 @@ disjoint ranks work at the same time; they meet where one needs what another fou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from spmdrl.algo.objectives import (
 )
 from spmdrl.collect import Collected
 from spmdrl.collectives import all_gather_rows
+from spmdrl.config import PpoConfig
 from spmdrl.credit import (
     add_advantages,
     add_correction,
@@ -38,7 +40,7 @@ from spmdrl.credit import (
     select_tokens,
     with_outcome_weights,
 )
-from spmdrl.engines.engine import LossFn, TrainEngine
+from spmdrl.engines.engine import LossFn
 from spmdrl.metrics import merged, sample_metrics
 from spmdrl.packing import Deal, deal, empty_batch, pack_samples
 from spmdrl.placement import Ranks
@@ -56,6 +58,8 @@ from spmdrl.routing import (
     send_results,
 )
 from spmdrl.types import Batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -179,7 +183,7 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
     metrics: dict[str, float] = dict(lesson.facts["metrics"])
     if lesson.deal.num_seqs == 0:  # every group was equal: nothing to learn from
         return metrics | {"rollout/loss_tokens": 0.0}
-    actor, critic, temperature = roles.actor, roles.critic, config.rollout.temperature
+    actor, critic = roles.actor, roles.critic
 
     metrics |= look(roles, lesson)
     if actor.here:
@@ -193,9 +197,7 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
 
     if critic is not None and critic.here:
         with phases("update_critic", critic.topology):
-            updates = train(
-                critic.model, lesson.of(critic), value_objective(algo), algo.epochs, temperature
-            )
+            updates = train(critic, lesson.of(critic), value_objective(algo), config, algo.epochs)
             metrics |= {f"critic/{name}": value for name, value in updates.items()}
             critic.model.offload()
     if actor.here and step > algo.critic_warmup_steps:
@@ -203,9 +205,7 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
             actor.model.onload()
             loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
             select = selector(roles, step) if selects(algo) else None
-            updates = train(
-                actor.model, lesson.of(actor), loss_fn, algo.epochs, temperature, select
-            )
+            updates = train(actor, lesson.of(actor), loss_fn, config, algo.epochs, select)
             metrics |= {f"actor/{name}": value for name, value in updates.items()}
         metrics |= adapt(roles, metrics, num_samples=lesson.deal.num_seqs)
     if len(roles.trainer_ranks) > 1:  # one role's ranks know nothing of another's
@@ -251,7 +251,7 @@ def look(roles: Roles, lesson: Lesson) -> dict[str, float]:
             for batch in lesson.of(prm):
                 batch.prm_logprobs = prm.model.logprobs(batch, temperature).logprobs
             outcomes = [with_outcome_weights(batch, prm.topology) for batch in lesson.of(prm)]
-            updates = train(prm.model, outcomes, prm_objective(algo), 1, temperature)
+            updates = train(prm, outcomes, prm_objective(algo), config, epochs=1)
             metrics = {f"prm/{name}": value for name, value in updates.items()}
             prm.model.offload()
     tell(roles, lesson, ("ref_logprobs",), ref, actor)
@@ -295,11 +295,11 @@ def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
 
 
 def train(
-    engine: TrainEngine,
+    trainer: Trainer,
     batches: list[Batch],
     loss_fn: LossFn,
+    config: PpoConfig,
     epochs: int,
-    temperature: float,
     before: Callable[[Batch, int], None] | None = None,
 ) -> dict[str, float]:
     """`epochs` passes of one update per mini-batch; metrics are means (maxima) over the updates.
@@ -312,14 +312,35 @@ def train(
         for batch in batches:
             if before is not None:
                 before(batch, len(updates))
-            updates.append(engine.update(batch, loss_fn, temperature))
+            updates.append(update(trainer, batch, loss_fn, config))
     done = [update for update in updates if update]
-    return {
+    skipped = {"skipped_updates": float(trainer.skipped)} if config.nan_updates else {}
+    return skipped | {
         name: max(u[name] for u in done)
         if name.endswith("_max")
         else sum(u[name] for u in done) / len(done)
         for name in (done[0] if done else ())
     }
+
+
+def update(
+    trainer: Trainer, batch: Batch, loss_fn: LossFn, config: PpoConfig
+) -> dict[str, float]:  # fmt: skip
+    """Its metrics; {} where there was nothing to learn, or what is not finite may be passed over.
+
+    Raises FloatingPointError on every rank, with the weights as they were, where it may not.
+    """
+    try:
+        found = trainer.model.update(batch, loss_fn, config.rollout.temperature)
+    except FloatingPointError as error:
+        trainer.skipped += 1
+        if trainer.skipped > config.nan_updates:
+            raise
+        if trainer.topology.rank == 0:
+            logger.warning("%s: passed over, %d in a row: %s", trainer.name, trainer.skipped, error)
+        return {}
+    trainer.skipped = 0
+    return found
 
 
 def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:

@@ -27,7 +27,14 @@ from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
 from spmdrl.phases import Span
 from spmdrl.placement import Ranks, place, training_roles
 from spmdrl.plan import describe
-from spmdrl.program import Runtime, keep_what_stands, load_tokenizer, write_config
+from spmdrl.program import (
+    Runtime,
+    began_at,
+    keep_what_stands,
+    load_tokenizer,
+    write_config,
+    write_job,
+)
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.roles import Roles, Sampler, Trainer
@@ -36,6 +43,7 @@ from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.routing import Post
 from spmdrl.step import hand_over, learn
+from spmdrl.stopping import StopVotes
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
@@ -90,10 +98,13 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     keep_what_stands()
     for line in roles.weights.describe():
         log.line(line)
+    if config.checkpoint.every_steps > 0:
+        runtime.stopping.arm(config.checkpoint.grace_s)
+    votes = StopVotes(runtime.topology, config.async_steps)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
     trace.write(done, phases.take_spans())
-    met = done  # the last step after which all ranks met
+    met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
         if roles.sampling.here:
@@ -102,9 +113,14 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         metrics = one_step(run, step, partial(trace.write, step), sync_after=True)
         if metrics:
             log.step_line(step, metrics, SHOWN)
-        evaluating = bool(run.held_out) and (step == steps or is_due(step, config.eval_every))
+        stopping = votes.agree(runtime.stopping.asked is not None) and step < steps
+        evaluating = (
+            bool(run.held_out)
+            and not stopping
+            and (step == steps or is_due(step, config.eval_every))
+        )
         saving = config.checkpoint.every_steps > 0 and (
-            step == steps or is_due(step, config.checkpoint.every_steps)
+            step == steps or stopping or is_due(step, config.checkpoint.every_steps)
         )
         if evaluating or saving:
             take_weights(roles, step)
@@ -114,9 +130,14 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.write(step, metrics)
         if saving:
             save(run, step, log)
-    take_weights(roles, steps)
+        if stopping:
+            runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
+            log.line(f"spmdrl: {runtime.stopped}")
+            break
+    votes.close()
+    take_weights(roles, step)
     roles.post.wait_until_delivered()
-    trace.write(steps, phases.take_spans())
+    trace.write(step, phases.take_spans())
     log.close()
     close(roles)
 
@@ -258,7 +279,11 @@ def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
     root, topology = runtime.run_dir / "checkpoints", runtime.topology
     done = 0
     with runtime.phases("resume"):
-        folder = checkpoint.find(config.resume, root, topology)
+        began = began_at(runtime.run_dir, topology)
+        resume = config.resume if began is None else "auto"
+        folder = checkpoint.find(resume, root, topology, after=began or 0)
+        if folder is None and began is not None:  # it had saved nothing yet
+            folder = checkpoint.find(config.resume, root, topology)
         if folder is not None:
             saved = checkpoint.load(folder, run.engines, topology)
             done = saved["step"]
@@ -268,6 +293,8 @@ def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
         if runtime.is_main:
             set_aside_earlier_run(runtime.run_dir, done)
             write_config(config, runtime.run_dir)
+            if began is None:
+                write_job(runtime.run_dir, done)
     log = RunLog(runtime.run_dir, run.is_log, config.steps, config.tensorboard, done)
     trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if folder is not None:

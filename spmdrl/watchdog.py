@@ -1,9 +1,10 @@
-"""One thread per rank that notices what a blocked rank cannot: a peer that failed, died or froze.
+"""Threads of each rank that notice what a blocked rank cannot: a peer that failed, died or froze.
 
 Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
-the traffic per rank does not grow with the world. The first failure is written to the store once;
-every watchdog that sees it gives its own rank a few seconds to end in order, then ends it. One rank
-prints the story; it is also what torchrun shows last.
+the traffic per rank does not grow with the world. On its own host it also looks whether its
+neighbour's process still exists, which tells of a kill in half a second. The first failure is
+written to the store once; every watchdog that sees it gives its own rank a few seconds to end in
+order, then ends it. One rank prints the story; it is also what torchrun shows last.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -25,28 +28,52 @@ from spmdrl.exits import BAD_CONFIG, FAILED, leave_for_torchrun
 
 PERIOD_S = 0.5
 STALLED = "no progress"
+DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A rank's sign of life, as it stands in the store."""
+
+    count: int
+    pid: int
+    host: str
+    phase: str
+
+    @classmethod
+    def read(cls, text: str) -> Beat | None:
+        if text in ("", "bye"):
+            return None
+        count, pid, host, phase = text.split(" ", 3)
+        return cls(int(count), int(pid), host, phase)
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.pid} {self.host} {self.phase}"
+
+
 class Watchdog:
-    """Runs until `close`. Story: a dict with rank, host, phase, cause and details.
+    """Runs until `close`. Story: a dict with the fields of phases.Story.
 
     store: a connection of its own (Store.clone), since calls on a store block each other.
+    folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
-        lost_s: float = 20.0,
+        lost_s: float = 20.0, neighbour: int | None = None,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
-        self.stall_s, self.lost_s = stall_s, lost_s
+        self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
         self.host = socket.gethostname()
         self.phase, self.phase_since = "start", time.monotonic()
         self.reached = time.monotonic()  # the last time the store answered
+        self.broken = 0  # how often in a row it was not there
+        self.heard = False  # of a failure
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -62,28 +89,55 @@ class Watchdog:
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell
             self.done.wait(self.lost_s + 2 * PERIOD_S)
         self.store.compare_set("story", "", json.dumps(story))
-        if story["config_error"]:
+        self._write(story)
+
+    def _write(self, story: dict[str, Any]) -> None:
+        if story["exit_code"] != FAILED:
             return
         with suppress(OSError):  # the disk may be what is wrong
             self.folder.mkdir(parents=True, exist_ok=True)
-            Path(self.folder, f"rank_{story['rank']}.json").write_text(json.dumps(story, indent=1))
+            told = {**story, "last_checkpoint": self._last_checkpoint()}
+            Path(self.folder, f"rank_{story['rank']}.json").write_text(json.dumps(told, indent=1))
 
     def first_story(self) -> dict[str, Any] | None:
         return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
 
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
-        text = "rank {rank} on {host} failed in phase '{phase}': {cause}".format(**story)
-        where = f"\nspmdrl: details in {Path(self.folder, 'rank_{rank}.json'.format(**story))}"
-        if story["config_error"]:
-            text, where = "config error: {cause}".format(**story), ""
+        text = self._leave_word(story)
+        try:
+            if self.store.add("claims", 1) == 1:
+                print(text, file=sys.stderr, flush=True)
+                self.store.set("told", "1")
+            end = time.monotonic() + 2
+            while not self.store.check(["told"]) and time.monotonic() < end:
+                time.sleep(0.05)
+        except RuntimeError:  # no store any more: better told twice than not at all
+            print(text, file=sys.stderr, flush=True)
+
+    def _leave_word(self, story: dict[str, Any]) -> str:
+        """The story as it is printed; torchrun gets it as well."""
+        if story["exit_code"] == BAD_CONFIG:
+            text = "config error: {cause}".format(**story)
+            leave_for_torchrun(text)
+            return f"\nspmdrl: {text}"
+        failed = story["exit_code"] == FAILED
+        text = "rank {rank} on {host} {what} in phase '{phase}': {cause}".format(
+            **story, what="failed" if failed else "was stopped"
+        )
+        text += f"; last checkpoint: {self._last_checkpoint() or 'none'}"
         leave_for_torchrun(text)
-        if self.store.add("claims", 1) == 1:
-            print(f"\nspmdrl: {text}{where}", file=sys.stderr, flush=True)
-            self.store.set("told", "1")
-        end = time.monotonic() + 2
-        while not self.store.check(["told"]) and time.monotonic() < end:
-            time.sleep(0.05)
+        if not failed:
+            return f"\nspmdrl: {text}"
+        where = Path(self.folder, "rank_{rank}.json".format(**story))
+        return f"\nspmdrl: {text}\nspmdrl: details in {where}"
+
+    def _last_checkpoint(self) -> str | None:
+        """By name: what is wrong may be the disk, and to read a whole one takes too long."""
+        with suppress(OSError):
+            found = sorted(self.folder.parent.glob("checkpoints/step_????????"))
+            return str(found[-1]) if found else None
+        return None
 
     def close(self) -> None:
         """Says goodbye, so that the rank that watches this one does not miss it."""
@@ -95,14 +149,17 @@ class Watchdog:
         count, story_since = 0, None
         told, others, others_since = self.phase_since, b"", time.monotonic()
         peer = (self.rank + 1) % self.world
-        peer_beat, peer_since = "", time.monotonic()
+        peer_text, peer_since = "", time.monotonic()
+        beside: Beat | None = None  # of the neighbour
         while not self.done.wait(PERIOD_S):
             try:
                 count += 1
-                self.store.set(f"beat/{self.rank}", f"{count} {self.host} {self.phase}")
+                own = Beat(count, os.getpid(), self.host, self.phase)
+                self.store.set(f"beat/{self.rank}", str(own))
                 story = self.first_story()
-                key = f"beat/{peer}"
-                beat = self.store.get(key).decode() if self.store.check([key]) else ""
+                text = self._beat_of(peer)
+                if self.neighbour is not None:
+                    beside = Beat.read(self._beat_of(self.neighbour))
                 if self.phase_since != told and count % 8 == 0:
                     told = self.phase_since
                     self.store.set("progress", f"{self.rank} {told}")
@@ -110,25 +167,45 @@ class Watchdog:
                     seen = self.store.get("progress") if self.store.check(["progress"]) else b""
                     if seen != others:
                         others, others_since = seen, time.monotonic()
-            except RuntimeError:  # the store's host is gone, or slow: the guard decides
+            except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
+                self.broken += "imed out" not in str(error)
+                if beside is not None and self._is_gone(beside):
+                    self._end_alone(self._lost(self.neighbour, beside, DIED.format(beside.pid)))
                 continue
             now = self.reached = time.monotonic()
+            self.broken = 0
             if story is not None:
+                self.heard = True
                 story_since = story_since or now
                 if now - story_since > GRACE_S:
                     self._end(story)
                 continue
-            if beat != peer_beat or beat in ("", "bye"):
-                peer_beat, peer_since = beat, now
-            if now - peer_since > self.lost_s:
+            if text != peer_text or text in ("", "bye"):
+                peer_text, peer_since = text, now
+            if beside is not None and self._is_gone(beside):
+                self.report(self._lost(self.neighbour, beside, DIED.format(beside.pid)))
+            elif now - peer_since > self.lost_s:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
-                _, host, phase = beat.split(" ", 2)
-                self._report(peer, host, phase, silent)
+                self.report(self._lost(peer, Beat.read(peer_text), silent))
             elif now - self.phase_since > self.stall_s and self._is_last(
                 others, now - others_since
             ):
                 stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
-                self._report(self.rank, self.host, self.phase, stalled)
+                self.report(self._lost(self.rank, own, stalled))
+
+    def _beat_of(self, rank: int) -> str:
+        key = f"beat/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _is_gone(self, beat: Beat) -> bool:
+        """Whether the process of a rank on this host has ended without a goodbye."""
+        if beat.host != self.host:
+            return False
+        try:
+            stat = Path(f"/proc/{beat.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
 
     def _is_last(self, others: bytes, silent_s: float) -> bool:
         """Whether the job has stopped, as far as this rank can tell. Who has stood still longest
@@ -137,28 +214,40 @@ class Watchdog:
         mine = others.startswith(f"{self.rank} ".encode())
         return silent_s > self.stall_s / 2 + (0 if mine else LAST_WORD_S)
 
-    def _report(self, rank: int, host: str, phase: str, cause: str) -> None:
-        self.report(
-            {"rank": rank, "host": host, "phase": phase, "cause": cause, "config_error": False,
-             "details": f"noticed by rank {self.rank} on {self.host}"}
-        )  # fmt: skip
+    def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
+        host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
+        return {"rank": rank, "host": host, "phase": phase, "cause": cause, "exit_code": FAILED,
+                "pid": pid, "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
 
     def _guard(self) -> None:
         """Reads from a store whose host vanished may block for ever; this thread never reads it."""
         while not self.done.wait(PERIOD_S):
             silent_s = time.monotonic() - self.reached
-            if silent_s > self.lost_s:
-                text = (
-                    f"rank {self.rank} on {self.host} lost the rendezvous store for {silent_s:.0f} "
-                    f"s in phase '{self.phase}': its host is gone, or this one is cut off"
-                )
-                leave_for_torchrun(text)
-                print(f"\nspmdrl: {text}", file=sys.stderr, flush=True)
-                os._exit(FAILED)
+            if silent_s > self.lost_s or self.broken > 2 * GRACE_S / PERIOD_S:
+                gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
+                own = Beat(0, os.getpid(), self.host, self.phase)
+                self._end_alone(self._lost(self.rank, own, gone))
+
+    def _end_alone(self, story: dict[str, Any]) -> NoReturn:
+        """Without a store: every rank that comes here says what it knows."""
+        self._write(story)
+        print(self._leave_word(story), file=sys.stderr, flush=True)
+        os._exit(FAILED)
 
     def _end(self, story: dict[str, Any]) -> None:
         if STALLED in story["cause"]:
             faulthandler.dump_traceback(sys.stderr)  # every rank's, to see who waits for whom
         self.tell(story)
+        self._end_frozen(story)
         # the main thread may be blocked in a collective that never returns
-        os._exit(BAD_CONFIG if story["config_error"] else FAILED)
+        os._exit(story["exit_code"])
+
+    def _end_frozen(self, story: dict[str, Any]) -> None:
+        """A stopped process does not hear torchrun's SIGTERM, for which torchrun waits 30 s."""
+        pid = story.get("pid", 0)
+        if not pid or story["host"] != self.host or story["rank"] == self.rank:
+            return
+        with suppress(OSError):
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={story['rank']}".encode() in environ:
+                os.kill(pid, signal.SIGKILL)

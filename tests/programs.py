@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -66,10 +67,12 @@ class Done:
     seconds: float
 
 
-def start(folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo") -> BaseProcess:
-    """torchrun in a session of its own, output to folder/log."""
-    command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m", program,
-               *map(str, args)]  # fmt: skip
+def start(
+    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", before: Sequence[str] = ()
+) -> BaseProcess:
+    """torchrun in a session of its own, output to folder/log. before: options of torchrun."""
+    command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *before,
+               "-m", program, *map(str, args)]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said

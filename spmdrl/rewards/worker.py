@@ -116,6 +116,8 @@ def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
 
 def main(fd: int, parent: int) -> None:
     die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the trainer, which
+        signal.signal(number, lambda *_: None)  # may want to end its step; children take defaults
     os.set_inheritable(fd, False)  # a child of the reward function must not keep the pipe open
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone: nobody to tell
         serve(Connection(fd))

@@ -1,0 +1,128 @@
+"""Signals that end a run in order: after the step, with a checkpoint, by the code for "again".
+
+SIGINT (Ctrl-C), SIGTERM (torchrun, Slurm, Kubernetes) and SIGUSR1 (what sbatch --signal sends ahead
+of a time limit) are noted by a thread, since the main one may be blocked in a collective, and
+Python runs its handlers there only. Ranks hear of a signal at different moments, or not at all:
+after each step they vote.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.exits import INTERRUPTED, REQUEUE, leave
+from spmdrl.topology import Topology
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+LARGEST = dist.AllreduceOptions()
+LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+
+
+class Stopping:
+    """What a signal asked of this rank, and what is done about it.
+
+    Only a program calls `listen`. Until `arm` is called nothing would be lost, so the first signal
+    ends the process. Afterwards it asks the run to stop after the step; `grace_s` later, or with a
+    second Ctrl-C or SIGTERM, the process ends at once. `on_quit` hears why and with which code, to
+    tell the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.failed: Callable[[], bool] = lambda: False  # then torchrun's signal is its answer
+        self.on_quit: Callable[[str, int], None] = lambda why, _: say(f"stopped by {why}")
+        self.armed, self.grace_s = False, 0.0
+        self.asked: str | None = None  # the first signal's name
+        self.asked_at = 0.0
+        self.told = False
+
+    def listen(self) -> None:
+        """Takes the process's signals: a program's business, not a library's."""
+        self.pipe, self.inlet = os.pipe()
+        os.set_blocking(self.inlet, False)
+        for number in SIGNALS:
+            signal.signal(number, _noted)
+        signal.set_wakeup_fd(self.inlet, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def arm(self, grace_s: float) -> None:
+        """From now on a signal leaves the run `grace_s` to end its step and save; 0: none."""
+        self.armed, self.grace_s = grace_s > 0, grace_s
+
+    def _listen(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.pipe], [], [], 0.2)
+            for number in os.read(self.pipe, 64) if ready else b"":
+                if number in SIGNALS:
+                    self._on(signal.Signals(number))
+            since = time.monotonic() - self.asked_at
+            if self.asked and since > self.grace_s:
+                late = f"{self.asked}, and the step had not ended after {self.grace_s:g} s"
+                self._quit(late, REQUEUE)
+            if self.asked and not self.told and since > 1.0 and not self.failed():
+                self.told = True
+                say(f"{self.asked}: the run stops after this step, with a checkpoint, "
+                    f"within {self.grace_s:g} s; once more, and it stops now")  # fmt: skip
+
+    def _on(self, number: signal.Signals) -> None:
+        if self.asked is None:
+            self.asked, self.asked_at = number.name, time.monotonic()
+            if not self.armed:
+                self._quit(number.name, code_of(number))
+        elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
+            say(f"stopped by {number.name}")
+            leave(code_of(number))
+
+    def _quit(self, why: str, code: int) -> NoReturn:
+        self.on_quit(why, code)
+        leave(code)
+
+
+def code_of(number: signal.Signals) -> int:
+    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+
+def say(what: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"\nspmdrl: {what}", flush=True)
+
+
+def _noted(_signal: int, _frame: Any) -> None:
+    """Python's own handler has nothing to do: the thread has read of the signal."""
+
+
+class StopVotes:
+    """Agrees on the last step without making ranks that work ahead wait for the others.
+
+    The vote that is cast at the end of a step is counted `lag` steps later, when every rank must
+    have come that far anyway; so all hear the same at the same step.
+    """
+
+    def __init__(self, topology: Topology, lag: int) -> None:
+        self.topology, self.lag = topology, lag
+        self.votes: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def agree(self, stop: bool) -> bool:
+        """Whether any rank wanted to stop `lag` calls ago. Every rank must call it."""
+        vote = torch.tensor([int(stop)])
+        self.votes.append((vote, self.topology.control.allreduce([vote], LARGEST)))
+        if len(self.votes) <= self.lag:
+            return False
+        vote, work = self.votes.popleft()
+        work.wait()
+        return bool(vote.item())
+
+    def close(self) -> None:
+        """Waits for the votes that were not counted. Every rank must call it."""
+        for _, work in self.votes:
+            work.wait()
