@@ -3,6 +3,7 @@ assembler. Neither needs a GPU; what they make does not run."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -20,9 +21,11 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4
+    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 9
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
+    copied = [k for k in kernels if k["name"] in ("copy_kernel", "block_kernel")]
+    assert len(copied) == 6 and all(kernel["wide"] for kernel in copied)
     fast = [k for k in kernels if k["tma"]]
     assert len(fast) == 3 * 2
     for kernel in fast:  # matrix instructions of a warp group, from what the accelerator loaded
@@ -31,7 +34,14 @@ def test_every_launch_compiles_for_hopper():
 
 def main() -> None:
     import triton
-    from spmdrl_kernels import lm_head_triton, norm_triton, rope_triton, scan_triton, swiglu_triton
+    from spmdrl_kernels import (
+        copies_triton,
+        lm_head_triton,
+        norm_triton,
+        rope_triton,
+        scan_triton,
+        swiglu_triton,
+    )
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -53,7 +63,8 @@ def main() -> None:
             ptx = kernel.asm["ptx"]
             print(json.dumps({"name": self.__name__, "shared": kernel.metadata.shared,
                               "tma": bool(kwargs.get("TMA")), "wgmma": "wgmma.mma_async" in ptx,
-                              "bulk_load": "cp.async.bulk.tensor" in ptx}))  # fmt: skip
+                              "bulk_load": "cp.async.bulk.tensor" in ptx,
+                              "wide": bool(re.search(r"ld\.global\.v[24]", ptx))}))  # fmt: skip
 
         return launch
 
@@ -66,6 +77,7 @@ def main() -> None:
 
     compile_lm_heads(lm_head_triton)
     compile_layers(norm_triton, swiglu_triton, rope_triton)
+    compile_copies(copies_triton)
     for num_seqs in (1, 3):
         zeros, cu_seqlens = torch.zeros(4 * num_seqs), torch.arange(num_seqs + 1) * 4
         lam = torch.ones(num_seqs)
@@ -102,6 +114,20 @@ def compile_layers(norm, swiglu, rope) -> None:
             torch.autograd.grad(swiglu.swiglu(x, y).sum(), [x, y])
     x, angles = torch.zeros(5, 3, 128, dtype=half, requires_grad=True), torch.zeros(5, 64)
     torch.autograd.grad(rope.rope(x, angles, angles).sum(), x)
+
+
+def compile_copies(module) -> None:
+    single, half = torch.zeros(300, 200), torch.zeros(300, 200, dtype=torch.bfloat16)
+    module.CopyTable(None).run([half, half[:3, 1:]], [single, single[:3, 1:]])
+    module.CopyTable(half.dtype).run([single, half], [single, half])  # two launches
+    q, scale_inv = torch.zeros(300, 200, dtype=torch.float8_e4m3fn), torch.zeros(3, 2)
+    module.quantize_blocks(half, q, scale_inv)
+    module.quantize_part(single.T, (0, 0), scale_inv.T, q.T)
+    module.block_maxima(single, (0, 0), scale_inv)
+    index, cu_seqlens = torch.tensor([2, 0, 1]), torch.tensor([0, 4, 4, 9])
+    module.gather(half, index, None, 3)
+    module.gather(single[:, 0], index, cu_seqlens, 9)
+    module.scatter(single[:9], index * 9, cu_seqlens, torch.zeros(40, 200))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """What `python -m spmdrl_kernels.bench` measures: kernels, the forms they are compared in, shapes.
 
 A form is one way to compute the same result: `ours`, `eager` (plain PyTorch), `compile` (that, by
-torch.compile), `liger` where it can be imported, `chunked` (the LM head's plain form) and `tiles i`
-(the LM head with the i-th of lm_head_triton.HOPPER, whatever the device would choose).
+torch.compile), `foreach` (torch._foreach_copy_), `liger` where it can be imported, `chunked` (the
+LM head's plain form) and `tiles i` (the LM head with the i-th of lm_head_triton.HOPPER, whatever
+the device would choose).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl_kernels import lm_head, norm, scan, switch
+from spmdrl_kernels import copies_bench, lm_head, norm, scan, switch
 
 TOKENS = 8192
 LM_HEADS = ((896, 151936), (1024, 151936), (3584, 151936), (4096, 131072), (4096, 262144))
@@ -71,6 +73,7 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
     if find_spec("liger_kernel"):
         cases += [Case("lm_head", "liger", s, True) for s in head_shapes]
         cases += [c for c in layers("liger") if c.kernel != "rope"]
+    cases += copy_cases(gpu=True)
     return cases + lm_heads("chunked", tiled)
 
 
@@ -81,7 +84,12 @@ def cpu_cases() -> list[Case]:
         cases += [Case("lm_head", form, (64, 32, 1000), b) for b in (False, True)]
         cases += [Case("rms_norm", form, (256, 128), b) for b in (False, True)]
         cases.append(Case("gae", form, (8, 256)))
-    return cases
+    return cases + copy_cases(gpu=False)
+
+
+def copy_cases(gpu: bool) -> list[Case]:
+    forms = ("ours", "eager", "foreach", "compile") if gpu else ("ours", "eager", "foreach")
+    return [Case(k, f, s) for f in forms for k, s in copies_bench.shapes_and_forms(gpu, f)]
 
 
 def build(case: Case, device: torch.device) -> Work:
@@ -292,6 +300,11 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     return advantages * mask, (advantages + values) * mask
 
 
+def _copies(function: Callable[..., copies_bench.Run], case: Case, device: torch.device) -> Work:
+    run, num_bytes = function(case.form, case.shape, device)
+    return Work(run, 0, num_bytes)
+
+
 BUILDERS: dict[str, Callable[[Case, torch.device], Work]] = {
     "copy": _copy,
     "matmul": _matmul,
@@ -300,4 +313,5 @@ BUILDERS: dict[str, Callable[[Case, torch.device], Work]] = {
     "swiglu": _swiglu,
     "rope": _rope,
     "gae": _gae,
+    **{name: partial(_copies, function) for name, function in copies_bench.BUILDERS.items()},
 }

@@ -20,11 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl_kernels.switch import on_triton
+
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
 DTYPE = torch.float8_e4m3fn
 # elements taken at a time, in float32 (at least a row of blocks): on a CPU what fits its cache
 CPU_CHUNK, CHUNK = 1 << 18, 1 << 24
+STRIDES = 1 << 24  # smaller ones: 32 bits count 128 of them
 
 Offset = tuple[int, int]  # of a part's first element, (row, column) in the matrix
 
@@ -39,14 +42,29 @@ def quantize_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises ValueError where w is not finite.
     """
-    largest = w.new_zeros(num_blocks(tuple(w.shape)), dtype=torch.float32)
-    block_maxima(w, (0, 0), largest)
-    if not largest.isfinite().all():
-        raise ValueError(f"a matrix of shape {tuple(w.shape)} is not finite: no FP8 for it")
-    scale_inv = scales_of(largest)
     q = torch.empty(w.shape, dtype=DTYPE, device=w.device)
+    scale_inv = w.new_zeros(num_blocks(tuple(w.shape)), dtype=torch.float32)
+    if by_kernel(w):  # both from one read
+        from spmdrl_kernels import copies_triton
+
+        copies_triton.quantize_blocks(w, q, scale_inv)
+        refuse_infinite(w, scale_inv)
+        return q, scale_inv
+    block_maxima(w, (0, 0), scale_inv)
+    refuse_infinite(w, scale_inv)
+    scale_inv = scales_of(scale_inv)
     quantize_part(w, (0, 0), scale_inv, q)
     return q, scale_inv
+
+
+def by_kernel(part: Tensor, *others: Tensor) -> bool:
+    return on_triton(part) and all(max(t.stride()) < STRIDES for t in (part, *others))
+
+
+def refuse_infinite(w: Tensor, numbers: Tensor) -> None:
+    """numbers: of the blocks of w, their largest or their scales."""
+    if not numbers.isfinite().all():
+        raise ValueError(f"a matrix of shape {tuple(w.shape)} is not finite: no FP8 for it")
 
 
 def scales_of(largest: Tensor) -> Tensor:
@@ -58,6 +76,11 @@ def scales_of(largest: Tensor) -> Tensor:
 
 def block_maxima(part: Tensor, first: Offset, largest: Tensor) -> None:
     """Raises `largest`, of the whole matrix, by the part's absolute values; NaN counts as inf."""
+    if by_kernel(part):
+        from spmdrl_kernels import copies_triton
+
+        copies_triton.block_maxima(part, first, largest)
+        return
     for rows, top in _chunks(part, first[0]):
         found = _in_blocks(rows.float(), (top, first[1])).abs().amax((1, 3))
         place = _touched(largest, found.shape, (top, first[1]))
@@ -66,6 +89,11 @@ def block_maxima(part: Tensor, first: Offset, largest: Tensor) -> None:
 
 def quantize_part(part: Tensor, first: Offset, scale_inv: Tensor, out: Tensor) -> None:
     """Writes the part's e4m3 into `out`, of the same shape; scale_inv: of the whole matrix."""
+    if by_kernel(part, out):
+        from spmdrl_kernels import copies_triton
+
+        copies_triton.quantize_part(part, first, scale_inv, out)
+        return
     done = 0
     for rows, top in _chunks(part, first[0]):
         blocks = _in_blocks(rows.float(), (top, first[1]))

@@ -4,7 +4,8 @@ What goes from one rank to another in a bucket is cut into messages: a large pie
 small ones share one. A message lies in the bucket's memory, its slot, unless it lies ready: in a
 shard that need not be cast, or in the engine's parameter, where it is cast to and received. On a
 CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while the
-next is packed and the next bucket's are on their way.
+next is packed and the next bucket's are on their way. On a GPU what a bucket packs, copies in place
+and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
 
 Weights that the engine keeps in FP8 are quantised while they are packed, by whoever holds them, and
 travel as a byte each. A shard may end within a block of 128 x 128: the ranks have agreed on every
@@ -18,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple
+from itertools import chain, groupby
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from spmdrl_kernels.fp8 import Offset, quantize_part
+from spmdrl_kernels.copies import Copies, Part, Quantized, plain_copies
 from torch import Tensor
 
 from spmdrl.topology import Topology
@@ -48,17 +49,7 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
 
 Held = dict[str, list[tuple[Box, Tensor]]]  # by a weight's name, what a rank holds of it
 Pack = Callable[[], object]
-
-
-class _Part(NamedTuple):
-    """Of a weight that travels in FP8."""
-
-    tensor: Tensor  # two dimensions
-    first: Offset  # in the weight
-    scale_inv: Tensor  # of all blocks of the weight
-
-    def quantize(self, to: Tensor) -> None:
-        quantize_part(self.tensor, self.first, self.scale_inv, to)
+T = TypeVar("T")
 
 
 @dataclass
@@ -74,10 +65,11 @@ class _Message:
     shards: list[Tensor]  # packed into it; [] where it comes from elsewhere or lies ready
     places: list[Tensor]  # copied into out of it; [] where it lies there, or is for others
     ready: Tensor | None = None  # where it lies, if not in the slot
-    parts: list[_Part] = field(default_factory=list)  # quantised into it, instead of shards
+    parts: list[Part] = field(default_factory=list)  # quantised into it, instead of shards
     memory: Tensor | None = None  # where it lies, while there is a slot
     packs: list[Pack] = field(default_factory=list)  # from shards or parts, one after the other
-    unpacked: list[Tensor] = field(default_factory=list)  # views of the memory, like the places
+    packed: list[Tensor] = field(default_factory=list)  # views of it, like shards or parts
+    unpacked: list[Tensor] = field(default_factory=list)  # like the places
 
     @property
     def last(self) -> int:
@@ -90,19 +82,21 @@ class _Message:
 
     def lie_in(self, slot: Tensor | None, scratch: Tensor | None) -> None:
         """Makes the views, which for small tensors cost as much as the copies."""
-        self.memory, self.packs, self.unpacked = self.ready, [], []
+        self.memory, self.packs, self.packed, self.unpacked = self.ready, [], [], []
         if slot is not None and self.ready is None:
             self.memory = slot[self.first : self.last]
         if self.memory is None:
             return
         if self.parts:
             like = [part.tensor for part in self.parts]
-            to = views(self.memory.view(FP8), self.lengths, like)
+            self.packed = views(self.memory.view(FP8), self.lengths, like)
             self.packs = [
-                partial(part.quantize, row) for part, row in zip(self.parts, to, strict=True)
+                partial(part.quantize, row)
+                for part, row in zip(self.parts, self.packed, strict=True)
             ]
         if self.shards:
-            self.packs = casts(self.memory, self.lengths, self.shards, scratch)
+            self.packed = views(self.memory, self.lengths, self.shards)
+            self.packs = casts(self.memory, self.lengths, self.shards, self.packed, scratch)
         if self.places:
             self.unpacked = views(self.memory, self.lengths, self.places)
 
@@ -113,13 +107,17 @@ def views(memory: Tensor, lengths: list[int], like: list[Tensor]) -> list[Tensor
 
 
 def casts(
-    memory: Tensor, lengths: list[int], shards: list[Tensor], scratch: Tensor | None
+    memory: Tensor,
+    lengths: list[int],
+    shards: list[Tensor],
+    packed: list[Tensor],
+    scratch: Tensor | None,
 ) -> list[Pack]:
     """On a CPU a cast of many or of strided tensors takes twice as long as one in a row.
 
     They are first put in a row in the scratch, in their own dtype.
     """
-    direct: list[Pack] = [partial(copy_all, views(memory, lengths, shards), shards)]
+    direct: list[Pack] = [partial(copy_all, packed, shards)]
     in_a_row = len(shards) == 1 and shards[0].is_contiguous()
     if scratch is None or in_a_row or any(shard.dtype != scratch.dtype for shard in shards):
         return direct
@@ -145,13 +143,42 @@ def casts(
     return copies
 
 
+class _Launches:
+    """A bucket's copies on a GPU, each kind in one launch. Wire: the dtype of its memory.
+
+    They outlive the tensors they are given: in the next push only what has moved is looked at anew.
+    """
+
+    def __init__(self, wire: torch.dtype) -> None:
+        self.pack, self.local, self.unpack = (Copies(via=wire) for _ in range(3))
+        self.quantize, self.quantize_local = Quantized(), Quantized()
+
+    def fill(self, messages: list[_Message]) -> None:
+        plain = [m for m in messages if m.shards]
+        self.pack.run(joined(m.packed for m in plain), joined(m.shards for m in plain))
+        parted = [m for m in messages if m.parts]
+        self.quantize.run(joined(m.packed for m in parted), joined(m.parts for m in parted))
+
+    def empty(self, messages: list[_Message]) -> None:
+        self.unpack.run(joined(m.places for m in messages), joined(m.unpacked for m in messages))
+
+    def in_place(self, bound: _Bound) -> None:
+        self.local.run([to for to, _ in bound.local], [source for _, source in bound.local])
+        quantized = bound.quantized
+        self.quantize_local.run([to for _, to in quantized], [part for part, _ in quantized])
+
+
+def joined(lists: Iterable[list[T]]) -> list[T]:
+    return list(chain.from_iterable(lists))
+
+
 @dataclass
 class _Bound:
     """A bucket with this rank's tensors."""
 
     messages: list[_Message] = field(default_factory=list)
     local: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (to, from)
-    quantized: list[tuple[_Part, Tensor]] = field(default_factory=list)  # local too: (from, to)
+    quantized: list[tuple[Part, Tensor]] = field(default_factory=list)  # local too: (from, to)
     shares: list[tuple[int, int]] = field(default_factory=list)  # in the slot, by position
     filled: int = 0  # elements of the slot
 
@@ -159,8 +186,8 @@ class _Bound:
 class _Underway:
     """A bucket in flight."""
 
-    def __init__(self, bound: _Bound, slot: Tensor) -> None:
-        self.bound, self.slot = bound, slot
+    def __init__(self, bound: _Bound, slot: Tensor, launches: _Launches) -> None:
+        self.bound, self.slot, self.launches = bound, slot, launches
         self.incoming: list[tuple[_Message, dist.Work]] = []
         self.outgoing: list[dist.Work] = []
 
@@ -191,6 +218,7 @@ class Transfer:
         self.bound: tuple[int, ...] = ()  # addresses for which the buckets were bound
         self.buckets: list[_Bound] = []
         self.slots: list[Tensor] = []
+        self.launches = [_Launches(dtype) for _ in plan.buckets]
         self.moved = 0  # bytes that this rank sent, so far
 
     @torch.no_grad()
@@ -207,15 +235,15 @@ class Transfer:
             self.make_slots()
         underway: _Underway | None = None
         for number, bound in enumerate(self.buckets):
-            following = self.start(bound, self.slots[number % SLOTS])
+            following = self.start(bound, self.slots[number % SLOTS], self.launches[number])
             if underway is not None:
                 self.finish(underway)
             underway = following
         if underway is not None:
             self.finish(underway)
         if not self.eager:
-            # nothing of the device is held between pushes: not the slots (small on a CPU, where
-            # views of them are worth keeping), and not shards that offload() is to free
+            # but for addresses nothing of the device is held between pushes: not the slots (small
+            # on a CPU, where views of them are worth keeping), and not shards that offload() frees
             self.slots, self.buckets, self.bound = [], [], ()
         return self.moved - before
 
@@ -234,24 +262,25 @@ class Transfer:
             for message in bound.messages:
                 message.lie_in(self.slots[number % SLOTS], scratch)
 
-    def start(self, bound: _Bound, slot: Tensor) -> _Underway:
+    def start(self, bound: _Bound, slot: Tensor, launches: _Launches) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
-        now = _Underway(bound, slot)
-        if self.eager:
-            for m in bound.messages:
-                if m.sender != self.plan.me:
-                    now.incoming.append((m, self.receive(m)))
-        for m in bound.messages:
-            if m.sender == self.plan.me:
-                for pack in m.packs:
-                    pack()
-                if self.eager:
-                    self.send(m, now)
-                    copy_all(m.places, m.unpacked)
+        now = _Underway(bound, slot, launches)
+        mine = [m for m in bound.messages if m.sender == self.plan.me]
         if not self.eager:
+            launches.fill(mine)
             self.exchange(now)
             if not self.plan.handover:
                 self.gather(now)
+            launches.in_place(bound)
+            return now
+        for m in bound.messages:
+            if m.sender != self.plan.me:
+                now.incoming.append((m, self.receive(m)))
+        for m in mine:
+            for pack in m.packs:
+                pack()
+            self.send(m, now)
+            copy_all(m.places, m.unpacked)
         copy_local(bound.local, self.dtype)
         for part, quantized in bound.quantized:
             part.quantize(quantized)
@@ -270,8 +299,7 @@ class Transfer:
             now.outgoing = []
             self.gather(now)
         wait(now.outgoing)
-        for m in now.bound.messages:
-            copy_all(m.places, m.unpacked)
+        now.launches.empty(now.bound.messages)
 
     def receive(self, m: _Message) -> dist.Work:
         work = dist.irecv(m.data, m.sender, self.group, m.tag)
@@ -321,16 +349,16 @@ class Transfer:
             held, tensor = next(p for p in parts if intersect(p[0], box) == box)
             return view(tensor, held, box)
 
-        def sources(found: list[tuple[int, Box]]) -> tuple[list[Tensor], list[_Part]]:
+        def sources(found: list[tuple[int, Box]]) -> tuple[list[Tensor], list[Part]]:
             """(shards to be copied, parts to be quantised): one of them is empty."""
             if self.scales is None:
                 return [plain(shard(weight, box)) for weight, box in found], []
             return [], [part(weight, box) for weight, box in found]
 
-        def part(weight: int, box: Box) -> _Part:
+        def part(weight: int, box: Box) -> Part:
             assert self.scales is not None
             first = (box[0][0], box[1][0])
-            return _Part(shard(weight, box), first, self.scales[plan.weights[weight].name])
+            return Part(shard(weight, box), first, self.scales[plan.weights[weight].name])
 
         def place(region: int, box: Box) -> Tensor:
             return view(places[region], plan.regions[region][1], box)
@@ -359,7 +387,7 @@ class Transfer:
             for sender, pieces in groupby(share, key=lambda piece: piece.sender):
                 for run in self.cut((piece.region, piece.box) for piece in pieces):
                     targets = [plain(place(region, box)) for region, box in run]
-                    own: tuple[list[Tensor], list[_Part]] = ([], [])
+                    own: tuple[list[Tensor], list[Part]] = ([], [])
                     if mine and sender == plan.me:
                         own = sources([(plan.regions[r][0], box) for r, box in run])
                     gathered = GATHER if sender == plan.peers[position] else PASS_ON
@@ -428,10 +456,7 @@ def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
 
 def copy_local(copies: list[tuple[Tensor, Tensor]], wire: torch.dtype) -> None:
     """As if over the wire, so that all ranks come to hold the same."""
-    copy_all(
-        [to for to, _ in copies],
-        [s if wire in (s.dtype, to.dtype) else s.to(wire) for to, s in copies],
-    )
+    plain_copies([to for to, _ in copies], [source for _, source in copies], wire)
 
 
 def wait(works: list[dist.Work]) -> None:

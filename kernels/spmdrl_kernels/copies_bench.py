@@ -1,0 +1,96 @@
+"""The copies' cases of `python -m spmdrl_kernels.bench`: each gives (a run, its least bytes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spmdrl_kernels import copies, fp8, switch
+
+Run = tuple[Callable[[], object], float]
+Shapes = dict[str, list[tuple[int, ...]]]
+GPU_SHAPES: Shapes = {
+    "cast_pack": [(2, 16384, 8192), (6000, 64, 64)],
+    "fp8_pack": [(16384, 8192)],
+    "ragged_gather": [(256, 512, 1024)],
+}
+CPU_SHAPES: Shapes = {
+    "cast_pack": [(20, 8, 8)],
+    "fp8_pack": [(256, 256)],
+    "ragged_gather": [(4, 16, 8)],
+}
+
+
+def shapes_and_forms(gpu: bool, form: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(kernel, shape) that are measured in this form."""
+    chosen = GPU_SHAPES if gpu else CPU_SHAPES
+    found = [(kernel, shape) for kernel, shapes in chosen.items() for shape in shapes]
+    if form == "foreach":
+        return [(kernel, shape) for kernel, shape in found if kernel == "cast_pack"]
+    if form == "compile":  # thousands of tensors are minutes of compilation
+        return [(kernel, shape) for kernel, shape in found if shape[0] != 6000]
+    return found
+
+
+def cast_pack(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
+    """`count` float32 matrices, every second one a slice of a wider one, into one bfloat16 row."""
+    count, rows, columns = shape
+    source = [torch.randn(rows, columns + 16 * (i % 2), device=device) for i in range(count)]
+    source = [s[:, :columns] for s in source]
+    flat = torch.empty(count * rows * columns, dtype=torch.bfloat16, device=device)
+    to = [part.view(rows, columns) for part in flat.split(rows * columns)]
+    job = copies.Copies()
+
+    def loop() -> None:
+        for t, s in zip(to, source, strict=True):
+            t.copy_(s)
+
+    forms: dict[str, Callable[[], object]] = {
+        "ours": lambda: job.run(to, source), "eager": loop,
+        "foreach": lambda: torch._foreach_copy_(to, source),
+    }  # fmt: skip
+    run = torch.compile(loop, dynamic=False) if form == "compile" else forms[form]
+    return run, 6 * flat.numel()
+
+
+def fp8_pack(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
+    """A float32 matrix to e4m3 with its scales."""
+    w = torch.randn(shape, device=device)
+
+    def whole_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = w.view(shape[0] // 128, 128, shape[1] // 128, 128)
+        scale_inv = fp8.scales_of(blocks.abs().amax((1, 3)))
+        return (blocks / scale_inv[:, None, :, None]).to(fp8.DTYPE).view(shape), scale_inv
+
+    switch.enabled = form != "eager"
+    run = fp8.quantize_blocks
+    if form == "compile":
+        run = torch.compile(whole_blocks, dynamic=False)
+    return lambda: run(w), 5 * w.numel()
+
+
+def ragged_gather(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
+    """Every second of `count` sequences of up to `length` rows, out of a packed buffer."""
+    count, length, width = shape
+    lens = torch.randint(1, length + 1, (count,))
+    starts = (lens.cumsum(0) - lens)[::2].to(device)
+    cu_seqlens = torch.nn.functional.pad(lens[::2].cumsum(0), (1, 0)).to(device)
+    rows = torch.randn(int(lens.sum()), width, device=device).bfloat16()
+    total = int(lens[::2].sum())
+
+    def plain(rows: Tensor) -> Tensor:
+        return rows.index_select(0, copies.ragged_index(starts, cu_seqlens, total))
+
+    forms: dict[str, Callable[[Tensor], Tensor]] = {
+        "ours": lambda rows: copies.gather_ragged(rows, starts, cu_seqlens, total),
+        "eager": plain,
+    }  # fmt: skip
+    run = torch.compile(plain, dynamic=False) if form == "compile" else forms[form]
+    return lambda: run(rows), 4 * total * width
+
+
+BUILDERS: dict[str, Callable[[str, tuple[int, ...], torch.device], Run]] = {
+    "cast_pack": cast_pack, "fp8_pack": fp8_pack, "ragged_gather": ragged_gather,
+}  # fmt: skip
