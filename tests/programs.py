@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,7 +100,8 @@ def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
         assert proc.pid is not None
         os.killpg(proc.pid, signal.SIGABRT)
         time.sleep(2)
-        os.killpg(proc.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(proc.pid, signal.SIGKILL)
         proc.join()
         text = Path(folder, "log").read_text()[-8000:]
         raise AssertionError(f"over {timeout_s} s:\n{text}")

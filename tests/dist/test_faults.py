@@ -95,7 +95,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
     )  # fmt: skip
     wait_for(folder, "step 6/12", proc)
     os.kill(pids_of(proc, "spmdrl.ppo")[1], signal.SIGKILL)
-    done = finish(proc, folder, 60)
+    done = finish(proc, folder, 120)
     assert done.code == 0, done.output[-4000:]
     assert done.output.count("resumed from run/checkpoints/step_00000004: 4 steps done") == 1
     assert [row["step"] for row in metrics_of(Path(folder, "run"))] == list(range(13))
