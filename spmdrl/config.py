@@ -72,11 +72,17 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule, counted in optimizer steps."""
+    """The optimizer and its learning-rate schedule, counted in optimizer steps.
 
+    adamw8bit: both moments in 8 bits. muon: for the matrices of the layers, AdamW for the rest, at
+    one lr, that of AdamW. See docs/training.md.
+    """
+
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    muon_momentum: float = 0.95
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -105,6 +111,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False
+    ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 

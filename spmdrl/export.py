@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,28 @@ from spmdrl.exits import exit_config
 from spmdrl.weights.names import checkpoint_parts
 
 
-def main(checkpoint: str, out: str, dtype: str = "float32") -> None:
+def main(checkpoint: str, out: str, dtype: str = "float32", ema: bool = False) -> None:
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder to write; it must not hold a model yet
         dtype: float32 (bit for bit what was trained), bfloat16 or float16
+        ema: the moving average of the weights, which a run with actor.ema keeps
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        export(Path(checkpoint), Path(out), dtype)
+        export(Path(checkpoint), Path(out), dtype, ema)
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str) -> None:
-    """Raises ConfigError for a damaged checkpoint, an unknown dtype, or a taken folder."""
+def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False) -> None:
+    """Raises ConfigError for a damaged checkpoint or one without the average that is wanted, an
+    unknown dtype, or a taken folder."""
+    if not isinstance(ema, bool):
+        raise ConfigError(f"--ema {ema}: it takes no value")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     wrong = damage(checkpoint)
@@ -53,33 +57,41 @@ def export(checkpoint: Path, out: Path, dtype: str) -> None:
         raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
     if Path(out, "config.json").exists():
         raise ConfigError(f"--out {out} already holds a model; name another folder")
-    weights = load_full(checkpoint, "actor")
+    weights = load_full(checkpoint, "actor", ema)
     out.mkdir(parents=True, exist_ok=True)
     for file in Path(checkpoint, "hf").iterdir():
         shutil.copy(file, out)
     write_weights(weights.items(), DTYPES[dtype], out)
 
 
-def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
-    """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
+def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tensor]:
+    """Full tensors of a role's model by Hugging Face name, from shards of any layout.
+
+    ema: of the moving average; weights that were not trained have none and are as they are.
+    """
     folder = Path(checkpoint, role)
     if Path(folder, "metadata.json").exists():
+        if ema:
+            raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
             from spmdrl.engines.megatron_checkpoint import load_whole
 
             return load_whole(folder, Path(checkpoint, "hf"))
-    prefix = "model."
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    weights = {
-        key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in stored.items()
-        if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
-    }
-    state = {"model": weights}
+    weights = empty_tensors(stored, "model.")
+    average = empty_tensors(stored, "ema.") if ema else {}
+    if ema and not average:
+        raise ConfigError(
+            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
+            f"{role}.ema=0.99 or so. Without --ema the weights themselves are exported"
+        )
+    assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
+    state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    weights |= average
     parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
     named: dict[str, Tensor] = {}
     for key in list(weights):
@@ -89,6 +101,15 @@ def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
         else:
             named[name] = tensor
     return named
+
+
+def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """To be loaded: what a checkpoint has under a prefix, by the names without it."""
+    return {
+        key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
+        for key, meta in stored.items()
+        if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
+    }
 
 
 def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:

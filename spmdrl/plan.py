@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import check_algo, require, shown, weighs_the_engine
@@ -24,9 +24,11 @@ from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layers, num_experts
 from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
+from spmdrl.engines.optimizers import LABELS, check_optimizer, state_bytes
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.topology import resolve_degrees, train_degrees
+from spmdrl.weights.names import checkpoint_parts
 
 GIB = 2**30
 
@@ -171,8 +173,8 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
 
 
 # what only one engine reads, and what it is where nobody sets it
-LAYOUT = {
-    "fsdp": {"fsdp": -1},
+LAYOUT: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": -1, "ema": 0.0},
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
         "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
@@ -196,8 +198,10 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
     require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
     optim = role.optim
+    check_optimizer(name, role)
     for field, value, fits in (
         ("lr", optim.lr, optim.lr >= 0),
+        ("muon_momentum", optim.muon_momentum, 0 <= optim.muon_momentum < 1),
         ("betas", optim.betas, len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
         ("warmup_steps", optim.warmup_steps, optim.warmup_steps >= 0),
     ):
@@ -354,19 +358,20 @@ class Memory:
     parameters: int
     weights: float  # float32; of megatron in the role's dtype
     gradients: float  # float32
-    adam: float  # two moments, and megatron's float32 weights beside others
+    adam: float  # what the optimizer keeps, and megatron's float32 weights beside others
     activations: float
     config: TrainConfig
+    average: float = 0.0  # of the weights, float32; goes where the optimizer goes
 
     @property
     def idle(self) -> float:
         """What stays on the device while the role has nothing to do."""
         kept = 0.0 if self.config.offload_params else self.weights
-        return kept + (0.0 if self.config.offload_optimizer else self.adam)
+        return kept + (0.0 if self.config.offload_optimizer else self.adam + self.average)
 
     @property
     def busy(self) -> float:
-        return self.weights + self.gradients + self.adam + self.activations
+        return self.weights + self.gradients + self.adam + self.average + self.activations
 
 
 def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memory:
@@ -380,8 +385,14 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
     activations = units * per_unit / GIB
     if role.engine == "fsdp":
-        one = count * 4 / (num_ranks if role.fsdp == -1 else role.fsdp) / GIB
-        return Memory(count, one, one * trained, 2 * one * trained, activations, role)
+        sharers = num_ranks if role.fsdp == -1 else role.fsdp
+        one = count * 4 / sharers / GIB
+        parts = checkpoint_parts(hf) if role.optim.name == "muon" else {}
+        adam = state_bytes(meta_model(hf), parts, role.optim.name) / sharers / GIB
+        average = one if role.ema else 0.0
+        return Memory(
+            count, one, one * trained, adam * trained, activations, role, average * trained
+        )
     cuts = role.tensor_parallel * role.pipeline_parallel
     held = (count - expert_count(hf)) / cuts  # parameters on a rank
     held += expert_count(hf) / (
@@ -404,13 +415,16 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     }
     lines = ["parameters and memory of a rank (estimate, GiB)"]
     for name, m in roles.items():
+        label = LABELS[m.config.optim.name]
         leaves = [word for word, is_on in (("weights", m.config.offload_params),
-                                           ("Adam", m.config.offload_optimizer))
+                                           (label, m.config.offload_optimizer))
                   if is_on]  # fmt: skip
+        average = f" and average {m.average:.2f}" if m.average else ""
         away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
         lines.append(
             f"  {name:8} {m.parameters / 1e6:,.1f}M parameters; weights {m.weights:.2f}, gradients "
-            f"{m.gradients:.2f}, Adam {m.adam:.2f}, activations {m.activations:.2f}{away}"
+            f"{m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations {m.activations:.2f}"
+            f"{away}"
         )
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
@@ -445,8 +459,12 @@ def expert_count(hf: PreTrainedConfig) -> int:
 
 
 def parameter_count(hf: PreTrainedConfig) -> int:
-    """Counts on the meta device: no memory."""
+    return sum(prod(p.shape) for p in meta_model(hf).parameters())
+
+
+def meta_model(hf: PreTrainedConfig) -> PreTrainedModel:
+    """Shapes without memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf)
     model.tie_weights()
-    return sum(prod(p.shape) for p in model.parameters())
+    return model

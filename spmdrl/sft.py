@@ -17,13 +17,16 @@ from spmdrl.config import ConfigError, SftConfig
 from spmdrl.exits import exit_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from spmdrl.engines.engine import TrainEngine
     from spmdrl.program import Runtime
     from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology
     from spmdrl.types import Batch
+
+BUCKET_BYTES = 512 << 20  # gathered at once
 
 
 def main(config: str = "", **overrides: Any) -> None:
@@ -45,8 +48,11 @@ def main(config: str = "", **overrides: Any) -> None:
 
 def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
+    import torch
+
     from spmdrl.data import PromptOrder
     from spmdrl.engines import build_engine
+    from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
@@ -90,8 +96,13 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         if step % max(config.steps // 20, 1) == 0 or step == config.steps:
             log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
     with phases("save"):
-        save(actor, tokenizer, Path(config.out), topology)
-    log.line(f"wrote {config.out}")
+        weights = actor.named_weights(torch.float32, BUCKET_BYTES)
+        save(weights, actor.pretrained, tokenizer, Path(config.out), topology)
+        if config.actor.ema:
+            assert isinstance(actor, FsdpEngine)  # check_sft refuses others
+            weights = actor.named_average(torch.float32, BUCKET_BYTES)
+            save(weights, actor.pretrained, tokenizer, Path(config.out, "ema"), topology)
+    log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
     log.close()
 
 
@@ -123,17 +134,19 @@ def sft_batch(rows: SftDataset, indices: list[int], topology: Topology) -> tuple
     return batch, num_tokens
 
 
-def save(actor: TrainEngine, tokenizer: Any, out: Path, topology: Topology) -> None:
-    """Gathers bucket by bucket; rank 0 keeps the tensors and writes them. Collective."""
+def save(
+    gathered: Iterator[tuple[str, Tensor]], pretrained: list[Any], tokenizer: Any, out: Path,
+    topology: Topology,
+) -> None:  # fmt: skip
+    """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
     import torch
 
     from spmdrl.export import write_weights
 
-    gathered = actor.named_weights(torch.float32, 512 << 20)
     kept = [(name, t.cpu().clone()) for name, t in gathered if topology.rank == 0]
     if topology.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        for part in (*actor.pretrained, tokenizer):
+        for part in (*pretrained, tokenizer):
             part.save_pretrained(out)
         write_weights(kept, torch.float32, out)
 

@@ -1,8 +1,9 @@
-"""FSDP2: fully sharded weights, gradients and Adam moments around a Hugging Face model."""
+"""FSDP2: fully sharded weights, gradients and optimizer state around a Hugging Face model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from spmdrl.config import ConfigError, OptimConfig, TrainConfig
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.engines import ema
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.micro_batches import (
@@ -27,6 +29,8 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
+from spmdrl.engines.muon import hidden_matrices
+from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
@@ -35,15 +39,17 @@ from spmdrl.weights.reshard import gathered
 from spmdrl.weights.shards import Shards, shards_by_part
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+
+logger = logging.getLogger(__name__)
 
 
 class FsdpEngine:
     """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy).
-    Weights, gradients and Adam moments are float32 shards; compute is in config.dtype. A frozen
-    engine has no optimizer and its `update` must not be called.
+    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
+    compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
+    called.
     """
 
     def __init__(
@@ -58,15 +64,22 @@ class FsdpEngine:
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(self.module, decoder_layers(hf), DTYPES[config.dtype], topology)
+        layers = decoder_layers(hf)
+        hidden = hidden_matrices(self.module, layers, self.parts, prefix="hf.")
+        shard(self.module, layers, DTYPES[config.dtype], topology)
         scatter_weights(self.module, full_weights, topology)
-        self.params = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.params = list(self.trained.values())
+        self.optimizer: Optimizer | None = None
+        self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
         self.num_updates = 0
         if frozen:
             self.module.requires_grad_(False)
         else:
-            self.optimizer = build_optimizer(self.params, config.optim)
+            self.optimizer = build_optimizer(
+                self.trained, config.optim, hidden, DTYPES[config.dtype]
+            )
+            self.average = ema.start(self.trained) if config.ema else {}
 
     # ---- passes without gradient
 
@@ -126,10 +139,11 @@ class FsdpEngine:
                 f"update {self.num_updates + 1}: loss {totals['loss_sum']}, gradient norm "
                 f"{float(grad_norm)}; the weights are unchanged"
             )
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = lr
+        self.optimizer.set_lr(lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average:
+            ema.update(self.average, self.trained, self.config.ema)
         self.num_updates += 1
         result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
         for name, total in totals.items():
@@ -173,17 +187,28 @@ class FsdpEngine:
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
+    def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """As named_weights, of the moving average; weights that are not trained are as they are."""
+        weights = dict(self.module.named_parameters()) | self.average
+        shards = shards_by_part({n.removeprefix("hf."): p for n, p in weights.items()}, self.parts)
+        yield from gathered(shards, dtype, bucket_bytes, self.topology)
+
     def offload(self) -> None:
         if self.config.offload_params:
             self.module.to("cpu")
         if self.config.offload_optimizer and self.optimizer is not None:
-            move_state(self.optimizer, torch.device("cpu"))
+            self._move_optimizer(torch.device("cpu"))
 
     def onload(self, weights_only: bool = False) -> None:
         if self.config.offload_params:
             self.module.to(self.topology.device)
         if self.config.offload_optimizer and self.optimizer is not None and not weights_only:
-            move_state(self.optimizer, self.topology.device)
+            self._move_optimizer(self.topology.device)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        assert self.optimizer is not None
+        self.optimizer.move(device)
+        ema.move(self.average, device)
 
     def save(self, folder: Path) -> None:
         writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
@@ -196,6 +221,15 @@ class FsdpEngine:
                 "start a run from that model, or resume with the engine that wrote it"
             )
         state = self.state_dict()
+        stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        if self.optimizer is not None:
+            check_same_optimizer(folder, stored, self.optimizer)
+        has_average = any(key.startswith("ema.") for key in stored)
+        if self.average and not has_average:
+            del state["ema"]
+        if bool(self.average) != has_average and self.topology.rank == 0:
+            what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
+            logger.warning("%s: the moving average %s", folder, what)
         dcp.load(state, checkpoint_id=str(folder), process_group=self.topology.control)
         self.load_state_dict(state)
 
@@ -203,21 +237,20 @@ class FsdpEngine:
         """Sharded model and optimizer state for torch.distributed.checkpoint."""
         state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
         if self.optimizer is not None:
-            names = {p: name for name, p in self.module.named_parameters()}
-            state["moments"] = {
-                names[p]: {key: self.optimizer.state[p][key] for key in MOMENTS}
-                for p in self.params
-            }
+            state["moments"] = self.optimizer.state_dict()
             state["num_updates"] = self.num_updates
+        if self.average:
+            state["ema"] = dict(self.average)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave, after it was loaded in place."""
         set_model_state_dict(self.module, state["model"])
-        if self.optimizer is not None:  # the moments were loaded in place
+        if self.optimizer is not None:  # what it keeps was loaded in place, and so was the average
             self.num_updates = state["num_updates"]
-            for p in self.params:
-                self.optimizer.state[p]["step"].fill_(self.num_updates)
+            self.optimizer.set_step(self.num_updates)
+        if "ema" not in state:
+            ema.restart(self.average, self.trained)
 
 
 def shard(
@@ -267,26 +300,6 @@ def set_replica_sync(module: nn.Module, last: bool) -> None:
     """Shards' gradients are reduced in every micro-batch, replicas' once, in the last."""
     assert isinstance(module, FSDPModule)
     module.set_requires_all_reduce(last)
-
-
-def build_optimizer(params: Sequence[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only, not on norms and biases."""
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    for p in params:  # what the first step would make; here, so that it can be saved before
-        moments = {key: torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
-        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
-    return optimizer
-
-
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.ndim > 0:
-                state[name] = value.to(device)
 
 
 def full_norm(norm: Tensor) -> Tensor:

@@ -262,6 +262,7 @@ def refused_on(topology, model, other):
             (chunks, torch.optim.AdamW(chunks[0].parameters()), base),
             (chunks, optimizer, replace(base, actor=TrainConfig(tensor_parallel=2))),
             (chunks, optimizer, replace(base, actor=TrainConfig(optim=OptimConfig(lr=1.0)))),
+            (chunks, optimizer, replace(base, actor=TrainConfig(ema=0.9))),
             (chunks, optimizer, replace(base, async_steps=1)),
         ]
         for attempt in attempts:
@@ -278,7 +279,8 @@ def test_what_does_not_fit_is_said(qwen3, tmp_path):
     other = save_qwen3(tmp_path, num_hidden_layers=3, rope_theta=50_000.0)
     (said,) = run_ranks(1, refused_on, str(qwen3), str(other))
     wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "get_megatron_optimizer",
-              "actor.tensor_parallel=2", "actor.optim has no effect", "async_steps"]  # fmt: skip
+              "actor.tensor_parallel=2", "actor.optim has no effect", "actor.ema has no effect",
+              "async_steps"]  # fmt: skip
     assert len(said) == len(wanted), said
     for text, message in zip(wanted, said, strict=True):
         assert text in message
