@@ -20,7 +20,7 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4
+    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 2 + (1 + 1 + 2)
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
     fast = [k for k in kernels if k["tma"]]
@@ -32,6 +32,7 @@ def test_every_launch_compiles_for_hopper():
 def main() -> None:
     import triton
     from spmdrl_kernels import lm_head_triton, norm_triton, rope_triton, scan_triton, swiglu_triton
+    from spmdrl_kernels.policy_loss_triton import loss_and_totals
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -71,6 +72,9 @@ def main() -> None:
         lam = torch.ones(num_seqs)
         scan_triton.gae(zeros, zeros, zeros, cu_seqlens, 0.9, lam)
         scan_triton.returns_to_go(zeros, zeros, cu_seqlens, 0.9)
+    for dtype, exclusive in ((torch.float32, False), (torch.float64, True)):
+        scan_triton.running_sum(zeros.to(dtype), zeros, cu_seqlens, exclusive, not exclusive)
+    compile_policy_losses(loss_and_totals, zeros, cu_seqlens)
 
 
 def compile_lm_heads(module) -> None:
@@ -102,6 +106,20 @@ def compile_layers(norm, swiglu, rope) -> None:
             torch.autograd.grad(swiglu.swiglu(x, y).sum(), [x, y])
     x, angles = torch.zeros(5, 3, 128, dtype=half, requires_grad=True), torch.zeros(5, 64)
     torch.autograd.grad(rope.rope(x, angles, angles).sum(), x)
+
+
+def compile_policy_losses(loss_and_totals, zeros, cu_seqlens) -> None:
+    """With everything there is, with as little as possible, of sequences."""
+    from spmdrl_kernels.policy_loss import Inputs, Terms
+
+    least, most = Inputs(*[zeros] * 4, cu_seqlens), Inputs(*[zeros] * 4, cu_seqlens, *[zeros] * 6)
+    for inputs, terms in [
+        (most, Terms("dppo_kl", (0.2, 0.2, 20.0), "k3+", 0.1, 0.1, 0.1, True)),
+        (least, Terms("ppo", (0.2, 0.2, 3.0), "k3")),
+        (most, Terms("geo_mean", (0.2, 0.2), "abs", 0.1)),
+    ]:
+        leaves = [zeros.clone().requires_grad_() for _ in range(2)]
+        loss_and_totals(*leaves, inputs, terms)[0].backward()
 
 
 if __name__ == "__main__":
