@@ -21,7 +21,7 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 9
+    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 9 + 2 + (1 + 1 + 2)
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
     copied = [k for k in kernels if k["name"] in ("copy_kernel", "block_kernel")]
@@ -42,6 +42,7 @@ def main() -> None:
         scan_triton,
         swiglu_triton,
     )
+    from spmdrl_kernels.policy_loss_triton import loss_and_totals
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -83,6 +84,9 @@ def main() -> None:
         lam = torch.ones(num_seqs)
         scan_triton.gae(zeros, zeros, zeros, cu_seqlens, 0.9, lam)
         scan_triton.returns_to_go(zeros, zeros, cu_seqlens, 0.9)
+    for dtype, exclusive in ((torch.float32, False), (torch.float64, True)):
+        scan_triton.running_sum(zeros.to(dtype), zeros, cu_seqlens, exclusive, not exclusive)
+    compile_policy_losses(loss_and_totals, zeros, cu_seqlens)
 
 
 def compile_lm_heads(module) -> None:
@@ -128,6 +132,20 @@ def compile_copies(module) -> None:
     module.gather(half, index, None, 3)
     module.gather(single[:, 0], index, cu_seqlens, 9)
     module.scatter(single[:9], index * 9, cu_seqlens, torch.zeros(40, 200))
+
+
+def compile_policy_losses(loss_and_totals, zeros, cu_seqlens) -> None:
+    """With everything there is, with as little as possible, of sequences."""
+    from spmdrl_kernels.policy_loss import Inputs, Terms
+
+    least, most = Inputs(*[zeros] * 4, cu_seqlens), Inputs(*[zeros] * 4, cu_seqlens, *[zeros] * 6)
+    for inputs, terms in [
+        (most, Terms("dppo_kl", (0.2, 0.2, 20.0), "k3+", 0.1, 0.1, 0.1, True)),
+        (least, Terms("ppo", (0.2, 0.2, 3.0), "k3")),
+        (most, Terms("geo_mean", (0.2, 0.2), "abs", 0.1)),
+    ]:
+        leaves = [zeros.clone().requires_grad_() for _ in range(2)]
+        loss_and_totals(*leaves, inputs, terms)[0].backward()
 
 
 if __name__ == "__main__":

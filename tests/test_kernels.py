@@ -1,5 +1,7 @@
 """LM head and scans against the obvious float64 form."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from spmdrl_kernels import scan
@@ -89,8 +91,53 @@ def test_scans_match_the_loop(seed, gamma):
     torch.testing.assert_close(got_returns.double(), want_returns, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_running_sums_match_the_loop(exclusive, reverse, dtype):
+    cu_seqlens, mask, g = ragged(1)
+    values = torch.randn(len(mask), generator=g).to(dtype)
+    want = torch.zeros(len(mask), dtype=torch.float64)
+    for first, end in pairwise(cu_seqlens.tolist()):
+        for t in range(first, end):
+            others = range(t + exclusive, end) if reverse else range(first, t + 1 - exclusive)
+            if mask[t]:
+                want[t] = sum(float(values[s]) for s in others if mask[s])
+    values[mask == 0] = torch.nan  # what a masked place holds is not looked at
+    got = scan.running_sum(values, mask, cu_seqlens, exclusive, reverse)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_gradient_of_a_running_sum(exclusive, reverse):
+    cu_seqlens, mask, g = ragged(0, num_seqs=5, longest=9)
+    values = torch.randn(len(mask), generator=g, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x: scan.running_sum(x, mask, cu_seqlens, exclusive, reverse), values
+    )
+    parted = torch.stack([values, values], 1)[:, 0]
+    got, want = (
+        scan.running_sum(x, mask, cu_seqlens, exclusive, reverse) for x in (parted, values)
+    )
+    assert torch.equal(got, want)
+
+
+def test_long_sequences_are_summed_by_several_threads(monkeypatch):
+    monkeypatch.setattr(scan, "TOKENS_PER_THREAD", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    cu_seqlens, mask, g = ragged(2)
+    values = torch.randn(len(mask), generator=g).double()
+    got = scan.running_sum(values, mask, cu_seqlens)
+    for first, end in pairwise(cu_seqlens.tolist()):
+        want = (values * mask)[first:end].cumsum(0) * mask[first:end]
+        torch.testing.assert_close(got[first:end], want)
+
+
 def test_scans_of_nothing():
     none, cu = torch.zeros(0), torch.zeros(1, dtype=torch.int64)
+    assert len(scan.running_sum(none, none, cu)) == 0
     assert [len(x) for x in scan.gae(none, none, none, cu, 1.0, none.double())] == [0, 0]
     assert len(scan.returns_to_go(none, none, cu, 1.0)) == 0
 

@@ -9,7 +9,7 @@ if READY:
     from spmdrl_kernels import norm_triton, scan_triton
     from spmdrl_kernels.norm_triton import plain_rms_norm, rms_norm
     from spmdrl_kernels.rope_triton import plain_rope, rope
-    from spmdrl_kernels.scan_triton import gae, returns_to_go
+    from spmdrl_kernels.scan_triton import gae, returns_to_go, running_sum
     from spmdrl_kernels.swiglu_triton import plain_swiglu, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -116,6 +116,20 @@ else:
             # both sum in float64; the roundings to float32 may differ by one
             torch.testing.assert_close(a.cpu(), b, rtol=2e-7, atol=1e-9)
 
+    @pytest.mark.parametrize("exclusive", [False, True])
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_running_sums_are_those_of_the_cpu(exclusive, reverse):
+        dtype = torch.float64 if exclusive == reverse else torch.float32
+        cu_seqlens, mask, g = ragged(exclusive, 3000 if DEVICE == "cuda" else 70)
+        values = torch.randn(len(mask), generator=g).to(dtype)
+        values[mask == 0] = torch.nan
+        want = scan.running_sum(values, mask, cu_seqlens, exclusive, reverse)
+        inputs = [t.to(DEVICE) for t in (values, mask, cu_seqlens)]
+        got = running_sum(*inputs, exclusive, reverse)
+        assert got.dtype == dtype
+        rtol = 2e-7 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-9)
+
     def test_the_switch_hands_everything_over(monkeypatch):
         cu_seqlens, mask, g = ragged(0, 40)
         rewards, values = (torch.randn(len(mask), generator=g) for _ in range(2))
@@ -138,3 +152,4 @@ else:
         none, cu = torch.zeros(0, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
         assert [len(x) for x in gae(none, none, none, cu, 1.0, none.double())] == [0, 0]
         assert len(returns_to_go(none, none, cu, 1.0)) == 0
+        assert len(running_sum(none, none, cu, True, True)) == 0

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl_kernels import copies_bench, lm_head, norm, scan, switch
+from spmdrl_kernels import copies_bench, lm_head, norm, policy_loss_bench, scan, switch
 
 TOKENS = 8192
 LM_HEADS = ((896, 151936), (1024, 151936), (3584, 151936), (4096, 131072), (4096, 262144))
@@ -74,6 +74,7 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
         cases += [Case("lm_head", "liger", s, True) for s in head_shapes]
         cases += [c for c in layers("liger") if c.kernel != "rope"]
     cases += copy_cases(gpu=True)
+    cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=True)]
     return cases + lm_heads("chunked", tiled)
 
 
@@ -84,6 +85,7 @@ def cpu_cases() -> list[Case]:
         cases += [Case("lm_head", form, (64, 32, 1000), b) for b in (False, True)]
         cases += [Case("rms_norm", form, (256, 128), b) for b in (False, True)]
         cases.append(Case("gae", form, (8, 256)))
+    cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False)]
     return cases + copy_cases(gpu=False)
 
 
@@ -95,6 +97,8 @@ def copy_cases(gpu: bool) -> list[Case]:
 def build(case: Case, device: torch.device) -> Work:
     """The case's inputs, bfloat16 on GPUs and float32 on CPUs, and a function that runs it once."""
     torch.manual_seed(0)
+    if case.kernel in policy_loss_bench.BUILDERS:
+        return Work(*policy_loss_bench.BUILDERS[case.kernel](case.form, case.shape, device))
     return BUILDERS[case.kernel](case, device)
 
 

@@ -1,4 +1,4 @@
-"""Backward scans over packed sequences with masked tokens.
+"""Scans over packed sequences with masked tokens: backward ones, and running sums either way.
 
 Compiled once per process (numba, half a second), so the loops below are the recurrences of the
 papers and yet run at the speed of memory. Numba is imported when a scan is first asked for: most
@@ -55,6 +55,46 @@ def returns_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: floa
     return out
 
 
+def running_sum(
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    exclusive: bool = False,
+    reverse: bool = False,
+) -> Tensor:
+    """S_t = sum of the x_s of the sequence's unmasked tokens s <= t; 0 where masked.
+
+    exclusive: s < t. reverse: s >= t, or s > t.
+    values: (num_tokens,) float32 or float64; mask: (num_tokens,) float32; cu_seqlens: (num_seqs +
+    1,) int64. Returns (num_tokens,) like values, summed in float64; its gradient is the same sum in
+    the other direction. All on the CPU, or all on one GPU that has Triton.
+    """
+    return _RunningSum.apply(values, mask, cu_seqlens, exclusive, reverse)
+
+
+class _RunningSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, mask: Tensor, cu_seqlens: Tensor, exclusive: bool, reverse: bool
+    ) -> Tensor:
+        ctx.save_for_backward(mask, cu_seqlens)
+        ctx.directions = exclusive, reverse
+        if values.is_cuda and on_triton(mask):
+            from spmdrl_kernels import scan_triton
+
+            return scan_triton.running_sum(values, mask, cu_seqlens, exclusive, reverse)
+        out = torch.empty_like(values, memory_format=torch.contiguous_format)
+        over_sequences(scans()[2], *arrays(values, mask, cu_seqlens), exclusive, reverse,
+                       out.numpy())  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (mask, cu_seqlens), (exclusive, reverse) = ctx.saved_tensors, ctx.directions
+        found = running_sum(grads[0], mask, cu_seqlens, exclusive, not reverse)
+        return found, None, None, None, None
+
+
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
     return [t.detach().contiguous().numpy() for t in tensors]
 
@@ -79,7 +119,7 @@ def over_sequences(loop: Callable[..., None], *args: Any) -> None:
 
 
 @cache
-def scans() -> tuple[Callable[..., None], Callable[..., None]]:
+def scans() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
     """The compiled loops; f(first, end, ...) goes over sequences first .. end - 1."""
     import numba
 
@@ -111,4 +151,18 @@ def scans() -> tuple[Callable[..., None], Callable[..., None]]:
                 total = rewards[t] + gamma * total
                 out[t] = total
 
-    return gae_loop, returns_loop
+    @compiled
+    def sum_loop(first, end, values, mask, cu_seqlens, exclusive, reverse, out):  # type: ignore[no-untyped-def]
+        for seq in range(first, end):
+            total = 0.0
+            begin, length = cu_seqlens[seq], cu_seqlens[seq + 1] - cu_seqlens[seq]
+            for i in range(length):
+                t = begin + (length - 1 - i if reverse else i)
+                if mask[t] == 0:
+                    out[t] = 0.0
+                    continue
+                before = total
+                total += values[t]
+                out[t] = before if exclusive else total
+
+    return gae_loop, returns_loop, sum_loop

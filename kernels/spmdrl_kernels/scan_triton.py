@@ -1,9 +1,9 @@
 """The scans of spmdrl_kernels.scan on a GPU: a program per sequence, a block of tokens at a time.
 
-A token maps the advantage x of what comes after it to its own, a x + b, with a = gamma lam and
-b = delta; a masked token has a = 1, b = 0. Such maps compose to such maps, so a block is a parallel
-scan (Blelloch 1990, "Prefix sums and their applications", section 1.4). The value of the next
-unmasked token is a scan as well: the nearest one that is set. Sums are float64.
+In the backward ones a token maps the advantage x of what comes after it to its own, a x + b, with
+a = gamma lam and b = delta; a masked token has a = 1, b = 0. Such maps compose to such maps, so a
+block is a parallel scan (Blelloch 1990, "Prefix sums and their applications", section 1.4). The
+value of the next unmasked token is a scan as well: the nearest one that is set. Sums are float64.
 """
 
 from __future__ import annotations
@@ -28,6 +28,20 @@ def returns_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: floa
     shape = (2, len(cu_seqlens) - 1)
     coefs = torch.full(shape, gamma, dtype=torch.float64, device=rewards.device)
     return _run(rewards, None, mask, cu_seqlens, coefs)[0]
+
+
+def running_sum(
+    values: Tensor, mask: Tensor, cu_seqlens: Tensor, exclusive: bool, reverse: bool
+) -> Tensor:
+    """As spmdrl_kernels.scan.running_sum, its reference; without a gradient."""
+    values = values.detach().contiguous()
+    out = torch.empty_like(values)
+    if len(values):
+        _sum_kernel[(len(cu_seqlens) - 1,)](
+            values, mask.contiguous(), cu_seqlens.contiguous(), out, EXCLUSIVE=exclusive,
+            REVERSE=reverse, BLOCK=1024 if values.is_cuda else 16,
+        )  # fmt: skip
+    return out
 
 
 def _run(
@@ -104,3 +118,34 @@ def _kernel(  # type: ignore[no-untyped-def]
         if VALUES:
             total = tl.where(live, kept + value, 0.0)
             tl.store(returns + at, total.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    values,
+    mask,
+    cu_seqlens,  # (num_seqs + 1,) int64
+    out,
+    EXCLUSIVE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The exclusive sum at t is the inclusive one of the token beside it."""
+    seq = tl.program_id(0)
+    begin, end = tl.load(cu_seqlens + seq), tl.load(cu_seqlens + seq + 1)
+    beside = 0
+    if EXCLUSIVE:
+        beside = 1 if REVERSE else -1
+    total = tl.full((), 0.0, tl.float64)
+    for done in range(0, tl.cdiv(end - begin, BLOCK)):
+        block = tl.cdiv(end - begin, BLOCK) - 1 - done if REVERSE else done
+        at = begin + block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < end
+        source = at + beside
+        known = (source >= begin) & (source < end)
+        live = known & (tl.load(mask + source, mask=known, other=0.0) != 0)
+        value = tl.load(values + source, mask=live, other=0.0).to(tl.float64)
+        found = total + tl.cumsum(value, 0, reverse=REVERSE)
+        total += tl.sum(value, 0)
+        shown = tl.load(mask + at, mask=inside, other=0.0) != 0
+        tl.store(out + at, tl.where(shown, found, 0.0).to(out.dtype.element_ty), mask=inside)

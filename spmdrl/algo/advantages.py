@@ -226,11 +226,10 @@ def token_baseline_sums(t: Tokens, by_turn: bool, width: int) -> Tensor:
     width: positions that the longest answer of all ranks has. To be added up over ranks.
     """
     assert t.logprobs is not None and t.pi_squared is not None
-    energy = (1 - 2 * t.logprobs.exp() + t.pi_squared).double() * t.mask
-    summed = energy.cumsum(0)
-    before = torch.cat([summed.new_zeros(1), summed])[lengths_to_cu_seqlens(t.seq_lens)[:-1]]
-    weights = summed - segment_expand(before, t.seq_lens)
-    to_go = scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), 1.0)
+    cu_seqlens = lengths_to_cu_seqlens(t.seq_lens)
+    energy = (1 - 2 * t.logprobs.exp() + t.pi_squared).double()
+    weights = scan.running_sum(energy, t.mask, cu_seqlens)
+    to_go = scan.returns_to_go(t.rewards, t.mask, cu_seqlens, 1.0)
     rows = torch.stack([to_go * weights, weights, torch.ones_like(weights)], 1) * t.mask[:, None]
     table = torch.zeros(num_groups(t.outcomes) * width, 3, dtype=torch.float64)
     return table.index_add_(0, token_slots(t, by_turn, width), rows.double())

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from spmdrl_kernels import policy_loss
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
@@ -31,6 +32,7 @@ def policy_objective(
     entropy_coef = algo.entropy_coef if entropy_coef is None else entropy_coef
     token_loss = policy_loss_of(algo)
     kl = kl_estimator_of(algo)
+    terms = kernel_terms(algo, kl_coef, entropy_coef)
 
     def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         # with one update per rollout the policy that sampled is the policy at hand
@@ -38,6 +40,10 @@ def policy_objective(
         weights = mb.policy_weights
         if algo.correction.bypass:
             mb, weights = with_bypass(logprobs.detach(), mb, algo)
+        if terms is not None:  # on a GPU the rest is one pass over memory
+            inputs = kernel_inputs(mb, weights)
+            if policy_loss.fits(logprobs, entropy, inputs):
+                return policy_loss.policy_loss(logprobs, entropy, inputs, terms)
         losses, metrics = token_loss(logprobs, old, mb, algo)
         losses = losses if weights is None else losses * weights
         if kl_coef and algo.kl_in == "loss":
@@ -64,6 +70,31 @@ def policy_objective(
         return loss, sums
 
     return objective
+
+
+def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
+    """What spmdrl_kernels.policy_loss is asked for; None where a function is the user's own."""
+    if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
+        return None
+    loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
+    return policy_loss.Terms(
+        loss=loss,
+        constants=tuple(getattr(algo, name) for name in policy_loss.CONSTANTS[loss]),
+        kl=algo.kl_estimator,
+        kl_coef=kl_coef if algo.kl_in == "loss" else 0.0,
+        entropy_coef=entropy_coef,
+        nll_coef=algo.positive_nll_coef,
+        bypass=algo.correction.bypass,
+    )
+
+
+def kernel_inputs(mb: Batch, weights: Tensor | None) -> policy_loss.Inputs:
+    """weights: of the policy loss, (num_tokens,)."""
+    assert mb.advantages is not None and mb.loss_weights is not None
+    return policy_loss.Inputs(
+        mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, mb.cu_seqlens,
+        mb.old_logprobs, mb.ref_logprobs, weights, mb.kept, mb.nll_weights, mb.selected,
+    )  # fmt: skip
 
 
 def needs_old_logprobs(algo: AlgoConfig) -> bool:
