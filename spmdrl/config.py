@@ -108,7 +108,12 @@ class TrainConfig:
     expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass
-    activation_checkpointing: bool = False
+    kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
+    attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
+    compile: bool = False  # of fsdp: torch.compile of each decoder layer
+    # True: keep only the input of every layer; selective: also what costs most to compute again
+    activation_checkpointing: bool | Literal["selective"] = False
+    activation_offload: bool = False  # of fsdp: what is kept for the backward pass, to the CPU
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none

@@ -31,6 +31,9 @@ from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.weights.names import checkpoint_parts
 
 GIB = 2**30
+# per token, layer and hidden unit in half precision, by TrainConfig.activation_checkpointing;
+# kernels/bench/activations.py measures their ratios
+KEPT_BYTES = {False: 34, "selective": 20, True: 2}
 
 
 def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
@@ -174,7 +177,10 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
 
 # what only one engine reads, and what it is where nobody sets it
 LAYOUT: dict[str, dict[str, Any]] = {
-    "fsdp": {"fsdp": -1, "ema": 0.0},
+    "fsdp": {
+        "fsdp": -1, "kernels": "spmdrl", "attention": "auto", "compile": False,
+        "activation_offload": False, "ema": 0.0,
+    },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
         "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
@@ -376,13 +382,16 @@ class Memory:
 
 def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memory:
     """Activations: 34 bytes per token, layer and hidden unit in half precision (Korthikanti 2022,
-    arXiv 2205.05198, without its attention term), 2 if checkpointed."""
+    arXiv 2205.05198, without its attention term), less if checkpointed; of one layer if
+    offloaded."""
     hf = load_hf_config(role.model or model)
     count, text = parameter_count(hf), hf.get_text_config()
     trained = name != "ref"
     width = 1 if role.dtype == "bfloat16" else 2
-    per_unit = (2 if role.activation_checkpointing or not trained else 34) * width
+    per_unit = KEPT_BYTES[role.activation_checkpointing if trained else True] * width
     units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
+    if role.activation_offload and trained:
+        units, per_unit = units // text.num_hidden_layers, KEPT_BYTES[False] * width
     activations = units * per_unit / GIB
     if role.engine == "fsdp":
         sharers = num_ranks if role.fsdp == -1 else role.fsdp

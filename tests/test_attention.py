@@ -6,6 +6,8 @@ from spmdrl_kernels.linear import use_fast_linear
 from spmdrl_kernels.norm import FastRmsNorm, use_fast_rms_norm
 from tiny import CHARS
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -28,6 +30,9 @@ MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=32, **WINDOW, attn_logit_softcapping=0.5)
+    ),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=32, **WINDOW)),
 }
 
@@ -61,7 +66,9 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
     packing = attention.Packing.build(seq_lens, torch.device("cpu"))
     use_fast_linear(model)
     use_fast_rms_norm(model)
-    assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (name != "gemma3")
+    assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (
+        not name.startswith("gemma")
+    )
     got, *_ = TokenPolicy(model)(torch.cat(sequences), positions, packing, rows, 1.0)
     got.sum().backward()
 
@@ -84,7 +91,9 @@ def test_groups_waste_little_padding():
 def test_what_it_cannot_do_is_refused():
     q = torch.zeros(1, 2, 3, 8)
     packing = attention.Packing.build(torch.tensor([3]), torch.device("cpu"))
-    with pytest.raises(ValueError, match="softcap"):
-        attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, softcap=5.0)
+    with pytest.raises(ValueError, match="s_aux"):
+        attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, s_aux=q)
+    with pytest.raises(ValueError, match=r"softcap=5\.0; flash-attn has it"):
+        attention._flash(q, q, q, packing, None, None, 5.0)
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
         attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, dropout=0.1)

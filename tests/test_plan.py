@@ -14,7 +14,7 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.plan import check, check_sft, describe
+from spmdrl.plan import check, check_sft, describe, memory_of
 from spmdrl.topology import resolve_degrees
 
 
@@ -73,6 +73,18 @@ CASES = [
     ({"actor": TrainConfig(optim=OptimConfig(warmup_steps=-5))}, 1, ["warmup_steps=-5"]),
     ({"actor": TrainConfig(optim=OptimConfig(clip_norm=0.0))}, 1, ["clip_norm=0.0", "1e9"]),
     ({"actor": TrainConfig(model="m")}, 1, ["actor.model"]),
+    ({"actor": TrainConfig(engine="megatron", compile=True)}, 1, ["actor.compile=True", "'fsdp'"]),
+    ({"actor": TrainConfig(engine="megatron", kernels="torch")}, 1, ["actor.kernels=torch"]),
+    (
+        {"actor": TrainConfig(engine="megatron", activation_offload=True)},
+        1,
+        ["actor.activation_offload=True", "'fsdp'"],
+    ),
+    (
+        {"actor": TrainConfig(engine="megatron", attention="flash_attn")},
+        1,
+        ["actor.attention=flash_attn", "'fsdp'"],
+    ),
     ({"model": "/no/such/model"}, 1, ["no such folder", "/no/such/model"]),
     ({"model": "some/where"}, 1, ["no folder here"]),
 ]
@@ -101,6 +113,21 @@ def test_what_fits_passes_and_is_described(qwen3, world):
     where = f"0-{world - 1}" if world > 1 else "0"
     assert f"ranks {where}: dp 1 x fsdp {world}" in text
     assert "0.1M parameters" in text
+
+
+def test_planned_activations_follow_checkpointing_and_offloading(qwen3):
+    options = [
+        {}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": True},
+        {"activation_offload": True},
+    ]  # fmt: skip
+    found = [
+        memory_of("actor", TrainConfig(**given), str(qwen3), 1).activations for given in options
+    ]
+    everything, selective, inputs, offloaded = found
+    assert everything > selective > inputs > 0
+    assert offloaded == pytest.approx(everything / 2)  # of two layers one is at hand
+    role = TrainConfig(activation_offload=True)
+    assert memory_of("ref", role, str(qwen3), 1).activations == inputs
 
 
 def test_layers_that_carry_state_are_refused(tmp_path):

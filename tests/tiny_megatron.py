@@ -52,7 +52,7 @@ class Case(NamedTuple):
     degrees: dict[str, int]
     families: list[str]
     kind: str = "policy"
-    recompute: bool = False
+    recompute: bool | str = False
 
 
 def make_config(family: str, **overrides: Any) -> Any:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+ONEDNN = torch.backends.mkldnn.is_available()
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. x: (..., in), weight: (out, in), bias: (out,) -> (..., out)."""
-    if x.is_cpu and x.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available():
+    if ONEDNN and x.is_cpu and x.dtype == torch.float32 and x.numel():
         if torch.is_grad_enabled():
             return _OneDnnLinear.apply(x, weight, bias)
         return onednn(x, weight, bias)
@@ -24,7 +26,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b^T + bias for 2-D float32 CPU tensors of any strides."""
+    if torch.compiler.is_compiling():
+        return _traced_matmul_nt(a, b, bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+# inductor has a rule of its own for oneDNN's operator, which fails where weights are not constants
+@torch.library.custom_op("spmdrl::matmul_nt", mutates_args=())
+def _traced_matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+@_traced_matmul_nt.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from spmdrl_kernels.switch import on_triton
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: (..., size) float32, on GPUs of any width; weight: (size,) -> (..., size)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x: (..., size) float32, on GPUs of any width; weight: (size,) -> (..., size).
+
+    offset: added to the weight; 1 in Gemma.
+    """
     if on_triton(x, weight):
         from spmdrl_kernels import norm_triton
 
-        return norm_triton.rms_norm(x, weight, eps)
-    return _RmsNorm.apply(x, weight, eps)
+        return norm_triton.rms_norm(x, weight, eps, offset)
+    return _RmsNorm.apply(x, weight + offset if offset else weight, eps)
 
 
 class FastRmsNorm(nn.Module):
@@ -29,9 +32,10 @@ class FastRmsNorm(nn.Module):
 
     weight: Tensor
     variance_epsilon: float
+    offset: float = 0.0
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset)
 
 
 def use_fast_rms_norm(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ and no block-diagonal (tokens x tokens) mask is ever built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,27 +92,34 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    flash: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query: (1, heads, tokens, head_dim), key, value: (1, kv_heads, ...) -> (1, tokens, heads, d).
 
-    Raises ValueError for what a model asks and this does not do: dropout, soft-capped scores,
-    sinks, attention that is not causal.
+    flash: what computes it on GPUs in half precision instead of torch's own varlen attention.
+
+    Raises ValueError for what a model asks and this does not do: dropout, sinks, attention that is
+    not causal, and soft-capped scores in torch's varlen attention.
     """
-    refused = {name: kwargs[name] for name in ("softcap", "s_aux") if kwargs.get(name) is not None}
+    refused = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
     if dropout or refused or not getattr(module, "is_causal", True):
         raise ValueError(f"packed attention lacks dropout={dropout}, {refused}, or non-causal use")
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash(query, key, value, packing, scaling, sliding_window), None
-    return _padded(query, key, value, packing, scaling, sliding_window), None
+        flash = flash or _flash
+        return flash(query, key, value, packing, scaling, sliding_window, softcap), None
+    return _padded(query, key, value, packing, scaling, sliding_window, softcap), None
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
-    sliding_window: int | None,
+    sliding_window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
+    if softcap is not None:
+        raise ValueError(f"torch's varlen attention lacks softcap={softcap}; flash-attn has it")
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # (tokens, heads, d)
     out: Any = varlen_attn(
         q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_len, packing.max_len,
@@ -123,7 +131,7 @@ def _flash(
 
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
-    sliding_window: int | None,
+    sliding_window: int | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (tokens, heads, head_dim)
     outs = []
@@ -131,12 +139,30 @@ def _padded(
         # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
         gq, gk, gv = (_Pad.apply(t, group).transpose(1, 2) for t in (q, k, v))
         mask = _window_mask(group.length, sliding_window, q.device)
-        out = scaled_dot_product_attention(
-            gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,
-            enable_gqa=gq.shape[1] != gk.shape[1],
-        )  # fmt: skip
+        if softcap is None:
+            out = scaled_dot_product_attention(
+                gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,
+                enable_gqa=gq.shape[1] != gk.shape[1],
+            )  # fmt: skip
+        else:
+            out = _soft_capped(gq, gk, gv, mask, scaling, softcap)
         outs.append(_Unpad.apply(out.transpose(1, 2), group, len(q)))
     return sum(outs[1:], start=outs[0])[None]
+
+
+def _soft_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention with scores cap * tanh(scores / cap), in plain form. (n, heads, length, d) each.
+
+    Source: Gemma 2, arXiv 2408.00118, section 2.
+    """
+    if mask is None:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(~mask, -torch.inf).float().softmax(-1).to(q.dtype) @ v
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.engines import ema
+from spmdrl.engines import ema, layers
+from spmdrl.engines.activations import offloading, use_checkpointing
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.micro_batches import (
@@ -56,17 +58,24 @@ class FsdpEngine:
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
     ) -> None:
         self.config, self.topology = config, topology
-        fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
-        hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
+        layers.check_here(config, topology.device)
+        hf = build_model(model, full=topology.rank == 0)
+        layers.use_kernels(hf, config, topology.device)
+        layers.use_attention(hf, config, topology.device)
         self.pretrained = [hf.config, hf.generation_config]
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
-        if config.activation_checkpointing and not frozen:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
-        layers = decoder_layers(hf)
-        hidden = hidden_matrices(self.module, layers, self.parts, prefix="hf.")
-        shard(self.module, layers, DTYPES[config.dtype], topology)
+        if not frozen:
+            use_checkpointing(hf, config.activation_checkpointing)
+        blocks = decoder_layers(hf)
+        if config.compile:
+            layers.compile_layers(blocks)
+        hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
+        shard(self.module, blocks, DTYPES[config.dtype], topology)
+        self.offloaded: AbstractContextManager[Any] = nullcontext()
+        if config.activation_offload and not frozen:
+            self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
         scatter_weights(self.module, full_weights, topology)
         self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.params = list(self.trained.values())
@@ -122,11 +131,12 @@ class FsdpEngine:
         parts = self._micro_batches(batch)
         for i, (_, mb) in enumerate(parts):
             set_replica_sync(self.module, last=i == len(parts) - 1)
-            if isinstance(self.module, TokenPolicy):
-                logprobs, entropy, _ = self._policy(mb, temperature)
-            else:
-                logprobs = self._value(mb)
-                entropy = torch.zeros_like(logprobs)
+            with self.offloaded:
+                if isinstance(self.module, TokenPolicy):
+                    logprobs, entropy, _ = self._policy(mb, temperature)
+                else:
+                    logprobs = self._value(mb)
+                    entropy = torch.zeros_like(logprobs)
             loss, metrics = loss_fn(logprobs, entropy, mb)
             loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})

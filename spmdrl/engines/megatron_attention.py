@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from spmdrl_kernels.norm import rms_norm
+from spmdrl_kernels.switch import on_triton
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -196,7 +197,7 @@ class RmsNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and not x.is_cuda:
+        if on_triton(x, self.weight) or (x.dtype == torch.float32 and not x.is_cuda):
             return rms_norm(x, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)

@@ -39,10 +39,13 @@ LATENT_NORM_EPS = 1e-6  # of DeepSeek's norms inside attention, whatever rms_nor
 
 
 def transformer_config(
-    hf_config: PreTrainedConfig, degrees: Degrees, dtype: torch.dtype, recompute: bool = False,
+    hf_config: PreTrainedConfig, degrees: Degrees, dtype: torch.dtype,
+    recompute: bool | Literal["selective"] = False,
     **overrides: Any,
 ) -> Any:  # fmt: skip
-    """Megatron's TransformerConfig. recompute: keep only the input of every layer.
+    """Megatron's TransformerConfig.
+
+    recompute: True keeps only the input of every layer; "selective" all but core attention's part.
 
     Raises ConfigError as `check_layout` does.
     """
@@ -86,7 +89,9 @@ def transformer_config(
         "batch_p2p_comm": d.virtual == 1, "overlap_p2p_comm": d.virtual > 1,
         "deallocate_pipeline_outputs": gpu and d.pipeline > 1,
     }  # fmt: skip
-    if recompute:
+    if recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif recompute:
         settings |= {
             "recompute_granularity": "full", "recompute_method": "uniform",
             "recompute_num_layers": 1,

@@ -319,7 +319,7 @@ def build_parts(
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=config.activation_checkpointing and not frozen,
+            recompute=False if frozen else config.activation_checkpointing,
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
         if chunks[0].pre_process:

@@ -14,9 +14,7 @@ from urllib.parse import urlparse
 import torch
 import torch.nn as nn
 from huggingface_hub import constants, try_to_load_from_cache
-from spmdrl_kernels.linear import use_fast_linear
 from spmdrl_kernels.lm_head import lm_head_logprobs
-from spmdrl_kernels.norm import use_fast_rms_norm
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -119,11 +117,8 @@ def on_hub(model: str) -> bool:
     return True
 
 
-def build_model(model: str, full: bool, fast_cpu: bool) -> PreTrainedModel:
-    """A float32 causal language model on the CPU; `full` False gives uninitialised weights.
-
-    fast_cpu: it will also compute there, in float32, so its layers become those that are fast.
-    """
+def build_model(model: str, full: bool) -> PreTrainedModel:
+    """A float32 causal language model on the CPU; `full` False gives uninitialised weights."""
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
         hf = AutoModelForCausalLM.from_pretrained(model, **settings)
@@ -132,9 +127,6 @@ def build_model(model: str, full: bool, fast_cpu: bool) -> PreTrainedModel:
             hf = AutoModelForCausalLM.from_config(load_hf_config(model), **settings)
         hf.tie_weights()
     without_dropout(hf)
-    if fast_cpu:
-        use_fast_linear(hf)
-        use_fast_rms_norm(hf)
     return hf.train()  # activation checkpointing only works in train mode
 
 

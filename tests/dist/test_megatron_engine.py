@@ -120,6 +120,7 @@ LAYOUTS = [
     case("qwen3", "value", 4, context_parallel=2, pipeline_parallel=2),
     case("qwen3", "policy", 2, pipeline_parallel=2, virtual_pipeline=2,
          activation_checkpointing=True),
+    case("qwen3", "policy", 2, tensor_parallel=2, activation_checkpointing="selective"),
     case("odd", "policy", 2, tensor_parallel=2, micro_batch_tokens=30),
     case("odd", "policy", 1, micro_batch_tokens=1000),
     case("qwen2", "policy", 4),

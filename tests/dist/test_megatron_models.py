@@ -18,6 +18,7 @@ TWO_RANKS = [
     Case(SEQUENCE, ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3"]),
     Case(SEQUENCE | {"expert_tensor": 2}, ["mixtral"]),
     Case(SEQUENCE | {"expert": 2}, ["qwen3_moe normalised", "deepseek_v3"], recompute=True),
+    Case(SEQUENCE, ["qwen3_moe", "deepseek_v3"], recompute="selective"),
     Case({"expert_tensor": 2}, ["deepseek_v3 ungrouped"]),
     Case({"pipeline": 2}, ["qwen3", "llama", "deepseek_v3", "deepseek_v3 ungrouped"]),
     Case({"pipeline": 2, "virtual": 2}, ["qwen3", "qwen2", "qwen3_moe"]),
