@@ -21,13 +21,13 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 9 + 2 + (1 + 1 + 2)
+    assert len(kernels) == 5 * 3 + (5 + 3) + 3 * 2 + 4 + 2 + 4 + 9 + 2 + (1 + 1 + 2)
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
     copied = [k for k in kernels if k["name"] in ("copy_kernel", "block_kernel")]
     assert len(copied) == 6 and all(kernel["wide"] for kernel in copied)
     fast = [k for k in kernels if k["tma"]]
-    assert len(fast) == 3 * 2
+    assert len(fast) == 3 * 2 + 2
     for kernel in fast:  # matrix instructions of a warp group, from what the accelerator loaded
         assert kernel["wgmma"] and kernel["bulk_load"], kernel
 
@@ -77,6 +77,7 @@ def main() -> None:
     lm_head_triton._options = lambda *args: options(*args) | {"WIDEN": False}
 
     compile_lm_heads(lm_head_triton)
+    compile_top_k(lm_head_triton)
     compile_layers(norm_triton, swiglu_triton, rope_triton)
     compile_copies(copies_triton)
     for num_seqs in (1, 3):
@@ -106,6 +107,17 @@ def compile_lm_heads(module) -> None:
             *leaves, targets, 0.7, None, softcap, pi_squared=True, tiles=tiles
         )
         torch.autograd.grad((logprobs + entropy).sum(), leaves)
+
+
+def compile_top_k(module) -> None:
+    """Of the default tiles, in two parts of columns; and of those for float32, in one."""
+    for rows, vocab, top_k, dtype, tiles in [
+        (300, 1600, 64, torch.bfloat16, module.HOPPER[0]),
+        (33, 77, 5, torch.float32, module.Tiles(64, 64, 32)),
+    ]:
+        hidden, weight = (torch.zeros(n, 64, dtype=dtype) for n in (rows, vocab))
+        targets = torch.zeros(rows, dtype=torch.int64)
+        module.lm_head_all(hidden, weight, targets, 0.7, top_k=top_k, tiles=tiles)
 
 
 def compile_layers(norm, swiglu, rope) -> None:

@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 if READY:
     from spmdrl_kernels import lm_head
-    from spmdrl_kernels.lm_head_triton import HOPPER, Tiles, lm_head_logprobs, tiles_for
+    from spmdrl_kernels.lm_head_triton import (
+        HOPPER,
+        Tiles,
+        lm_head_all,
+        lm_head_logprobs,
+        tiles_for,
+    )
 
     SMALL = Tiles(16, 32, 16, group=2, warps=1, stages=1)
 
@@ -127,6 +133,44 @@ else:
             torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-14)
         assert truth[1].min() < 1e-6
 
+    @pytest.mark.parametrize(
+        ("rows", "vocab", "k"), [(3, 70, 1), (9, 130, 8), (3, 64, 64), (2, 430, 33)]
+    )
+    @pytest.mark.parametrize("rising", [False, True])
+    def test_top_k_with_ties(rows, vocab, k, rising):
+        """Small whole numbers: logits are exact, many are equal, some have no probability. Rising
+        with the column, they run out of slots."""
+        hidden, weight = (torch.randint(-3, 4, (n, 17)).float() for n in (rows, vocab))
+        if rising:
+            hidden[:, 0], weight[:, 0] = 1, torch.arange(vocab)
+        bias = torch.where(torch.rand(vocab) < 0.3, -torch.inf, -0.0)
+        targets = torch.randint(0, vocab, (rows,))
+        inputs = [t.to(DEVICE) for t in (hidden, weight, targets)]
+        bias = bias.to(DEVICE)
+        logits = inputs[0].double() @ inputs[1].double().T + bias
+        found = lm_head_all(*inputs, bias=bias, top_k=k, tiles=SMALL, chunk_bytes=1 << 14)
+        order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :k]
+        assert torch.equal(found[4], order)
+        log_p = logits.log_softmax(1)
+        torch.testing.assert_close(found[3].double(), log_p.gather(1, order), rtol=1e-5, atol=1e-5)
+        entropy = torch.special.entr(log_p.exp()).sum(1)
+        torch.testing.assert_close(found[1].double(), entropy, rtol=1e-5, atol=1e-6)
+        without = lm_head_logprobs(*inputs, bias=bias, tiles=SMALL)
+        assert all(torch.equal(a, b) for a, b in zip(without, found[:3], strict=True))
+
+    def test_gradients_beside_a_bias_of_minus_infinity():
+        hidden, weight, bias, targets, up = case(0, 9, 16, 90, torch.float32, True)
+        bias[:70] = -torch.inf  # two whole tiles
+        targets %= 20
+        targets += 70
+        got = run(lm_head_logprobs, torch.float32, hidden, weight, bias, targets, up, tiles=SMALL)
+        kept = run(lm_head_logprobs, torch.float32, hidden, weight[70:], bias[70:], targets - 70,
+                   up, tiles=SMALL)  # fmt: skip
+        for a, b in zip(got[:4], kept[:4], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[4][70:], kept[4], rtol=1e-5, atol=1e-5)
+        assert (got[4][:70] == 0).all()
+
     def test_no_rows_and_no_gradient():
         hidden, weight, *_ = case(0, 5, 16, 40, torch.float32, False)
         hidden.requires_grad_()
@@ -207,14 +251,20 @@ else:
         truth = run(plain, torch.float64, *inputs, temperature=0.8, softcap=4.0)
         cuts = (37, 100)  # the second rank's share: 63 columns, none
         calls = [(_parallel, ([t.cpu() for t in inputs], cut)) for cut in cuts]
+        top = torch.sort(_logits(*inputs), dim=1, descending=True, stable=True).indices[:, :40]
         for ranks in run_calls(2, calls):
             for found in ranks:
+                assert torch.equal(found.pop(), top.cpu())
                 for got, want in zip(found[:3], truth[:3], strict=True):
                     torch.testing.assert_close(got.double(), want.cpu(), rtol=2e-5, atol=2e-5)
             grads = [ranks[0][3] + ranks[1][3]]
             grads += [torch.cat([a, b]) for a, b in zip(ranks[0][4:], ranks[1][4:], strict=True)]
             for got, want in zip(grads, truth[3:], strict=True):
                 torch.testing.assert_close(got.double(), want.cpu(), rtol=2e-5, atol=2e-5)
+
+
+def _logits(hidden, weight, bias, *_):
+    return hidden.double() @ weight.double().T + bias.double()
 
 
 def _parallel(topology, inputs, cut):
@@ -225,4 +275,6 @@ def _parallel(topology, inputs, cut):
     found = run(lm_head_logprobs, torch.float32, hidden, weight[part], bias[part], targets, up,
                 temperature=0.8, softcap=4.0, pi_squared=True, group=dist.group.WORLD,
                 first_row=part.start, tiles=SMALL)  # fmt: skip
-    return [t.cpu() for t in found]
+    top = lm_head_all(hidden, weight[part], targets, bias=bias[part], group=dist.group.WORLD,
+                      first_row=part.start, top_k=40, tiles=SMALL)  # fmt: skip
+    return [t.cpu() for t in (*found, top[4])]

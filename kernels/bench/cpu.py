@@ -1,19 +1,23 @@
-"""Kernels on a CPU against torch's own: python kernels/bench/cpu.py
+"""Kernels on a CPU against torch's own: python kernels/bench/cpu.py [lm_head]
 
 Best of several runs, forward plus backward where there is one; a JSON line each. The shapes are
 those of the add2 workload: 64 sequences of 70 tokens, hidden 256, intermediate 768; and a batch of
-256 answers of 16,384 tokens for the scan.
+256 answers of 16,384 tokens for the scan. The LM head, 512 rows and a vocabulary of 32,000, is
+beside the form that holds all logits: medians of runs that take turns.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 from spmdrl_kernels import scan
 from spmdrl_kernels.linear import linear
+from spmdrl_kernels.lm_head import lm_head_logprobs
 from spmdrl_kernels.norm import rms_norm
 from torch.nn import functional as F
 
@@ -91,7 +95,49 @@ def loop_returns(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.stack(out[::-1], dim=1) * mask
 
 
+def full_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy, all logits in memory."""
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+def report_lm_head(rows: int, size: int, vocab: int, dtype: torch.dtype, backward: bool) -> None:
+    hidden = torch.randn(rows, size).to(dtype).requires_grad_(backward)
+    weight = (torch.randn(vocab, size) * 0.02).to(dtype).requires_grad_(backward)
+    targets = torch.randint(0, vocab, (rows,))
+
+    def seconds(function: Callable) -> float:
+        start = time.perf_counter()
+        found = function(hidden, weight, targets)
+        if backward:
+            torch.autograd.grad(found[0].sum() + 0.01 * found[1].sum(), [hidden, weight])
+        return time.perf_counter() - start
+
+    forms = (lm_head_logprobs, full_logits)
+    times = [[seconds(form) for form in forms] for _ in range(8)][1:]
+    ours, theirs = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    name = f"lm_head {rows}x{size}x{vocab} {dtype}{' + backward' if backward else ''}"
+    row = {"kernel": name, "ms": round(ours, 1), "torch_ms": round(theirs, 1)}
+    print(json.dumps(row | {"ratio": round(theirs / ours, 2)}), flush=True)
+
+
+def report_lm_heads() -> None:
+    for size in (256, 1024):
+        for dtype in (torch.float32, torch.bfloat16):
+            for backward in (False, True):
+                report_lm_head(512, size, 32_000, dtype, backward)
+
+
 def main() -> None:
+    report_lm_heads()
+    if "lm_head" not in sys.argv:
+        report_layers_and_scans()
+
+
+def report_layers_and_scans() -> None:
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weight = torch.randn(INTERMEDIATE, HIDDEN, requires_grad=True)
     scale = torch.ones(HIDDEN, requires_grad=True)

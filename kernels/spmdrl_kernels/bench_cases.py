@@ -2,8 +2,9 @@
 
 A form is one way to compute the same result: `ours`, `eager` (plain PyTorch), `compile` (that, by
 torch.compile), `foreach` (torch._foreach_copy_), `liger` where it can be imported, `chunked` (the
-LM head's plain form) and `tiles i` (the LM head with the i-th of lm_head_triton.HOPPER, whatever
-the device would choose).
+LM head's plain form), `tiles i` (the LM head with the i-th of lm_head_triton.HOPPER, whatever the
+device would choose) and `top k` (the LM head with its top k as well; `eager top k` and `compile top
+k`: that in plain PyTorch).
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
     cases += lm_heads("ours", head_shapes) + layers("ours") + [Case("gae", "ours", (256, 16384))]
     cases += lm_heads("eager", head_shapes) + layers("eager") + [Case("gae", "eager", (256, 16384))]
     tiled = [(TOKENS, *head) for head in TILED]
+    tops = ("top 8", "top 64", "eager top 64", "compile top 64")
+    cases += [Case("lm_head", form, s) for form in tops for s in tiled]
     cases += [c for i in range(num_tiles) for c in lm_heads(f"tiles {i}", tiled)]
     cases += lm_heads("compile", head_shapes) + layers("compile")
     if find_spec("liger_kernel"):
@@ -83,6 +86,7 @@ def cpu_cases() -> list[Case]:
     cases = [Case("copy", "ceiling", (1 << 22,)), Case("matmul", "ceiling", (256, 256, 256))]
     for form in ("ours", "eager"):
         cases += [Case("lm_head", form, (64, 32, 1000), b) for b in (False, True)]
+        cases.append(Case("lm_head", f"{form} top 8".removeprefix("ours "), (64, 32, 1000)))
         cases += [Case("rms_norm", form, (256, 128), b) for b in (False, True)]
         cases.append(Case("gae", form, (8, 256)))
     cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False)]
@@ -203,6 +207,8 @@ def _lm_head_form(case: Case) -> Callable[..., Tensor]:
 
     if case.form.startswith("tiles"):
         return _tiled(int(case.form.split()[1]))
+    if "top " in case.form:
+        return _with_top_k(case.form)
     forms: dict[str, Callable[..., Any]] = {
         "eager": plain_lm_head, "ours": ours, "chunked": ours
     }  # fmt: skip
@@ -212,6 +218,25 @@ def _lm_head_form(case: Case) -> Callable[..., Tensor]:
         loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
         forms["liger"] = lambda h, w, t: loss(w, h, t)[None]
     return _form(case, forms)
+
+
+def _with_top_k(form: str) -> Callable[..., Tensor]:
+    """form: `top k`, `eager top k` or `compile top k`."""
+    k = int(form.split()[-1])
+
+    def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logprobs, entropy, _, top, _ = lm_head.lm_head_logprobs(hidden, weight, targets, top_k=k)
+        return logprobs + 0.01 * entropy + top[:, -1]
+
+    def eager(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_p = F.linear(hidden, weight).float().log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+        return chosen + 0.01 * entropy + log_p.topk(k, -1).values[:, -1]
+
+    if form.startswith("compile"):
+        return torch.compile(eager, dynamic=False)
+    return eager if form.startswith("eager") else ours
 
 
 def _tiled(number: int) -> Callable[..., Tensor]:

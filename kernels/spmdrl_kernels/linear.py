@@ -3,10 +3,16 @@
 For float32 torch calls MKL, which takes a slow path on processors that are not Intel's: on a Zen 5
 core 95 GFLOP/s where oneDNN reaches 220 (kernels/bench/cpu.py measures it). oneDNN's operator
 has no autograd formula, so this adds one. Everywhere else this is torch's own linear.
+
+`product`, `write_product` and `add_product` are for code that makes its gradients itself and reuses
+its memory, the LM head: on Intel's processors, where both are as fast, they take MKL, which writes
+where it is told to; oneDNN's operator does not.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +46,55 @@ def _traced_matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 @_traced_matmul_nt.register_fake
 def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """a b^T + bias: (rows, columns). It may lie in buffer, a flat tensor of as many or more."""
+    if _by_onednn(a):
+        return matmul_nt(a, b, bias)
+    out = buffer[: len(a) * len(b)].view(len(a), len(b))
+    if bias is None:
+        return torch.mm(a, b.T, out=out)
+    return torch.addmm(bias, a, b.T, out=out)
+
+
+def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out[...] = a b."""
+    if not _by_onednn(a):
+        torch.mm(a, b, out=out)
+        return
+    for part in _pieces(out):
+        out[part] = matmul_nt(a[part], b.T)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b. total may be of a wider dtype."""
+    if total.dtype != a.dtype:
+        total += a @ b
+    elif not _by_onednn(a):
+        total.addmm_(a, b)
+    else:
+        for part in _pieces(total):
+            total[part] += matmul_nt(a[part], b.T)
+
+
+def _pieces(matrix: Tensor) -> list[slice]:
+    """Of rows, of a megabyte each, so that the copies that oneDNN's operator makes stay small."""
+    size = max(64, (1 << 20) // max(1, 4 * matrix.shape[1]))
+    return [slice(first, first + size) for first in range(0, len(matrix), size)]
+
+
+def _by_onednn(a: Tensor) -> bool:
+    if not (a.is_cpu and a.dtype == torch.float32 and torch.backends.mkldnn.is_available()):
+        return False
+    return not (torch.backends.mkl.is_available() and is_intel())
+
+
+@cache
+def is_intel() -> bool:
+    """Whether MKL takes its fast path: the processor says that it is Intel's."""
+    file = Path("/proc/cpuinfo")
+    return file.is_file() and "GenuineIntel" in file.read_text()
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

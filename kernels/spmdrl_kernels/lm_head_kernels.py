@@ -89,7 +89,46 @@ def _slope(x, softcap):  # type: ignore[no-untyped-def]
     return 4.0 * small / ((1.0 + small) * (1.0 + small))
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_col"])
+@triton.jit
+def _keep(  # type: ignore[no-untyped-def]
+    z,  # (ROWS, COLS) float32
+    rows,
+    row_mask,
+    first_id,
+    num_cols,
+    keys,  # (all rows, SLOTS) int64
+    counts,  # (all rows,) int32
+    floors,  # (all rows,) int32
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Adds the keys (see lm_head_merge.py) of logits over the row's floor, the tile's best K of
+    them, to those of the row. One of each row at a time, the largest first: few tiles have many.
+
+    The order of a row's keys is that of a race, the set is not; keys without a slot are counted.
+    """
+    none: tl.constexpr = -0x80000000
+    cols = tl.arange(0, COLS)
+    bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    floor = tl.load(floors + rows, mask=row_mask, other=0x7FFFFFFF)
+    over = (order > floor[:, None]) & (cols < num_cols)[None, :]
+    left = tl.where(over, order, none)
+    best = tl.max(left, 1)
+    taken = 0
+    while (tl.max(best, 0) > none) & (taken < K):
+        col = tl.min(tl.where(left == best[:, None], cols[None, :], COLS), 1)
+        found = best > none
+        slot = tl.atomic_add(counts + rows, 1, mask=found, sem="relaxed")
+        key = (best.to(tl.int64) << 32) | (0xFFFFFFFF - (first_id + col).to(tl.int64))
+        tl.store(keys + rows.to(tl.int64) * SLOTS + slot, key, mask=found & (slot < SLOTS))
+        left = tl.where(cols[None, :] == col[:, None], none, left)
+        best = tl.max(left, 1)
+        taken += 1
+
+
+@triton.jit(do_not_specialize=["partial_step", "num_rows", "first_col"])
 def stats_kernel(  # type: ignore[no-untyped-def]
     hidden,
     weight,
@@ -98,8 +137,12 @@ def stats_kernel(  # type: ignore[no-untyped-def]
     hidden_size,
     bias,
     targets,  # (num_rows,) int64
-    partial,  # (3 or 4, column tiles, num_rows) float32
+    partial,  # (3 or 4, column tiles, num_rows) float32, the first of these columns' tiles
+    partial_step,  # between its three or four
     target_logits,  # (num_rows,) float32
+    keys,  # (num_rows, SLOTS) int64, as are counts and floors: of _keep
+    counts,
+    floors,
     num_rows,
     num_cols,
     first_col,  # the target that column 0 stands for
@@ -117,6 +160,8 @@ def stats_kernel(  # type: ignore[no-untyped-def]
     EVEN_COLS: tl.constexpr,
     EVEN_INNER: tl.constexpr,
     SQUARES: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     row_tile, col_tile = _tile_of(num_rows, num_cols, ROWS, COLS, GROUP)
     row0, col0 = row_tile * ROWS, col_tile * COLS
@@ -134,12 +179,16 @@ def stats_kernel(  # type: ignore[no-untyped-def]
     here = rows < num_rows
 
     top = tl.max(z, 1)
+    if HAS_BIAS:  # where all are -inf
+        top = tl.where(top < -1e30, -1e30, top)
     below = z - top[:, None]
+    if HAS_BIAS:  # of a bias of -inf: e^below * below is 0, not NaN
+        below = tl.where(below < -1e30, -1e30, below)
     exps = tl.exp(below)
     is_top = below == 0
     rest = tl.sum(tl.where(is_top, 0.0, exps), 1) + (tl.sum(is_top.to(tl.float32), 1) - 1.0)
     to = partial + col_tile.to(tl.int64) * num_rows + rows
-    step = tl.cdiv(num_cols, COLS) * tl.full((), 1, tl.int64) * num_rows
+    step = partial_step * tl.full((), 1, tl.int64)
     tl.store(to, top, mask=here)
     tl.store(to + step, rest, mask=here)
     tl.store(to + 2 * step, tl.sum(exps * below, 1), mask=here)
@@ -151,6 +200,10 @@ def stats_kernel(  # type: ignore[no-untyped-def]
     if tl.max(mine.to(tl.int32), 0) > 0:  # most tiles have no row's target
         found = tl.sum(tl.where(cols[None, :] == wanted[:, None], z, 0.0), 1)
         tl.store(target_logits + rows, found, mask=mine)
+
+    if SLOTS:  # at the end, as it needs the registers of z
+        _keep(z, rows, here, first_col + col0, num_cols - col0, keys, counts, floors, K, SLOTS,
+              COLS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stats_stride", "num_rows", "num_tiles"])
@@ -197,6 +250,34 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(stats + stats_stride + rows, rest + (ties - 1.0), mask=here)
     tl.store(stats + 2 * stats_stride + rows, weighted, mask=here)
     tl.store(stats + 3 * stats_stride + rows, squares, mask=here)
+
+
+@triton.jit
+def best_kernel(  # type: ignore[no-untyped-def]
+    keys,  # (rows, SLOTS) int64
+    counts,  # (rows,) int32
+    floors,  # (rows,) int32
+    missed,  # (rows,) int32
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """A row's best K keys to its first slots, largest first, and what _keep is to know of them; 1
+    in missed, if there had not been slots for all."""
+    row = tl.program_id(0)
+    count = tl.load(counts + row)
+    slots = tl.arange(0, SLOTS)
+    place = keys + row.to(tl.int64) * SLOTS
+    # an empty slot's is below all keys, and as they are, not the same as another
+    found = tl.load(place + slots, mask=slots < count, other=0)
+    found = tl.where(slots < count, found, -0x8000000000000000 + slots.to(tl.int64))
+    rank = tl.sum((found[None, :] > found[:, None]).to(tl.int32), 1)
+    last = tl.min(tl.where(rank < K, found, 0x7FFFFFFFFFFFFFFF), 0)
+    tl.debug_barrier()  # all are read before one is written over
+    tl.store(place + rank, found, mask=rank < K)
+    tl.store(floors + row, (last >> 32).to(tl.int32))
+    tl.store(counts + row, K)
+    if count > SLOTS:
+        tl.store(missed + row, 1)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_col"])
@@ -248,6 +329,8 @@ def grad_kernel(  # type: ignore[no-untyped-def]
     if SOFTCAP:
         z = _capped(raw, softcap)
     log_p = (inv_temperature * z - top[:, None]) - log_sum[:, None]
+    if HAS_BIAS:  # of a bias of -inf: 0 times it is to be 0
+        log_p = tl.where(log_p < -1e30, -1e30, log_p)
     grad = -tl.exp(log_p) * (both[:, None] + to_entropy[:, None] * log_p)
     grad += tl.where(cols[None, :] == wanted[:, None], to_logprob[:, None], 0.0)
     grad *= inv_temperature

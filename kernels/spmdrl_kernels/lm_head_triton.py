@@ -1,18 +1,17 @@
 """LM head -> log-probability and entropy on a GPU, without ever holding all logits.
 
 One matmul kernel makes the logits of a tile, (rows, columns of the vocabulary), in registers, and
-writes four numbers for each of its rows. With m the row's largest logit of the tile and
-d = z - m <= 0:
+writes for each of its rows the four numbers of lm_head_merge.py. Tiles, and ranks that hold a part
+of the vocabulary each, are merged as it says. The online form of the softmax is Milakov and
+Gimelshein 2018, arXiv 1805.02867; logits in tiles, as Cut Cross-Entropy has them (Wijmans et al.
+2024, arXiv 2411.09009).
 
-    m      rest = sum over the others of e^d      weighted = sum e^d d      squares = sum e^2d
-
-Tiles, and ranks that hold a part of the vocabulary each, are merged by raising all to one m. Then
-
-    log p(t) = (z_t - m) - log1p(rest)     H = log1p(rest) - weighted / (1 + rest)
-
-Both terms of H are >= 0: nothing cancels, however sure the model is. The online form of the softmax
-is Milakov and Gimelshein 2018, arXiv 1805.02867; logits in tiles, as Cut Cross-Entropy has them
-(Wijmans et al. 2024, arXiv 2411.09009).
+The top k: columns come in parts, each GROWTH - 1 times as large as all before. A row has slots for
+some keys, the best k so far in the first. Of the next part the kernel adds the keys of the logits
+that are over the k-th of these, k (GROWTH - 1) of them where large and small logits lie anywhere,
+but no more than k of a tile; a second kernel sorts the best to the front. The first part has no
+more tiles than there are slots for. A row that runs out of slots, as one may whose logits rise
+with the column, is done again, in parts where none can.
 
 The backward pass makes the logits again, for some columns of the vocabulary at a time, and writes
 d loss / d logits of these, which two matmuls turn into the gradients. A part of the vocabulary sees
@@ -32,10 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spmdrl_kernels.lm_head_kernels import grad_kernel, merge_kernel, stats_kernel
+from spmdrl_kernels.lm_head_kernels import best_kernel, grad_kernel, merge_kernel, stats_kernel
+from spmdrl_kernels.lm_head_merge import NO_KEY, results, top_results
 from spmdrl_kernels.switch import dtype_to_store
 
 CHUNK_BYTES = 256 << 20  # of d loss / d logits, held at once
+GROWTH = 3  # columns seen after a part over those seen before it
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,35 @@ def lm_head_logprobs(
     first_row: int = 0,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As spmdrl_kernels.lm_head.lm_head_logprobs, which has the plain form.
+    """The first three of lm_head_all."""
+    return lm_head_all(
+        hidden, weight, targets, temperature, bias, softcap, chunk_bytes, pi_squared, group,
+        first_row, 0, tiles,
+    )[:3]  # fmt: skip
 
-    A target that no rank's vocabulary has gives NaN. chunk_bytes: of d loss / d logits.
-    """
-    return _LmHead.apply(
-        in_rows(hidden), in_rows(weight), bias, targets, temperature, softcap, chunk_bytes,
-        pi_squared, group, first_row, tiles,
+
+def lm_head_all(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    pi_squared: bool = False,
+    group: dist.ProcessGroup | None = None,
+    first_row: int = 0,
+    top_k: int = 0,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As spmdrl_kernels.lm_head.lm_head_logprobs, which has the plain form and checks top_k; five
+    tensors always, the last two (rows, top_k). chunk_bytes: of d loss / d logits."""
+    hidden, weight = in_rows(hidden), in_rows(weight)
+    head = _Head(
+        temperature, softcap or 0.0, chunk_bytes, pi_squared, group, first_row, top_k,
+        tiles or tiles_for(hidden, weight),
     )  # fmt: skip
+    return _LmHead.apply(hidden, weight, bias, targets, head)
 
 
 def in_rows(matrix: Tensor) -> Tensor:
@@ -114,8 +136,10 @@ class _Head:
     temperature: float
     softcap: float
     chunk_bytes: int
+    pi_squared: bool
     group: dist.ProcessGroup | None
     first_row: int
+    top_k: int
     tiles: Tiles
 
 
@@ -127,23 +151,16 @@ class _LmHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        softcap: float | None,
-        chunk_bytes: int,
-        pi_squared: bool,
-        group: dist.ProcessGroup | None,
-        first_row: int,
-        tiles: Tiles | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tiles = tiles or tiles_for(hidden, weight)
-        head = _Head(temperature, softcap or 0.0, chunk_bytes, group, first_row, tiles)
-        stats, target_logits = row_stats(hidden, weight, bias, targets, head, pi_squared)
-        top, log_sum, logprobs, entropy, squares = merged(stats, target_logits, group)
+        head: _Head,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        stats, target_logits, keys = row_stats(hidden, weight, bias, targets, head)
+        top, log_sum, logprobs, entropy, squares = results(stats, target_logits, head.group)
+        top_logprobs, top_ids = top_results(keys, top, log_sum, head.group)
         ctx.save_for_backward(hidden, weight, bias, targets, top, log_sum, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(squares)
-        return logprobs, entropy, squares
+        ctx.mark_non_differentiable(squares, top_logprobs, top_ids)
+        return logprobs, entropy, squares, top_logprobs, top_ids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -151,37 +168,34 @@ class _LmHead(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         rows = _grad_rows(top, log_sum, entropy, *grads[:2])
         found = gradients(hidden, weight, bias, targets, rows, ctx.head, wanted)
-        return *found, *[None] * 8
+        return *found, None, None
 
 
 def row_stats(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    head: _Head,
-    pi_squared: bool,
-) -> tuple[Tensor, Tensor]:
-    """(4, rows) float32, the numbers of the module's head; (rows,) the target's logit, NaN where
-    this part of the vocabulary does not have it."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(4, rows) float32, the numbers of lm_head_merge; (rows,) the target's logit, NaN where this
+    part of the vocabulary does not have it; (rows, top_k) keys."""
     num_rows, vocab = len(hidden), len(weight)
     stats = hidden.new_zeros(4, num_rows, dtype=torch.float32)
     target_logits = torch.full_like(stats[0], torch.nan)
+    keys = targets.new_full((num_rows, head.top_k), NO_KEY)
     if num_rows == 0 or vocab == 0:
         stats[0], stats[1] = -torch.inf, -1.0  # a sum of no terms, less the largest of them
-        return stats, target_logits
+        return stats, target_logits, keys
     for part in _row_parts(num_rows, vocab, head):
-        _part_stats(hidden[part], weight, bias, targets[part], head, pi_squared, stats[:, part],
-                    target_logits[part])  # fmt: skip
-    return stats, target_logits
+        _part_stats(hidden[part], weight, bias, targets[part], head, stats[:, part],
+                    target_logits[part], keys[part])  # fmt: skip
+    return stats, target_logits, keys
 
 
 def _row_parts(num_rows: int, vocab: int, head: _Head) -> list[slice]:
-    """Whole groups of rows whose tiles' numbers have at most chunk_bytes, at least one group."""
+    """Whole groups of rows whose tiles' numbers and keys have at most chunk_bytes, at least one
+    group."""
     tiles = head.tiles
     group = tiles.rows * tiles.group
-    size = head.chunk_bytes // (16 * -(-vocab // tiles.cols))
-    size = max(1, size // group) * group
+    row_bytes = 16 * -(-vocab // tiles.cols) + 8 * _slots(head.top_k)[1]
+    size = max(1, head.chunk_bytes // row_bytes // group) * group
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
@@ -191,55 +205,97 @@ def _part_stats(
     bias: Tensor | None,
     targets: Tensor,
     head: _Head,
-    pi_squared: bool,
     stats: Tensor,
     target_logits: Tensor,
+    keys: Tensor,
+    growth: int = GROWTH,
 ) -> None:
-    """Writes stats, (4, rows) with any stride between the four, and target_logits."""
+    """Writes stats, (4, rows) with any stride between the four, target_logits and keys."""
     num_rows, vocab = len(hidden), len(weight)
-    tiles, num_tiles = head.tiles, -(-vocab // head.tiles.cols)
-    partial = stats.new_empty(4 if pi_squared else 3, num_tiles, num_rows)
-    stats_kernel[(-(-num_rows // tiles.rows) * num_tiles,)](
-        *_operands(hidden, weight, tiles), _or_dummy(bias, partial), targets, partial,
-        target_logits, num_rows, vocab, head.first_row, 1 / head.temperature, head.softcap,
-        **_options(hidden, bias, head, vocab), SQUARES=pi_squared,
-    )  # fmt: skip
+    num_tiles = -(-vocab // head.tiles.cols)
+    partial = stats.new_empty(4 if head.pi_squared else 3, num_tiles, num_rows)
+    best = _Best(hidden, head)
+    for columns in best.column_parts(vocab, growth):
+        _launch_stats(hidden, weight, bias, targets, head, columns, partial, target_logits, best)
+        best.sort()
     size = 32
     merge_kernel[(-(-num_rows // size),)](
         partial, stats, stats.stride(0), num_rows, num_tiles, ROWS=size, TILES=32,
-        SQUARES=pi_squared, num_warps=4,
+        SQUARES=head.pi_squared, num_warps=4,
     )  # fmt: skip
+    if head.top_k == 0:
+        return
+    keys.copy_(best.keys[:, : head.top_k])
+    again = best.missed.nonzero().squeeze(1)  # the one time that the host waits for the GPU
+    if len(again) and growth > 1:
+        more = keys[again]
+        _part_stats(hidden[again], weight, bias, targets[again], head, stats[:, again],
+                    target_logits[again], more, growth=1)  # fmt: skip
+        keys[again] = more
 
 
-def merged(
-    stats: Tensor, target_logits: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """top, log of the sum of exp(z - top), log-probability, entropy, squares; (rows,) each.
+class _Best:
+    """The slots of the rows' keys, or nothing where none are asked for."""
 
-    Of the vocabularies of all ranks of the group. Collective over it.
-    """
-    top, rest, weighted, squares = stats
-    found = ~target_logits.isnan()
-    if group is not None:
-        mine, top = top, top.clone()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        # a share without columns has -inf: it gives 0, and -inf * 0 is not to be seen
-        below = (mine - top).clamp(min=-1e30)
-        scale, is_top = below.exp(), (mine == top).float()
-        weighted = scale * (weighted + below * (1 + rest))
-        rest = rest * scale + torch.where(mine == top, 0.0, scale)
-        sums = torch.stack(
-            [rest, is_top, weighted, squares * scale.square(),
-             target_logits.where(found, 0.0), found.float()]
-        )  # fmt: skip
-        dist.all_reduce(sums, group=group)
-        rest, weighted, squares = sums[0] + (sums[1] - 1), sums[2], sums[3]
-        found = sums[5] > 0
-        target_logits = sums[4].where(found, torch.nan)
-    log_sum = rest.log1p()
-    total = 1 + rest
-    logprobs = (target_logits - top) - log_sum
-    return top, log_sum, logprobs, log_sum - weighted / total, squares / total.square()
+    def __init__(self, hidden: Tensor, head: _Head) -> None:
+        rows = len(hidden) if head.top_k else 0
+        self.k, self.slots = _slots(head.top_k)
+        self.cols = head.tiles.cols
+        self.keys = torch.empty(rows, self.slots, dtype=torch.int64, device=hidden.device)
+        self.counts = torch.zeros(rows, dtype=torch.int32, device=hidden.device)
+        self.floors = torch.full_like(self.counts, -(1 << 31))
+        self.missed = torch.zeros_like(self.counts)
+
+    def column_parts(self, vocab: int, growth: int) -> list[slice]:
+        """Whole tiles, all at once without keys; with growth 1 no row can run out of slots."""
+        if self.slots == 0:
+            return [slice(0, vocab)]
+        parts: list[slice] = []
+        size = self.slots // self.k * self.cols
+        free = (self.slots - self.k) // self.k * self.cols
+        while not parts or parts[-1].stop < vocab:
+            first = parts[-1].stop if parts else 0
+            parts.append(slice(first, min(first + size, vocab)))
+            size = max(free, parts[-1].stop * (growth - 1))
+        return parts
+
+    def sort(self) -> None:
+        if self.slots:
+            best_kernel[(len(self.keys),)](
+                self.keys, self.counts, self.floors, self.missed, K=self.k, SLOTS=self.slots,
+                num_warps=4,
+            )  # fmt: skip
+
+
+def _slots(top_k: int) -> tuple[int, int]:
+    """How many keys are kept of a row, and how many it has slots for: powers of two, of few."""
+    if top_k == 0:
+        return 0, 0
+    k = max(8, 1 << (top_k - 1).bit_length())
+    return k, min(8 * k, 256)  # sorting takes the square of it; more than GROWTH times k
+
+
+def _launch_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    head: _Head,
+    part: slice,
+    partial: Tensor,
+    target_logits: Tensor,
+    best: _Best,
+) -> None:
+    """Of these columns, which begin with a tile."""
+    tiles, num_rows, columns = head.tiles, len(hidden), part.stop - part.start
+    bias = None if bias is None else bias[part]
+    stats_kernel[(-(-num_rows // tiles.rows) * -(-columns // tiles.cols),)](
+        *_operands(hidden, weight[part], tiles), _or_dummy(bias, partial), targets,
+        partial[:, part.start // tiles.cols :], partial.stride(0), target_logits, best.keys,
+        best.counts, best.floors, num_rows, columns, head.first_row + part.start,
+        1 / head.temperature, head.softcap, **_options(hidden, bias, head, columns),
+        SQUARES=head.pi_squared, K=best.k, SLOTS=best.slots,
+    )  # fmt: skip
 
 
 def _grad_rows(
