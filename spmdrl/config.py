@@ -93,6 +93,7 @@ class TrainConfig:
     engine: Literal["fsdp", "megatron"] = "fsdp"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; main weights, Adam: float32
     fsdp: int = -1  # of fsdp: ranks that share one copy of the weights; -1: all
+    ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
@@ -101,7 +102,7 @@ class TrainConfig:
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
-    micro_batch_tokens: int = 16384  # per rank and forward pass
+    micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     activation_checkpointing: bool = False
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False

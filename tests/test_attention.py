@@ -62,7 +62,8 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
     use_fast_linear(model)
     use_fast_rms_norm(model)
     assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (name != "gemma3")
-    got, *_ = TokenPolicy(model)(torch.cat(sequences), positions, packing, rows, 1.0)
+    tokens = torch.cat(sequences)
+    got, *_ = TokenPolicy(model)(tokens, positions, packing, rows - 1, tokens[rows], 1.0)
     got.sum().backward()
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
