@@ -99,6 +99,7 @@ class TrainConfig:
     engine: Literal["fsdp", "megatron"] = "fsdp"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; main weights, Adam: float32
     fsdp: int = -1  # of fsdp: ranks that share one copy of the weights; -1: all
+    ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
@@ -107,7 +108,7 @@ class TrainConfig:
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
-    micro_batch_tokens: int = 16384  # per rank and forward pass
+    micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
     attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
     compile: bool = False  # of fsdp: torch.compile of each decoder layer

@@ -25,6 +25,7 @@ from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layer
 from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
 from spmdrl.engines.optimizers import LABELS, check_optimizer, state_bytes
+from spmdrl.engines.ulysses import check_ulysses
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.topology import resolve_degrees, train_degrees
@@ -79,6 +80,14 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
+        check_sharing(name, role, role.model or config.model)
+
+
+def check_sharing(name: str, role: TrainConfig, model: str) -> None:
+    try:
+        check_ulysses(load_hf_config(model), role.ulysses)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from error
 
 
 def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
@@ -178,7 +187,7 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
 # what only one engine reads, and what it is where nobody sets it
 LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
-        "fsdp": -1, "kernels": "spmdrl", "attention": "auto", "compile": False,
+        "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
         "activation_offload": False, "ema": 0.0,
     },
     "megatron": {
@@ -190,6 +199,11 @@ LAYOUT: dict[str, dict[str, Any]] = {
 
 
 def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
+    require(
+        role.engine == "fsdp" or role.ulysses == 1,
+        f"{name}.ulysses={role.ulysses} is of engine 'fsdp'. With {name}.engine={role.engine!r} "
+        f"ranks share the tokens of a sequence by {name}.context_parallel",
+    )
     for engine, fields in LAYOUT.items():
         for field, default in fields.items():
             require(
@@ -198,6 +212,7 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
                 f"{role.engine!r}: it is of engine {engine!r}",
             )
     what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
+    what += " with ulysses" if role.ulysses != 1 else ""
     try:
         resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:
@@ -231,7 +246,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.data.batch_size >= 1, f"data.batch_size={config.data.batch_size}: at least 1")
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
-    load_hf_config(config.model)
+    check_sharing("actor", config.actor, config.model)
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
 
@@ -287,23 +302,32 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
     d, r, a = config.data, config.rollout, config.algo
     samples = d.prompts_per_step * r.n
     longest = d.max_prompt_tokens + r.max_tokens
-    actors = len(place(config, world).roles["actor"])
+    sharing = sharing_ranks(config.actor)
+    actors = len(place(config, world).roles["actor"]) // sharing
+    holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
+    budget = config.actor.micro_batch_tokens * config.actor.context_parallel * config.actor.ulysses
     per_update = samples // a.mini_batches
     lines = [
         "batch",
         f"  {d.prompts_per_step} prompts x {r.n} samples = {samples} samples a step, "
         f"at most {samples * r.max_tokens:,} response tokens",
         f"  {samples} / {a.mini_batches} mini-batches = {per_update} samples an update, "
-        f"about {per_update / actors:g} on each of {actors} ranks; {a.epochs} epochs: "
+        f"about {per_update / actors:g} on each of {actors} {holders}; {a.epochs} epochs: "
         f"{a.epochs * a.mini_batches} updates a step, {updates_per_run(config)} in {config.steps}",
         f"  {num_prompts} prompts / {d.prompts_per_step} = {num_prompts // d.prompts_per_step} "
         f"steps an epoch: {config.steps * d.prompts_per_step / max(num_prompts, 1):.2f} epochs",
         f"  longest sequence {d.max_prompt_tokens} + {r.max_tokens} = {longest} tokens; "
-        f"micro-batches of {config.actor.micro_batch_tokens} tokens",
+        f"micro-batches of {budget} tokens",
         *algorithm_lines(config),
         *placement_lines(config, world),
     ]
     return "\n".join(lines + memory_lines(config, world))
+
+
+def sharing_ranks(role: TrainConfig) -> int:
+    """How many ranks work on the same sequences."""
+    megatron = role.tensor_parallel * role.pipeline_parallel * role.context_parallel
+    return role.ulysses if role.engine == "fsdp" else megatron
 
 
 def placement_lines(config: PpoConfig, world: int) -> list[str]:

@@ -25,7 +25,7 @@ class Trainer:
     """A role that holds a trainer's model. On a rank outside there is no engine."""
 
     name: str
-    topology: Topology  # axes dp, fsdp, or those of megatron: pp, dp, cp, tp
+    topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
     skipped: int = 0  # updates in a row, for a loss or a gradient that is not finite
 

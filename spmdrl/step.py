@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -268,7 +269,12 @@ def tell(
     target: Trainer | None,
 ) -> None:
     """Gives `target` what `source` found of each token, where they are on different ranks."""
-    if source is None or target is None or source.ranks == target.ranks:
+    if source is None or target is None:
+        return
+    if source.ranks == target.ranks:  # those that are given sequences have it already
+        if target.here and not source.here:  # a rank that helps them holds no token
+            for batch, name in product(lesson.of(target), names):
+                setattr(batch, name, torch.zeros(batch.num_tokens))
         return
     post, dealt = roles.post, lesson.deal
     for name in names:

@@ -33,6 +33,8 @@ class Topology:
     control: dist.ProcessGroup  # these ranks again: gloo, for agreements at the end of phases
     device: torch.device
     host: str
+    # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
+    sharding: DeviceMesh | None = None
 
     @classmethod
     def build(
@@ -56,6 +58,10 @@ class Topology:
         shape = resolve_degrees(degrees, len(chosen))
         table = torch.tensor(chosen).view(*shape.values())
         mesh = DeviceMesh(device.type, table, mesh_dim_names=tuple(shape))
+        sharding = None
+        if "sp" in shape:
+            table = table.view(shape["dp"], -1)
+            sharding = DeviceMesh(device.type, table, mesh_dim_names=("dp", "fsdp"))
         whole = dist.group.WORLD
         assert whole is not None
         if share is not None:
@@ -67,7 +73,8 @@ class Topology:
             everywhere = len(chosen) == len(everyone) and not hosted
             group = whole if everywhere else dist.new_group(chosen, backend=both, timeout=limit)
             control = dist.new_group(chosen, backend="gloo", timeout=limit)
-        return cls(tuple(chosen), mesh, group, control, device, socket.gethostname())
+        host = socket.gethostname()
+        return cls(tuple(chosen), mesh, group, control, device, host, sharding)
 
     @classmethod
     def from_megatron(cls, share: Topology) -> Topology:
@@ -108,13 +115,22 @@ class Topology:
         """Those that are given sequences, each its own: one of every model-parallel group.
 
         It is the first of its tensor- and context-parallel ranks in the last pipeline stage, where
-        losses and logprobs are. Without these axes every rank is one.
+        losses and logprobs are, or of those that share sequences (sp). Without these axes every
+        rank is one.
         """
         names, table = self.mesh.mesh_dim_names, self.mesh.mesh
         assert names is not None
-        one = {"tp": 0, "cp": 0, "pp": -1}
+        one = {"tp": 0, "cp": 0, "sp": 0, "pp": -1}
         index = tuple(one.get(name, slice(None)) for name in names)
         return tuple(sorted(table[index].flatten().tolist()))
+
+    @property
+    def copies(self) -> DeviceMesh:
+        """(dp, fsdp) of a role of engine fsdp: replicas of the weights, ranks that share one."""
+        return self.mesh["dp", "fsdp"] if self.sharding is None else self.sharding
+
+    def has_axis(self, name: str) -> bool:
+        return name in (self.mesh.mesh_dim_names or ())
 
     def axis_size(self, axis: str) -> int:
         return self.mesh.shape[self.axis(axis)]
@@ -151,9 +167,21 @@ def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
 def train_degrees(role: TrainConfig) -> dict[str, Any]:
     """Axes of a training role.
 
-    fsdp: replicas of groups of `fsdp` ranks that share one copy; -1: all. megatron: its own order.
+    fsdp: replicas of groups of `fsdp` ranks that share one copy; -1: all. Of a copy's ranks, each
+    `ulysses` neighbours share their sequences too (sp). megatron: its own order. Raises ConfigError
+    where a copy has no such groups.
     """
     if role.engine == "megatron":
         return {"pp": role.pipeline_parallel, "dp": -1, "cp": role.context_parallel,
                 "tp": role.tensor_parallel}  # fmt: skip
-    return {"dp": 1 if role.fsdp == -1 else -1, "fsdp": role.fsdp}
+    dp = 1 if role.fsdp == -1 else -1
+    if role.ulysses == 1:
+        return {"dp": dp, "fsdp": role.fsdp}
+    if role.ulysses < 1 or (role.fsdp != -1 and role.fsdp % role.ulysses):
+        raise ConfigError(
+            f"ulysses={role.ulysses} with fsdp={role.fsdp}: ranks that share sequences share a "
+            "copy of the weights too: fsdp must be -1 or a multiple of ulysses, which is 1 or more"
+        )
+    return {
+        "dp": dp, "fsdp": -1 if dp == 1 else role.fsdp // role.ulysses, "sp": role.ulysses,
+    }  # fmt: skip

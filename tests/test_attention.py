@@ -69,7 +69,8 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
     assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (
         not name.startswith("gemma")
     )
-    got, *_ = TokenPolicy(model)(torch.cat(sequences), positions, packing, rows, 1.0)
+    tokens = torch.cat(sequences)
+    got, *_ = TokenPolicy(model)(tokens, positions, packing, rows - 1, tokens[rows], 1.0)
     got.sum().backward()
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -48,6 +48,20 @@ CASES = [
     ),
     ({"data": data(max_prompt_tokens=500)}, 1, ["500", "50 = 550", "512"]),
     ({"actor": TrainConfig(fsdp=3)}, 4, ["actor.fsdp", "does not divide 4"]),
+    ({"actor": TrainConfig(ulysses=3)}, 3, ["actor.ulysses=3", "4 % 3 = 1", "1, 2, 4"]),
+    ({"actor": TrainConfig(ulysses=2)}, 3, ["actor.fsdp with ulysses", "does not divide 3"]),
+    ({"actor": TrainConfig(ulysses=2, fsdp=1)}, 2, ["ulysses=2 with fsdp=1", "multiple"]),
+    ({"actor": TrainConfig(ulysses=0)}, 2, ["ulysses=0", "1 or more"]),
+    (
+        {"ref": TrainConfig(ulysses=8), "algo": AlgoConfig(kl_coef=0.1)},
+        8,
+        ["ref.ulysses=8", "4 % 8 = 4"],
+    ),
+    (
+        {"actor": TrainConfig(engine="megatron", ulysses=2)},
+        2,
+        ["actor.ulysses=2", "actor.context_parallel"],
+    ),
     ({"actor": TrainConfig(optim=OptimConfig(schedule="cosine"))}, 1, ["decay_steps", "100"]),
     ({"algo": AlgoConfig(advantage="gae")}, 1, ["needs critic="]),
     ({"critic": TrainConfig()}, 1, ["no use for one"]),
@@ -130,6 +144,31 @@ def test_planned_activations_follow_checkpointing_and_offloading(qwen3):
     assert memory_of("ref", role, str(qwen3), 1).activations == inputs
 
 
+def test_ranks_that_share_sequences_are_described(qwen3):
+    config = config_of(qwen3, actor=TrainConfig(ulysses=2, micro_batch_tokens=1000))
+    check(config, 4)
+    text = describe(config, 4, num_prompts=60)
+    assert "about 24 on each of 2 groups of 2 ranks" in text
+    assert "micro-batches of 2000 tokens" in text
+    assert "ranks 0-3: dp 1 x fsdp 2 x sp 2" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"model_type": "bloom", "n_head": 4', "bloom.*by themselves"),
+        ('"model_type": "qwen3", "num_attention_heads": 4, "rope_parameters": {"rope_theta": 1e4, '
+         '"rope_type": "dynamic", "factor": 2.0}', "'dynamic' depend on the longest"),
+        ('"model_type": "gpt2", "n_head": 6', "6 attention heads"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_share_attention_are_refused(tmp_path, text, words):
+    (tmp_path / "config.json").write_text(f"{{{text}}}")
+    shared = TrainConfig(ulysses=4 if "gpt2" in text else 2)
+    with pytest.raises(ConfigError, match=rf"actor\.ulysses=\d.*{words}"):
+        check(config_of(tmp_path, actor=shared), 4)
+
+
 def test_layers_that_carry_state_are_refused(tmp_path):
     text = '{"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}'
     (tmp_path / "config.json").write_text(text.replace("}", ', "num_hidden_layers": 2}'))
@@ -146,6 +185,7 @@ def test_sft_is_checked_too(qwen3):
     for changes, words in [
         ({"actor": cosine}, r"decay_steps above warmup_steps=0, e\.g\. 100"),
         ({"actor": TrainConfig(fsdp=3)}, "actor.fsdp"),
+        ({"actor": TrainConfig(ulysses=2, fsdp=1)}, "ulysses=2 with fsdp=1"),
         ({"actor": TrainConfig(model="m")}, "actor.model"),
         ({"steps": 0}, "steps=0"),
     ]:

@@ -68,9 +68,11 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b. total may be of a wider dtype."""
+    """total += a b. total may be of a wider dtype: then each product is rounded to a's, but small
+    ones, where that is cheap, are not."""
     if total.dtype != a.dtype:
-        total += a @ b
+        small = len(a) * a.shape[1] * b.shape[1] < 1 << 24
+        total += a.float() @ b.float() if small else a @ b
     elif not _by_onednn(a):
         total.addmm_(a, b)
     else:

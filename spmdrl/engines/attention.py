@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from spmdrl.engines.ulysses import Team, to_heads, to_tokens
+
 NAME = "spmdrl_packed"
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
 
@@ -28,13 +30,14 @@ class Packing:
     cu_seqlens: Tensor  # (num_seqs + 1,) int32, on the device
     max_len: int
     groups: tuple[PaddedGroup, ...]
+    team: Team | None = None  # ranks that hold equal runs of the tokens; None: they are all here
 
     @classmethod
-    def build(cls, seq_lens: Tensor, device: torch.device) -> Packing:
+    def build(cls, seq_lens: Tensor, device: torch.device, team: Team | None = None) -> Packing:
         """seq_lens: (num_seqs,) int64 on the CPU."""
         cu_seqlens = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0))
         groups = padded_groups(seq_lens, cu_seqlens, device)
-        return cls(cu_seqlens.to(device, torch.int32), int(seq_lens.max()), groups)
+        return cls(cu_seqlens.to(device, torch.int32), int(seq_lens.max()), groups, team)
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,13 @@ def packed_attention(
     refused = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
     if dropout or refused or not getattr(module, "is_causal", True):
         raise ValueError(f"packed attention lacks dropout={dropout}, {refused}, or non-causal use")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        flash = flash or _flash
-        return flash(query, key, value, packing, scaling, sliding_window, softcap), None
-    return _padded(query, key, value, packing, scaling, sliding_window, softcap), None
+    team = packing.team
+    if team is not None:
+        query, key, value = to_heads(query, key, value, team)
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    compute = (flash or _flash) if half else _padded
+    out = compute(query, key, value, packing, scaling, sliding_window, softcap)
+    return out if team is None else to_tokens(out, team), None
 
 
 def _flash(

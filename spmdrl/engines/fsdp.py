@@ -23,17 +23,12 @@ from spmdrl.engines import ema, layers
 from spmdrl.engines.activations import offloading, use_checkpointing
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
-from spmdrl.engines.micro_batches import (
-    add_metrics,
-    cut,
-    reduce_metrics,
-    scatter_rows,
-    token_rows,
-)
+from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -48,7 +43,9 @@ logger = logging.getLogger(__name__)
 class FsdpEngine:
     """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
 
-    The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy).
+    The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
+    `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
+    given no sequences are empty, and so are their results for tokens.
     Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
     compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
     called.
@@ -57,12 +54,14 @@ class FsdpEngine:
     def __init__(
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
     ) -> None:
-        self.config, self.topology = config, topology
+        self.config, self.topology, self.team = config, topology, Team.of(topology)
+        assert config.ulysses == (1 if self.team is None else self.team.size)
         layers.check_here(config, topology.device)
         hf = build_model(model, full=topology.rank == 0)
         layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         self.pretrained = [hf.config, hf.generation_config]
+        check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
@@ -107,13 +106,15 @@ class FsdpEngine:
         return self._per_token(batch, 1, lambda mb: (self._value(mb),))[0]
 
     def _per_token(
-        self, batch: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
+        self, own: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
-        result = torch.zeros(columns, batch.num_tokens)
-        for seqs, mb in self._micro_batches(batch):
-            rows = token_rows(batch, seqs)
-            result[:, rows] = torch.stack(forward(mb)).cpu()[:, : len(rows)]
+        result = torch.zeros(columns, own.num_tokens)
+        for seqs, mb in self._micro_batches(own):
+            found = torch.stack(forward(mb)).cpu()
+            if own.num_tokens:  # this is the rank that asked
+                rows = token_rows(own, seqs)
+                result[:, rows] = found[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
@@ -141,7 +142,7 @@ class FsdpEngine:
             loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
         grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
-        totals = reduce_metrics(sums, group)
+        totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad()
@@ -164,29 +165,26 @@ class FsdpEngine:
         self, mb: Batch, temperature: float, pi_squared: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
-        rows, packing, positions = self._inputs(mb)
-        logprobs, entropy, squares = self.module(
-            mb.token_ids, positions, packing, rows, temperature, pi_squared
-        )
-        return (
-            scatter_rows(logprobs, rows, mb), scatter_rows(entropy, rows, mb),
-            scatter_rows(squares, rows, mb),
+        mine, packing = self._inputs(mb)
+        found = self.module(
+            mine.token_ids, mine.positions, packing, mine.states, mb.token_ids[mine.rows],
+            temperature, pi_squared,
         )  # fmt: skip
+        logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
+        return logprobs, entropy, squares
 
     def _value(self, mb: Batch) -> Tensor:
-        rows, packing, positions = self._inputs(mb)
-        return scatter_rows(self.module(mb.token_ids, positions, packing, rows), rows, mb)
+        mine, packing = self._inputs(mb)
+        values = self.module(mine.token_ids, mine.positions, packing, mine.states)
+        return whole(values, mine.rows, mb, self.team)
 
-    def _inputs(self, mb: Batch) -> tuple[Tensor, Packing, Tensor]:
-        device = self.topology.device
-        positions = torch.arange(mb.num_tokens) - torch.repeat_interleave(
-            mb.cu_seqlens[:-1], mb.seq_lens
-        )
-        rows = mb.loss_mask.nonzero().flatten()
-        return rows, Packing.build(mb.seq_lens, device), positions.to(device)
+    def _inputs(self, mb: Batch) -> tuple[Share, Packing]:
+        mine = share_of(mb, self.team)
+        return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
-        return cut(batch, self.config.micro_batch_tokens, self.topology)
+    def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
+        batch = shared(own, self.team, self.topology.device)
+        return cut(batch, self.config.micro_batch_tokens * self.config.ulysses, self.topology)
 
     # ---- weights and memory
 
@@ -268,7 +266,7 @@ def shard(
 ) -> None:
     """Shards each layer, then the rest with the root; gradients are summed in float32."""
     settings: dict[str, Any] = {
-        "mesh": topology.mesh["dp", "fsdp"],
+        "mesh": topology.copies,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if compute == torch.float32 else compute,
             reduce_dtype=torch.float32,
@@ -293,7 +291,7 @@ def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topolo
             dist.broadcast(value, group=group, group_src=0)
             target.copy_(value)
             continue
-        shards = topology.axis_size("fsdp")
+        shards = topology.copies.size(1)
         rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
         mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
         parts = None

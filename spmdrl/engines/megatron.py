@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.schedule import learning_rate
-from spmdrl.packing import empty_batch
+from spmdrl.engines.sharing import SumForward, broadcast_batch
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.reshard import gathered
@@ -246,7 +245,7 @@ class MegatronEngine:
         rows = inputs.chosen[inputs.mine]
         whole = scatter_rows(values, rows, inputs.batch)
         if self.parts.groups.context.size() > 1:
-            whole = _SumForward.apply(whole, self.parts.groups.context)
+            whole = SumForward.apply(whole, self.parts.groups.context)
         return whole
 
     def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
@@ -309,58 +308,6 @@ def causal_mask(token_ids: Tensor) -> Tensor:
     """(1, 1, tokens, tokens) bool, True is hidden."""
     width = token_ids.shape[1]
     return torch.ones(1, 1, width, width, dtype=torch.bool, device=token_ids.device).triu(1)
-
-
-@dataclass(frozen=True)
-class Header:
-    """A field of a Batch on its way."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def broadcast_batch(
-    batch: Batch, group: dist.ProcessGroup, source: int, device: torch.device
-) -> Batch:
-    """The Batch of the group's rank `source`, on the CPU. Collective over the group."""
-    me = dist.get_rank(group)
-    fields = {"cu_seqlens": batch.cu_seqlens, **dict(batch.tensors())}
-    told = [[Header(name, t.dtype, tuple(t.shape)) for name, t in fields.items()]]
-    dist.broadcast_object_list(told, group=group, group_src=source, device=device)
-    size = sum(math.prod(h.shape) * h.dtype.itemsize for h in told[0])
-    row = torch.empty(size, dtype=torch.uint8)
-    if me == source:
-        parts = [fields[h.name].contiguous().view(-1).view(torch.uint8) for h in told[0]]
-        torch.cat(parts, out=row)
-    row = row.to(device)
-    dist.broadcast(row, group=group, group_src=source)
-    if me == source:
-        return batch
-    row, start, found = row.cpu(), 0, {}
-    for h in told[0]:
-        end = start + math.prod(h.shape) * h.dtype.itemsize
-        part = row[start:end].clone()  # so that it lies where its dtype may lie
-        found[h.name] = part.view(h.dtype).view(h.shape)
-        start = end
-    received = empty_batch(found["cu_seqlens"].diff(), found["keys"].shape[1])
-    for name, tensor in found.items():
-        setattr(received, name, tensor)
-    return received
-
-
-class _SumForward(torch.autograd.Function):
-    """The sum over a group whose ranks then all do the same: each keeps its part's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 @contextmanager

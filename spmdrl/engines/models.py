@@ -36,18 +36,18 @@ class TokenPolicy(nn.Module):
                 raise ConfigError(f"model {hf.config.name_or_path}: {name} is not supported")
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, rows: Tensor,
-        temperature: float, pi_squared: bool = False,
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        targets: Tensor, temperature: float, pi_squared: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """token_ids, position_ids: (num_tokens,); rows: (n,) positions of the chosen tokens.
+        """token_ids, position_ids: (num_tokens,); states, targets: (n,) positions, token ids.
 
         Returns logprobs, entropy and the sum of squared probabilities (0 unless `pi_squared`), (n,)
-        float32 each: of token rows[i] given all before it.
+        float32 each: of targets[i] as what follows on token states[i].
         """
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
         head: Any = self.hf.get_output_embeddings()
         return lm_head_logprobs(
-            hidden[rows - 1], head.weight, token_ids[rows], temperature,
+            hidden[states], head.weight, targets, temperature,
             bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
         )  # fmt: skip
 
@@ -65,11 +65,11 @@ class TokenValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, rows: Tensor
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor
     ) -> Tensor:
-        """Returns (n,) float32 values of the states in which tokens `rows` were chosen."""
+        """Returns (n,) float32 values of the states after tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
-        return self.value_head(hidden[rows - 1]).float().squeeze(-1)
+        return self.value_head(hidden[states]).float().squeeze(-1)
 
 
 def backbone_hidden(

@@ -3,7 +3,8 @@
 Every estimator with every policy loss that goes with it, and every option that has a statistic of
 the batch in it, through the step's own code: on one rank, and with the samples in another order,
 in larger micro-batches, and with the roles on ranks of their own among three. The options, every
-estimator and every loss are seen on 1, 2 and 3 ranks with three micro-batch budgets.
+estimator and every loss are seen on 1, 2 and 3 ranks with three micro-batch budgets, and on ranks
+that share the tokens of their sequences.
 """
 
 import random
@@ -39,11 +40,13 @@ BASE = PpoConfig(
     rollout=RolloutConfig(n=SAMPLES, max_tokens=24),
     actor=TRAIN,
 )
-# (world, micro-batch budget, order of the samples, ranks of sampling, actor, ref, critic, prm);
-# the first is what the others are held to, the last differs from it in everything
+# (world, micro-batch budget, order of the samples, ranks of sampling, actor, ref, critic, prm; how
+# many of each of these share their tokens); the first is what the others are held to, the last
+# differs from it in everything
 SPLITS = [
-    (1, 64, "given", ""), (1, 1000, "shuffled", ""), (2, 40, "shuffled", ""),
-    (2, 1000, "given", "0 1 1 0 0"), (3, 64, "shuffled", ""), (3, 1000, "shuffled", "02 01 2 12 0"),
+    (1, 64, "given", "", ""), (1, 1000, "shuffled", "", ""), (2, 40, "shuffled", "", ""),
+    (2, 1000, "given", "0 1 1 0 0", ""), (2, 30, "given", "01 01 0 01 01", "2 1 2 1"),
+    (3, 64, "shuffled", "", ""), (3, 1000, "shuffled", "02 01 2 12 0", ""),
 ]  # fmt: skip
 pytestmark = pytest.mark.timeout(600)
 
@@ -181,16 +184,18 @@ def steps_on(topology, cases, splits, models):
     from spmdrl.roles import Roles, Trainer
     from spmdrl.routing import Post
     from spmdrl.step import hand_over, learn
-    from spmdrl.topology import Topology
+    from spmdrl.topology import Topology, train_degrees
 
     phases = Phases(topology)
     results = {}
     for split in splits:
-        _, budget, order, placement = split
+        _, budget, order, placement, sharing = split
         everyone = "".join(map(str, topology.ranks))
         sets = [tuple(map(int, ranks)) for ranks in (placement or " ".join([everyone] * 5)).split()]
+        degrees = [1, *map(int, (sharing or "1 1 1 1").split())]
         sampling, *places = (
-            Topology.build(topology.device, ranks, dp=1, fsdp=-1) for ranks in sets
+            Topology.build(topology.device, ranks, **train_degrees(TrainConfig(ulysses=degree)))
+            for ranks, degree in zip(sets, degrees, strict=True)
         )
         training = Topology.build(topology.device, set().union(*sets[1:]), dp=-1)
         train = replace(TRAIN, micro_batch_tokens=budget)

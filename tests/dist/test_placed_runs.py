@@ -46,6 +46,12 @@ def alone(folder):
 PLACEMENTS = {
     "split": (2, '{"actor":"0","rollout":"1"}', ()),
     "mixed": (4, '{"actor":"2-3","rollout":"0,2","ref":"1","critic":"0,3","reward":"1,3"}', ()),
+    # pairs of ranks share the tokens of their sequences, not the same ones for every role
+    "ulysses": (
+        3,
+        '{"actor":"0,2","rollout":"0-1","ref":"0-1","critic":"1-2"}',
+        ("--actor.ulysses", "2", "--critic.ulysses", "2"),
+    ),
     # the weights of step n are in before step n + 1 is sampled, since every step is evaluated
     "async": (3, '{"actor":"1","rollout":"0,2","critic":"1"}', ("--async_steps", "2")),
 }

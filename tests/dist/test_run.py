@@ -70,6 +70,22 @@ def test_resume_is_bit_for_bit(folder, uninterrupted):
         assert (folder / "whole" / shard).read_bytes() == (folder / "resumed" / shard).read_bytes()
 
 
+def test_ranks_that_share_the_tokens_of_sequences_go_on_alike(folder, uninterrupted):
+    """From a checkpoint of ranks that did not; the engines' weights are proven after every push."""
+    done = torchrun(
+        folder, 2, "--config", "cfg.py", "--steps", "4", "--run_dir", "ulysses",
+        "--resume", "whole/checkpoints/step_00000002", "--actor.ulysses", "2",
+        "--actor.activation_checkpointing", "--actor.offload_params", "--actor.offload_optimizer",
+        "--weights.check",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    whole, shared = metrics_of(folder / "whole"), metrics_of(folder / "ulysses")
+    for want, got in zip(whole[3:], shared[-2:], strict=True):
+        assert got.keys() == want.keys()
+        for key in want.keys() - {"balance/imbalance"}:
+            assert got[key] == pytest.approx(want[key], rel=1e-5, abs=1e-5), key
+
+
 def test_a_checkpoint_loads_on_another_number_of_ranks(folder, uninterrupted):
     done = torchrun(
         folder, 1, "--config", "cfg.py", "--steps", "4", "--run_dir", "resharded",
