@@ -26,6 +26,7 @@ from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.vllm_fp8 import check_fp8
+from spmdrl.strict import check_strict
 from spmdrl.topology import resolve_degrees, train_degrees
 
 GIB = 2**30
@@ -70,6 +71,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_roles(config, world)
     hf = load_hf_config(config.model)
     check_model(hf, config)
+    check_strict(config, hf, hosted)
     placement = place(config, world)
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):

@@ -55,6 +55,7 @@ from spmdrl.routing import (
     send_deal,
     send_results,
 )
+from spmdrl.strict import require_equal
 from spmdrl.types import Batch
 
 
@@ -207,6 +208,8 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
                 actor.model, lesson.of(actor), loss_fn, algo.epochs, temperature, select
             )
             metrics |= {f"actor/{name}": value for name, value in updates.items()}
+            if config.strict:
+                require_equal(metrics, step)
         metrics |= adapt(roles, metrics, num_samples=lesson.deal.num_seqs)
     if len(roles.trainer_ranks) > 1:  # one role's ranks know nothing of another's
         with phases("report", roles.training):

@@ -20,7 +20,7 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4
+    assert len(kernels) == 5 * 3 + 3 * 2 + 4 + 2 + 4 + 2 * 4
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
     fast = [k for k in kernels if k["tma"]]
@@ -31,7 +31,14 @@ def test_every_launch_compiles_for_hopper():
 
 def main() -> None:
     import triton
-    from spmdrl_kernels import lm_head_triton, norm_triton, rope_triton, scan_triton, swiglu_triton
+    from spmdrl_kernels import (
+        invariant_triton,
+        lm_head_triton,
+        norm_triton,
+        rope_triton,
+        scan_triton,
+        swiglu_triton,
+    )
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
@@ -59,13 +66,15 @@ def main() -> None:
 
     triton.runtime.driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_only
-    for module in (lm_head_triton, norm_triton, swiglu_triton, rope_triton):
+    for module in (lm_head_triton, norm_triton, swiglu_triton, rope_triton, invariant_triton):
         module.dtype_to_store = lambda like: like.dtype  # as on a GPU
+    invariant_triton.widens = lambda like: False
     options = lm_head_triton._options
     lm_head_triton._options = lambda *args: options(*args) | {"WIDEN": False}
 
     compile_lm_heads(lm_head_triton)
     compile_layers(norm_triton, swiglu_triton, rope_triton)
+    compile_invariant(invariant_triton)
     for num_seqs in (1, 3):
         zeros, cu_seqlens = torch.zeros(4 * num_seqs), torch.arange(num_seqs + 1) * 4
         lam = torch.ones(num_seqs)
@@ -102,6 +111,19 @@ def compile_layers(norm, swiglu, rope) -> None:
             torch.autograd.grad(swiglu.swiglu(x, y).sum(), [x, y])
     x, angles = torch.zeros(5, 3, 128, dtype=half, requires_grad=True), torch.zeros(5, 64)
     torch.autograd.grad(rope.rope(x, angles, angles).sum(), x)
+
+
+def compile_invariant(module) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, size, columns in ((1, 896, 1152), (300, 41, 77)):
+            module.product(
+                torch.zeros(rows, size, dtype=dtype), torch.zeros(columns, size).to(dtype)
+            )
+        for size, window in ((128, None), (80, 7)):
+            query = torch.zeros(2, 3, 4, size, dtype=dtype)
+            key = torch.zeros(2, 70, 2, size, dtype=dtype)
+            places = torch.zeros(2, 3, dtype=torch.int64)
+            module.attention(query, key, key, places, 0.1, window)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from spmdrl.engines.micro_batches import (
 )
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.engines.strict import make_strict
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -43,18 +44,22 @@ class FsdpEngine:
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy).
     Weights, gradients and Adam moments are float32 shards; compute is in config.dtype. A frozen
-    engine has no optimizer and its `update` must not be called.
+    engine has no optimizer and its `update` must not be called. strict: the policy's logprobs are
+    bit for bit those of a strict rollout engine with the same weights (engines/strict.py).
     """
 
     def __init__(
-        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
-    ) -> None:
+        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.topology = config, topology
         fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
         hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
         self.pretrained = [hf.config, hf.generation_config]
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
+        if strict:
+            make_strict(self.module, DTYPES[config.dtype], topology.device)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
