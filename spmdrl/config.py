@@ -255,6 +255,7 @@ class PpoConfig:
     # role -> ranks: {"actor": "0-3", "rollout": "4-7", "reward": "4"}; roles: actor, rollout, ref,
     # critic, prm, reward. Not named: actor, rollout on all; the others with actor, reward: rollout
     placement: Mapping[str, str | int | tuple[int, ...]] = field(default_factory=dict)
+    strict: bool = False  # rollout and trainer logprobs are equal in every bit, or the run stops
     async_steps: int = 0  # steps that sampling may run ahead of training; needs its own ranks
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

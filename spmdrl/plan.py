@@ -28,6 +28,7 @@ from spmdrl.engines.optimizers import LABELS, check_optimizer, state_bytes
 from spmdrl.engines.ulysses import check_ulysses
 from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
 from spmdrl.rollout.vllm_fp8 import check_fp8
+from spmdrl.strict import check_strict
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.weights.names import checkpoint_parts
 
@@ -76,6 +77,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_roles(config, world)
     hf = load_hf_config(config.model)
     check_model(hf, config)
+    check_strict(config, hf, hosted)
     placement = place(config, world)
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):

@@ -58,6 +58,7 @@ from spmdrl.routing import (
     send_deal,
     send_results,
 )
+from spmdrl.strict import require_equal
 from spmdrl.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,8 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
             select = selector(roles, step) if selects(algo) else None
             updates = train(actor, lesson.of(actor), loss_fn, config, algo.epochs, select)
             metrics |= {f"actor/{name}": value for name, value in updates.items()}
+            if config.strict:
+                require_equal(metrics, step)
         metrics |= adapt(roles, metrics, num_samples=lesson.deal.num_seqs)
     if len(roles.trainer_ranks) > 1:  # one role's ranks know nothing of another's
         with phases("report", roles.training):

@@ -224,8 +224,9 @@ def build(
             ranks = places.of(placement.roles[name], **train_degrees(role))
             kind = "value" if name == "critic" else "policy"
             engine = build_engine(
-                kind, role.model or config.model, role, ranks, name == "ref", topology
-            )
+                kind, role.model or config.model, role, ranks, name == "ref", topology,
+                strict=config.strict and name == "actor",
+            )  # fmt: skip
             if engine is not None:
                 engine.offload()
             trainers[name] = Trainer(name, ranks, engine)
@@ -233,7 +234,9 @@ def build(
     with phases("build rollout"):
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        rollout = build_rollout(config.model, config.rollout, longest, ranks, topology)
+        rollout = build_rollout(
+            config.model, config.rollout, longest, ranks, topology, config.strict
+        )
         if rollout is not None:
             undo.callback(rollout.shutdown)
     with phases("plan weights"):

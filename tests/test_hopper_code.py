@@ -21,7 +21,7 @@ def test_every_launch_compiles_for_hopper():
     )
     assert done.returncode == 0, done.stderr[-6000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 5 * 3 + (5 + 3) + 3 * 2 + 4 + 2 + 4 + 9 + 2 + (1 + 1 + 2)
+    assert len(kernels) == 5 * 3 + (5 + 3) + 3 * 2 + 4 + 2 + 4 + 9 + 2 + (1 + 1 + 2) + 2 * 4
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel
     copied = [k for k in kernels if k["name"] in ("copy_kernel", "block_kernel")]
@@ -36,6 +36,7 @@ def main() -> None:
     import triton
     from spmdrl_kernels import (
         copies_triton,
+        invariant_triton,
         lm_head_triton,
         norm_triton,
         rope_triton,
@@ -71,8 +72,9 @@ def main() -> None:
 
     triton.runtime.driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_only
-    for module in (lm_head_triton, norm_triton, swiglu_triton, rope_triton):
+    for module in (lm_head_triton, norm_triton, swiglu_triton, rope_triton, invariant_triton):
         module.dtype_to_store = lambda like: like.dtype  # as on a GPU
+    invariant_triton.widens = lambda like: False
     options = lm_head_triton._options
     lm_head_triton._options = lambda *args: options(*args) | {"WIDEN": False}
 
@@ -80,6 +82,7 @@ def main() -> None:
     compile_top_k(lm_head_triton)
     compile_layers(norm_triton, swiglu_triton, rope_triton)
     compile_copies(copies_triton)
+    compile_invariant(invariant_triton)
     for num_seqs in (1, 3):
         zeros, cu_seqlens = torch.zeros(4 * num_seqs), torch.arange(num_seqs + 1) * 4
         lam = torch.ones(num_seqs)
@@ -158,6 +161,19 @@ def compile_policy_losses(loss_and_totals, zeros, cu_seqlens) -> None:
     ]:
         leaves = [zeros.clone().requires_grad_() for _ in range(2)]
         loss_and_totals(*leaves, inputs, terms)[0].backward()
+
+
+def compile_invariant(module) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, size, columns in ((1, 896, 1152), (300, 41, 77)):
+            module.product(
+                torch.zeros(rows, size, dtype=dtype), torch.zeros(columns, size).to(dtype)
+            )
+        for size, window in ((128, None), (80, 7)):
+            query = torch.zeros(2, 3, 4, size, dtype=dtype)
+            key = torch.zeros(2, 70, 2, size, dtype=dtype)
+            places = torch.zeros(2, 3, dtype=torch.int64)
+            module.attention(query, key, key, places, 0.1, window)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl_kernels import copies_bench, lm_head, norm, policy_loss_bench, scan, switch
+from spmdrl_kernels import copies_bench, invariant, lm_head, norm, policy_loss_bench, scan, switch
 
 TOKENS = 8192
 LM_HEADS = ((896, 151936), (1024, 151936), (3584, 151936), (4096, 131072), (4096, 262144))
@@ -66,6 +66,9 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
         shapes = {"rms_norm": (TOKENS, 4096), "swiglu": (TOKENS, 14336), "rope": (TOKENS, 32, 128)}
         return [Case(name, form, s, b) for name, s in shapes.items() for b in (False, True)]
 
+    for form in ("ours", "eager"):  # what strict=True costs
+        cases += [Case("product", form, s) for s in ((64, 4096, 4096), (TOKENS, 4096, 4096))]
+        cases += [Case("attention", form, s) for s in ((64, 1, 4096), (4, 2048, 2048))]
     cases += lm_heads("ours", head_shapes) + layers("ours") + [Case("gae", "ours", (256, 16384))]
     cases += lm_heads("eager", head_shapes) + layers("eager") + [Case("gae", "eager", (256, 16384))]
     tiled = [(TOKENS, *head) for head in TILED]
@@ -89,6 +92,8 @@ def cpu_cases() -> list[Case]:
         cases.append(Case("lm_head", f"{form} top 8".removeprefix("ours "), (64, 32, 1000)))
         cases += [Case("rms_norm", form, (256, 128), b) for b in (False, True)]
         cases.append(Case("gae", form, (8, 256)))
+        cases.append(Case("product", form, (64, 128, 128)))
+        cases.append(Case("attention", form, (4, 1, 64)))
     cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False)]
     return cases + copy_cases(gpu=False)
 
@@ -150,6 +155,36 @@ def _matmul(case: Case, device: torch.device) -> Work:
     a, b = _randn(device, m, k), _randn(device, n, k)
     num_bytes = a.element_size() * (m * k + n * k + m * n)
     return Work(lambda: a @ b.T, 2 * m * n * k, num_bytes)
+
+
+def _product(case: Case, device: torch.device) -> Work:
+    """Batch-invariant, beside the library's."""
+    m, n, k = case.shape
+    a, b = _randn(device, m, k), _randn(device, n, k)
+    forms = {"ours": invariant.product, "eager": F.linear}
+    num_bytes = a.element_size() * (m * k + n * k + m * n)
+    return Work(_passes(case, forms[case.form], a, b), 2 * m * n * k, num_bytes)
+
+
+def _attention(case: Case, device: torch.device) -> Work:
+    """The last queries of sequences; 32 heads of 128 share 8 key heads."""
+    num_seqs, num_queries, num_keys = case.shape
+    q = _randn(device, num_seqs, num_queries, 32, 128)
+    k, v = (_randn(device, num_seqs, num_keys, 8, 128) for _ in range(2))
+    places = torch.arange(num_keys - num_queries, num_keys, device=device).expand(num_seqs, -1)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        causal = num_queries > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return invariant.attention(q, k, v, places, 128**-0.5)
+
+    forms = {"ours": ours, "eager": eager}
+    pairs = num_seqs * num_queries * (2 * num_keys - num_queries + 1) // 2
+    num_bytes = 2 * q.nbytes + k.nbytes + v.nbytes
+    return Work(_passes(case, forms[case.form], q, k, v), 4 * 32 * 128 * pairs, num_bytes)
 
 
 def plain_lm_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -338,6 +373,8 @@ BUILDERS: dict[str, Callable[[Case, torch.device], Work]] = {
     "copy": _copy,
     "matmul": _matmul,
     "lm_head": _lm_head,
+    "product": _product,
+    "attention": _attention,
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "rope": _rope,

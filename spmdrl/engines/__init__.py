@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def build_engine(
     kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
-    job: Topology | None = None,
+    job: Topology | None = None, strict: bool = False,
 ) -> TrainEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
     kind: "policy" or "value"; topology: with the axes of topology.train_degrees(config); job: all
-    ranks, where torch.distributed's own group cannot take CPU tensors. Collective over the job:
-    ranks outside of the topology get None.
+    ranks, where torch.distributed's own group cannot take CPU tensors. strict: see FsdpEngine.
+    Collective over the job: ranks outside of the topology get None.
     """
     engine: TrainEngine | None = None
     if topology.here and config.engine == "megatron":
@@ -32,6 +32,6 @@ def build_engine(
     elif topology.here:
         from spmdrl.engines.fsdp import FsdpEngine
 
-        engine = FsdpEngine(kind, model, config, topology, frozen)
+        engine = FsdpEngine(kind, model, config, topology, frozen, strict)
     level_group_count(job.control if job is not None else None)
     return engine

@@ -28,6 +28,7 @@ from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.engines.strict import make_strict
 from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
@@ -48,22 +49,27 @@ class FsdpEngine:
     given no sequences are empty, and so are their results for tokens.
     Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
     compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
-    called.
+    called. strict: the policy's logprobs are bit for bit those of a strict rollout engine with the
+    same weights (engines/strict.py).
     """
 
     def __init__(
-        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False
-    ) -> None:
+        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         layers.check_here(config, topology.device)
         hf = build_model(model, full=topology.rank == 0)
-        layers.use_kernels(hf, config, topology.device)
+        if not strict:
+            layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         self.pretrained = [hf.config, hf.generation_config]
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
+        if strict:
+            make_strict(self.module, DTYPES[config.dtype], topology.device)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if not frozen:
             use_checkpointing(hf, config.activation_checkpointing)

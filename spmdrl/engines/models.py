@@ -29,6 +29,7 @@ class TokenPolicy(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.lm_head_logprobs = lm_head_logprobs  # strict.py has another
         text = hf.config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
         for name in ("logit_scale", "logits_scaling"):
@@ -46,7 +47,7 @@ class TokenPolicy(nn.Module):
         """
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
         head: Any = self.hf.get_output_embeddings()
-        return lm_head_logprobs(
+        return self.lm_head_logprobs(
             hidden[states], head.weight, targets, temperature,
             bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
         )  # fmt: skip

@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-    job: Topology | None = None,
+    job: Topology | None = None, strict: bool = False,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
     Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None. job:
-    all ranks, where torch.distributed's own group cannot take CPU tensors.
+    all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
+    for bit those of a strict training engine with the same weights.
     """
     engine: RolloutEngine | None = None
     if topology.here and config.engine == "hf":
         from spmdrl.rollout.hf import HfEngine
 
-        engine = HfEngine(model, config, max_model_len, topology)
+        engine = HfEngine(model, config, max_model_len, topology, strict)
     elif topology.here:
         from spmdrl.rollout.vllm import VllmEngine
 
-        engine = VllmEngine(model, config, max_model_len, topology)
+        engine = VllmEngine(model, config, max_model_len, topology, strict)
     level_group_count(job.control if job is not None else None)
     return engine

@@ -7,14 +7,16 @@ depend on its neighbours, and carries finished rows along to the end. This loop 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.rollout import hf_strict
 from spmdrl.rollout.engine import (
     Answer,
     Completion,
@@ -47,9 +49,13 @@ class HfEngine:
     """One engine per rank; what each method promises stands in RolloutEngine."""
 
     def __init__(
-        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology
-    ) -> None:
-        """Raises ConfigError where tensor parallelism is asked for."""
+        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
+        """strict: see hf_strict.py.
+
+        Raises ConfigError where tensor parallelism is asked for, or the model cannot be strict.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if config.tensor_parallel != 1:
@@ -63,6 +69,9 @@ class HfEngine:
             dtype = getattr(torch, config.dtype)
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.model = loaded.to(self.device).eval()
+        self.log_softmax: Callable[[Tensor], Tensor] = partial(torch.log_softmax, dim=-1)
+        if strict:
+            hf_strict.make_strict(self)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         # a checkpoint's names that are no parameter's: of experts
         self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
@@ -138,6 +147,7 @@ class HfEngine:
             position_ids=positions,
             past_key_values=cohort.cache,
             logits_to_keep=1,
+            **hf_strict.padding_of(self.model, cohort.mask),
         ).logits[:, -1]
         tokens, logprobs = self.draw(logits.float(), cohort)
         cohort.tokens = tokens[:, None]
@@ -174,7 +184,7 @@ class HfEngine:
             young = [row for row, id in enumerate(cohort.ids) if self.is_young(id)]
             stops = torch.tensor(self.stop_ids(params), dtype=torch.int64, device=self.device)
             logits[torch.tensor(young, dtype=torch.int64)[:, None], stops] = float("-inf")
-        logprobs = processed_logprobs(logits, params)
+        logprobs = processed_logprobs(logits, params, self.log_softmax)
         noise: Tensor | int = 0
         if params.temperature > 0:
             noise = gumbel(mix(cohort.seeds + cohort.mask.sum(1)), logits.shape[1])
@@ -255,13 +265,15 @@ def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Te
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
+def processed_logprobs(
+    logits: Tensor, params: SamplingParams, log_softmax: Callable[[Tensor], Tensor]
+) -> Tensor:
     """The distribution sampled from: temperature, then top-k, then top-p of what is left.
 
     logits: (num_rows, vocab) float32. Greedy: the model's own distribution.
     """
     if params.temperature == 0:
-        return logits.log_softmax(-1)
+        return log_softmax(logits)
     logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]
@@ -271,4 +283,4 @@ def processed_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
         unlikely[:, -1] = False
         logits = logits.masked_fill(unlikely.scatter(-1, order, unlikely), float("-inf"))
-    return logits.log_softmax(-1)
+    return log_softmax(logits)

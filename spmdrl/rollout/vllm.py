@@ -27,7 +27,7 @@ from torch import Tensor
 
 from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout import vllm_cpu, vllm_fp8
+from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_strict
 from spmdrl.rollout.engine import (
     Answer,
     Completion,
@@ -50,11 +50,12 @@ class VllmEngine:
     live = 0  # engines in this process: they share vLLM's process groups
 
     def __init__(
-        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology
-    ) -> None:
-        """Collective over `topology`, whose axes are dp and tp.
+        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
+        """Collective over `topology`, whose axes are dp and tp. strict: see vllm_strict.py.
 
-        Raises ConfigError where tp is not config.tensor_parallel.
+        Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
         if topology.axis_size("tp") != config.tensor_parallel:
             raise ConfigError(
@@ -75,7 +76,7 @@ class VllmEngine:
         group = topology.mesh.get_group("tp")
         patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
         with preserved_process(), patches, world_of(group):
-            self.core = build_core(model, config, max_model_len, group, topology.device)
+            self.core = build_core(model, config, max_model_len, group, topology.device, strict)
         if self.on_cpu:
             vllm_cpu.gather_only_sampled(self.runner)
             self.noise = vllm_cpu.AddressedNoise(self.runner)
@@ -83,6 +84,8 @@ class VllmEngine:
         self.fp8: set[str] = set()  # Hugging Face names of the weights that are kept in FP8
         if self.in_fp8:
             self.load_quantized()
+        if strict:
+            vllm_strict.make_strict(self)
         VllmEngine.live += 1
 
     @property
@@ -359,6 +362,7 @@ def build_core(
     max_model_len: int,
     group: dist.ProcessGroup,
     device: torch.device,
+    strict: bool = False,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm.engine.arg_utils import EngineArgs
@@ -376,7 +380,7 @@ def build_core(
         max_num_seqs=config.max_num_seqs,
         # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
         block_size=32 if on_cpu else None,
-        enforce_eager=on_cpu or config.enforce_eager,
+        enforce_eager=on_cpu or config.enforce_eager or strict,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_mib << 20 if on_cpu else None,
         enable_sleep_mode=config.sleep and not on_cpu,
@@ -389,6 +393,8 @@ def build_core(
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
+    if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     register_architecture(model)
     vllm_config = args.create_engine_config()
     if vllm_config.model_config.use_mla:

@@ -182,6 +182,7 @@ class AddressedNoise:
         self.seeds: dict[str, int] = {}  # by request id, of those that go on
         self.row_ids: list[str] = []
         self.row_seeds = torch.empty(0, dtype=torch.int64)
+        self.log_softmax = partial(torch.log_softmax, dim=-1)  # vllm_strict.py has another
         runner.sampler.topk_topp_sampler.forward = self.draw
 
     def draw(
@@ -199,7 +200,7 @@ class AddressedNoise:
             self.row_seeds = mix(torch.tensor([self.seeds[id] for id in self.row_ids]))
         lengths = torch.from_numpy(batch.num_tokens_no_spec[: len(self.row_ids)])
         logits = apply_top_k_top_p(logits, top_k, top_p)
-        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        logprobs = self.log_softmax(logits.float())
         tokens = torch.ops._C.fused_gumbel_argmax(logits, mix(self.row_seeds + lengths))
         return tokens, logprobs
 
