@@ -1,6 +1,7 @@
 """Checkpoint -> Hugging Face folder: python -m spmdrl.export --checkpoint DIR --out DIR
 
-One process on a CPU, whatever wrote the checkpoint; no GPU and no process group.
+One process on a CPU, whatever wrote the checkpoint; no GPU and no process group. A checkpoint of
+adapters gives the whole model, base and adapter merged, or with --adapter what peft loads.
 """
 
 from __future__ import annotations
@@ -24,43 +25,71 @@ from transformers import AutoConfig
 from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
 from spmdrl.exits import exit_config
 from spmdrl.weights.names import checkpoint_parts
 
 
-def main(checkpoint: str, out: str, dtype: str = "float32") -> None:
+def main(
+    checkpoint: str, out: str, dtype: str = "float32", adapter: bool = False, base: str = ""
+) -> None:
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder to write; it must not hold a model yet
-        dtype: float32 (bit for bit what was trained), bfloat16 or float16
+        dtype: float32 (bit for bit what was trained; merged with its base in float32),
+            bfloat16 or float16
+        adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
+        base: of a run with lora, where the model lies that was adapted, if it has been moved
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        export(Path(checkpoint), Path(out), dtype)
+        if adapter and dtype != "float32":
+            raise ConfigError("--dtype has no effect with --adapter, which is written as trained")
+        if adapter:
+            export_adapter(Path(checkpoint), Path(out), str(base))
+        else:
+            export(Path(checkpoint), Path(out), dtype, str(base))
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str) -> None:
+def export(checkpoint: Path, out: Path, dtype: str, base: str = "") -> None:
     """Raises ConfigError for a damaged checkpoint, an unknown dtype, or a taken folder."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
-    wrong = damage(checkpoint)
-    if wrong:
-        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
-    if Path(out, "config.json").exists():
-        raise ConfigError(f"--out {out} already holds a model; name another folder")
-    weights = load_full(checkpoint, "actor")
+    check_folders(checkpoint, out)
+    if base and read_base(Path(checkpoint, "actor")) is None:
+        raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
+    weights = load_full(checkpoint, "actor", base)
     out.mkdir(parents=True, exist_ok=True)
     for file in Path(checkpoint, "hf").iterdir():
         shutil.copy(file, out)
     write_weights(weights.items(), DTYPES[dtype], out)
 
 
-def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
+def check_folders(checkpoint: Path, out: Path) -> None:
+    wrong = damage(checkpoint)
+    if wrong:
+        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
+    taken = [n for n in ("config.json", "adapter_config.json") if Path(out, n).exists()]
+    if taken:
+        raise ConfigError(f"--out {out} already holds a model; name another folder")
+
+
+def export_adapter(checkpoint: Path, out: Path, base: str) -> None:
+    """Raises ConfigError as `export` does, and where the checkpoint has no adapters."""
+    check_folders(checkpoint, out)
+    saved = read_base(Path(checkpoint, "actor"))
+    if saved is None:
+        raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
+    tensors = adapter_tensors(load_model_state(Path(checkpoint, "actor")), saved)
+    write_adapter(out, tensors, lora_of(saved), saved["layers"], base or saved["model"])
+
+
+def load_full(checkpoint: Path, role: str, base: str = "") -> dict[str, Tensor]:
     """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
     folder = Path(checkpoint, role)
     if Path(folder, "metadata.json").exists():
@@ -69,6 +98,23 @@ def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
             from spmdrl.engines.megatron_checkpoint import load_whole
 
             return load_whole(folder, Path(checkpoint, "hf"))
+    weights = load_model_state(folder)
+    saved = read_base(folder)
+    if saved is not None:
+        weights = merged(weights, saved, base)
+    parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
+    named: dict[str, Tensor] = {}
+    for key in list(weights):
+        name, tensor = key.removeprefix("hf."), weights.pop(key)
+        if name in parts:  # cloned: a file's tensors must not share memory
+            named |= {part.name: part.of(tensor).clone() for part in parts[name]}
+        else:
+            named[name] = tensor
+    return named
+
+
+def load_model_state(folder: Path) -> dict[str, Tensor]:
+    """What FSDP's engine saved of a model, by the names of its module."""
     prefix = "model."
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     weights = {
@@ -80,15 +126,7 @@ def load_full(checkpoint: Path, role: str) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
-    named: dict[str, Tensor] = {}
-    for key in list(weights):
-        name, tensor = key.removeprefix("hf."), weights.pop(key)
-        if name in parts:  # cloned: a file's tensors must not share memory
-            named |= {part.name: part.of(tensor).clone() for part in parts[name]}
-        else:
-            named[name] = tensor
-    return named
+    return weights
 
 
 def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:

@@ -21,11 +21,20 @@ from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.lora import adapter_count, check_lora
 from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layers, num_experts
 from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
-from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
+from spmdrl.placement import (
+    Placement,
+    Ranks,
+    place,
+    reference_is_base,
+    show_ranks,
+    training_roles,
+)
 from spmdrl.rollout.vllm_fp8 import check_fp8
+from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.topology import resolve_degrees, train_degrees
 
 GIB = 2**30
@@ -74,6 +83,30 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
+    check_adapters(config, placement, hf)
+
+
+def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where lora of a role does not go with the rest."""
+    for name, role in training_roles(config).items():
+        require(
+            name != "ref" or role.lora is None,
+            "ref.lora has no effect: the reference is not trained. With actor.lora it is the "
+            "actor's base, its adapter off",
+        )
+        check_lora(name, role, load_hf_config(role.model) if role.model else hf)
+    if config.weights.lora == "adapter":
+        check_adapter_mode(config.actor.lora, config.rollout, hf.get_text_config())
+    if reference_is_base(config, placement):
+        for field in dataclasses.fields(TrainConfig):
+            value = getattr(config.ref, field.name)
+            require(
+                field.name == "model"
+                or value in (getattr(TrainConfig(), field.name), getattr(config.actor, field.name)),
+                f"ref.{field.name}={value!r} has no effect: with actor.lora the reference is the "
+                "actor's base with its adapter off, computed as the actor is. Leave it out, or "
+                "place ref on other ranks, where it is loaded by itself",
+            )
 
 
 def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
@@ -221,7 +254,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.data.batch_size >= 1, f"data.batch_size={config.data.batch_size}: at least 1")
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
-    load_hf_config(config.model)
+    check_lora("actor", config.actor, load_hf_config(config.model))
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
 
@@ -352,7 +385,8 @@ class Memory:
     """GiB that a training role takes on each of its ranks."""
 
     parameters: int
-    weights: float  # float32; of megatron in the role's dtype
+    trainable: int
+    weights: float  # float32; of megatron, and of a base with adapters, in the role's dtype
     gradients: float  # float32
     adam: float  # two moments, and megatron's float32 weights beside others
     activations: float
@@ -380,8 +414,18 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
     activations = units * per_unit / GIB
     if role.engine == "fsdp":
-        one = count * 4 / (num_ranks if role.fsdp == -1 else role.fsdp) / GIB
-        return Memory(count, one, one * trained, 2 * one * trained, activations, role)
+        shards = num_ranks if role.fsdp == -1 else role.fsdp
+        one = count * 4 / shards / GIB
+        if role.lora is None or not trained:
+            learnt = count * trained
+            return Memory(count, learnt, one, one * trained, 2 * one * trained, activations, role)
+        learnt = adapter_count(hf, role.lora)
+        learnt += (text.hidden_size + 1) * (name == "critic")  # of its head
+        adapters = learnt * 4 / shards / GIB
+        base = one * DTYPES[role.dtype].itemsize / 4
+        return Memory(
+            count + learnt, learnt, base + adapters, adapters, 2 * adapters, activations, role
+        )
     cuts = role.tensor_parallel * role.pipeline_parallel
     held = (count - expert_count(hf)) / cuts  # parameters on a rank
     held += expert_count(hf) / (
@@ -390,7 +434,7 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     one, shares = held * 4 / GIB, num_ranks / cuts
     states = 2 if role.dtype == "float32" else 3
     return Memory(
-        count, one * width / 2, one * trained, states * one / shares * trained,
+        count, count * trained, one * width / 2, one * trained, states * one / shares * trained,
         activations / (cuts if role.sequence_parallel else role.pipeline_parallel), role,
     )  # fmt: skip
 
@@ -402,16 +446,25 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         name: memory_of(name, role, config.model, len(placement.roles[name]))
         for name, role in training_roles(config).items()
     }
+    shared = reference_is_base(config, placement)
+    if shared:
+        saved = roles.pop("ref").weights
     lines = ["parameters and memory of a rank (estimate, GiB)"]
     for name, m in roles.items():
         leaves = [word for word, is_on in (("weights", m.config.offload_params),
                                            ("Adam", m.config.offload_optimizer))
                   if is_on]  # fmt: skip
         away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
-        lines.append(
-            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters; weights {m.weights:.2f}, gradients "
-            f"{m.gradients:.2f}, Adam {m.adam:.2f}, activations {m.activations:.2f}{away}"
+        only = (
+            "" if m.config.lora is None else f", {m.trainable / 1e6:,.3f}M of them trained (lora)"
         )
+        lines.append(
+            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters{only}; weights {m.weights:.2f}, "
+            f"gradients {m.gradients:.2f}, Adam {m.adam:.2f}, activations {m.activations:.2f}{away}"
+        )
+    if shared:
+        lines.append("  ref      the actor's weights with its adapter off: saves "
+                     f"{saved:.2f} of weights of its own")  # fmt: skip
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
@@ -422,6 +475,10 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
                  f"to {share} of its memory); {asleep}")  # fmt: skip
     bucket = config.weights.bucket_mib / 1024
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
+    if config.actor.lora is not None:
+        sent = {"merge": "with its adapter in them: every weight at each push",
+                "adapter": "once; then the adapter alone"}  # fmt: skip
+        lines.append(f"           the base's weights go {sent[config.weights.lora]}")
     peaks = []
     for rank in range(world):
         mine = [m for name, m in roles.items() if rank in placement.roles[name]]

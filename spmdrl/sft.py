@@ -1,7 +1,7 @@
 """Supervised fine-tuning: torchrun --nproc-per-node 2 -m spmdrl.sft --config cfg.py
 
 Also runs as python -m spmdrl.sft. Any field of the config is set by its dotted name. Writes the
-model to config.out in Hugging Face format.
+model to config.out in Hugging Face format; with actor.lora also the adapter, to config.out/adapter.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
     from spmdrl.data import PromptOrder
     from spmdrl.engines import build_engine
+    from spmdrl.engines.lora import save_adapter
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
@@ -91,6 +92,8 @@ def train(config: SftConfig, runtime: Runtime) -> None:
             log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
     with phases("save"):
         save(actor, tokenizer, Path(config.out), topology)
+        if config.actor.lora is not None:
+            save_adapter(actor, Path(config.out, "adapter"))
     log.line(f"wrote {config.out}")
     log.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -19,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
+from spmdrl.engines.lora import Adapters, adapters_off, add_adapters, check_base
 from spmdrl.engines.micro_batches import (
     add_metrics,
     cut,
@@ -43,7 +50,8 @@ class FsdpEngine:
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy).
     Weights, gradients and Adam moments are float32 shards; compute is in config.dtype. A frozen
-    engine has no optimizer and its `update` must not be called.
+    engine has no optimizer and its `update` must not be called. With config.lora the model's own
+    weights are frozen, in config.dtype; gradients and moments are of its adapters, in float32.
     """
 
     def __init__(
@@ -55,6 +63,11 @@ class FsdpEngine:
         self.pretrained = [hf.config, hf.generation_config]
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
+        self.adapters: Adapters | None = None
+        self.without_adapters = False
+        if config.lora is not None and not frozen:
+            first = topology.rank == 0
+            self.adapters = add_adapters(hf, model, config, self.parts, first, fast_cpu)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if config.activation_checkpointing and not frozen:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,9 +102,10 @@ class FsdpEngine:
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, batch.num_tokens)
-        for seqs, mb in self._micro_batches(batch):
-            rows = token_rows(batch, seqs)
-            result[:, rows] = torch.stack(forward(mb)).cpu()[:, : len(rows)]
+        with adapters_off(self.module) if self.without_adapters else nullcontext():
+            for seqs, mb in self._micro_batches(batch):
+                rows = token_rows(batch, seqs)
+                result[:, rows] = torch.stack(forward(mb)).cpu()[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
@@ -166,8 +180,17 @@ class FsdpEngine:
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Shards]:
+    def base(self) -> FsdpEngine:
+        """The model without its adapters, frozen, in the same memory."""
+        assert self.adapters is not None
+        view = copy.copy(self)
+        view.optimizer, view.without_adapters = None, True
+        return view
+
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
         weights = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+        if self.adapters is not None:
+            return self.adapters.named_shards(weights, self.parts, merged)
         return shards_by_part(weights, self.parts)
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -188,6 +211,8 @@ class FsdpEngine:
     def save(self, folder: Path) -> None:
         writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
         dcp.save(self.state_dict(), storage_writer=writer, process_group=self.topology.control)
+        if self.adapters is not None and self.topology.rank == 0:
+            self.adapters.write_base(folder)
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():
@@ -195,13 +220,21 @@ class FsdpEngine:
                 f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
                 "start a run from that model, or resume with the engine that wrote it"
             )
+        check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
         dcp.load(state, checkpoint_id=str(folder), process_group=self.topology.control)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded model and optimizer state for torch.distributed.checkpoint."""
-        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
+        """Sharded model and optimizer state for torch.distributed.checkpoint.
+
+        Of a model with adapters what is trained, and not the base.
+        """
+        model: dict[str, Any] = get_model_state_dict(self.module)
+        if self.adapters is not None:
+            trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name in trained}
+        state: dict[str, Any] = {"model": model}
         if self.optimizer is not None:
             names = {p: name for name, p in self.module.named_parameters()}
             state["moments"] = {
@@ -213,7 +246,8 @@ class FsdpEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave, after it was loaded in place."""
-        set_model_state_dict(self.module, state["model"])
+        options = StateDictOptions(strict=self.adapters is None)
+        set_model_state_dict(self.module, state["model"], options=options)
         if self.optimizer is not None:  # the moments were loaded in place
             self.num_updates = state["num_updates"]
             for p in self.params:
