@@ -3,7 +3,8 @@
 step_00000020/            renamed into place as the last act
   actor/, critic/, prm/     weights and optimizer of each, written by its engine: FSDP2's by
                             torch.distributed.checkpoint, Megatron's in dist_checkpointing's format;
-                            load on any world size
+                            load on any world size. Of a role with lora its adapters alone, and
+                            in lora.json what base they belong to
   run.json                  step, data position, counters, config text
   rng_R.pt                  random states of rank R; used where the world size is the same
   replay_R.pt, leftover_R.pt   rank R's share of samples that are kept, where there are any

@@ -92,6 +92,22 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: a layer computes with W + scale B A, and only A and B are trained.
+
+    scale is alpha / rank. No dropout: old and new logprobs must differ by the update alone.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    # "all-linear": every linear layer but the head; or the ends of layers' names: ("q_proj",)
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False  # scale is alpha / sqrt(rank)
+    adapter: str | None = None  # folder of a peft adapter to start from, of the same rank and so on
+    seed: int = 0  # of A; B starts at 0
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training role: engine, precision, sharding, memory, optimizer."""
 
@@ -118,6 +134,7 @@ class TrainConfig:
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
+    lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
@@ -219,6 +236,8 @@ class WeightsConfig:
 
     bucket_mib: int = 512  # bound on extra memory while gathering
     check: bool = False  # prove after every sync, bit by bit, that engine and trainer agree
+    # with actor.lora: "merge" sends W + scale B A; "adapter" sends W once, then A and B alone
+    lora: Literal["merge", "adapter"] = "merge"
 
 
 @dataclass(frozen=True)

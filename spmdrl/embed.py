@@ -177,7 +177,7 @@ def check_use(config: PpoConfig) -> None:
         config.actor.optim == OptimConfig(),
         "actor.optim has no effect: the optimizer and its schedule are the host's",
     )
-    for name in ("activation_checkpointing", "model", "ema"):
+    for name in ("activation_checkpointing", "model", "ema", "lora"):
         require(
             not getattr(config.actor, name), f"actor.{name} has no effect: the model is the host's"
         )

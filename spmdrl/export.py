@@ -1,6 +1,7 @@
 """Checkpoint -> Hugging Face folder: python -m spmdrl.export --checkpoint DIR --out DIR
 
-One process on a CPU, whatever wrote the checkpoint; no GPU and no process group.
+One process on a CPU, whatever wrote the checkpoint; no GPU and no process group. A checkpoint of
+adapters gives the whole model, base and adapter merged, or with --adapter what peft loads.
 """
 
 from __future__ import annotations
@@ -24,47 +25,76 @@ from transformers import AutoConfig
 from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
 from spmdrl.exits import exit_config
 from spmdrl.weights.names import checkpoint_parts
 
 
-def main(checkpoint: str, out: str, dtype: str = "float32", ema: bool = False) -> None:
+def main(
+    checkpoint: str, out: str, dtype: str = "float32", ema: bool = False, adapter: bool = False,
+    base: str = "",
+) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder to write; it must not hold a model yet
-        dtype: float32 (bit for bit what was trained), bfloat16 or float16
+        dtype: float32 (bit for bit what was trained; merged with its base in float32),
+            bfloat16 or float16
         ema: the moving average of the weights, which a run with actor.ema keeps
+        adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
+        base: of a run with lora, where the model lies that was adapted, if it has been moved
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        export(Path(checkpoint), Path(out), dtype, ema)
+        if not isinstance(ema, bool):
+            raise ConfigError(f"--ema {ema}: it takes no value")
+        if adapter and dtype != "float32":
+            raise ConfigError("--dtype has no effect with --adapter, which is written as trained")
+        if adapter:
+            export_adapter(Path(checkpoint), Path(out), str(base), ema)
+        else:
+            export(Path(checkpoint), Path(out), dtype, ema, str(base))
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False) -> None:
+def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False, base: str = "") -> None:
     """Raises ConfigError for a damaged checkpoint or one without the average that is wanted, an
     unknown dtype, or a taken folder."""
-    if not isinstance(ema, bool):
-        raise ConfigError(f"--ema {ema}: it takes no value")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
-    wrong = damage(checkpoint)
-    if wrong:
-        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
-    if Path(out, "config.json").exists():
-        raise ConfigError(f"--out {out} already holds a model; name another folder")
-    weights = load_full(checkpoint, "actor", ema)
+    check_folders(checkpoint, out)
+    if base and read_base(Path(checkpoint, "actor")) is None:
+        raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
+    weights = load_full(checkpoint, "actor", ema, base)
     out.mkdir(parents=True, exist_ok=True)
     for file in Path(checkpoint, "hf").iterdir():
         shutil.copy(file, out)
     write_weights(weights.items(), DTYPES[dtype], out)
 
 
-def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tensor]:
+def check_folders(checkpoint: Path, out: Path) -> None:
+    wrong = damage(checkpoint)
+    if wrong:
+        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
+    taken = [n for n in ("config.json", "adapter_config.json") if Path(out, n).exists()]
+    if taken:
+        raise ConfigError(f"--out {out} already holds a model; name another folder")
+
+
+def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) -> None:
+    """Raises ConfigError as `export` does, and where the checkpoint has no adapters."""
+    check_folders(checkpoint, out)
+    saved = read_base(Path(checkpoint, "actor"))
+    if saved is None:
+        raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
+    tensors = adapter_tensors(load_model_state(Path(checkpoint, "actor"), ema), saved)
+    write_adapter(out, tensors, lora_of(saved), saved["layers"], base or saved["model"])
+
+
+def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") -> dict[str, Tensor]:
     """Full tensors of a role's model by Hugging Face name, from shards of any layout.
 
     ema: of the moving average; weights that were not trained have none and are as they are.
@@ -78,20 +108,10 @@ def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tenso
             from spmdrl.engines.megatron_checkpoint import load_whole
 
             return load_whole(folder, Path(checkpoint, "hf"))
-    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    weights = empty_tensors(stored, "model.")
-    average = empty_tensors(stored, "ema.") if ema else {}
-    if ema and not average:
-        raise ConfigError(
-            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
-            f"{role}.ema=0.99 or so. Without --ema the weights themselves are exported"
-        )
-    assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
-    state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    weights |= average
+    weights = load_model_state(folder, ema)
+    saved = read_base(folder)
+    if saved is not None:
+        weights = merged(weights, saved, base)
     parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
     named: dict[str, Tensor] = {}
     for key in list(weights):
@@ -101,6 +121,25 @@ def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tenso
         else:
             named[name] = tensor
     return named
+
+
+def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
+    """What FSDP's engine saved of a model, by the names of its module. ema: as for `load_full`."""
+    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    weights = empty_tensors(stored, "model.")
+    average = empty_tensors(stored, "ema.") if ema else {}
+    if ema and not average:
+        raise ConfigError(
+            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
+            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
+        )
+    assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
+    state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
+        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    weights |= average
+    return weights
 
 
 def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

@@ -85,6 +85,18 @@ def training_roles(config: PpoConfig) -> dict[str, TrainConfig]:
     return roles
 
 
+def reference_is_base(config: PpoConfig, placement: Placement) -> bool:
+    """Whether the reference is the actor's model with its adapter off: no second copy is loaded."""
+    roles, ref = placement.roles, config.ref
+    return (
+        config.actor.lora is not None
+        and "ref" in roles
+        and ref.model in (None, config.model)
+        and roles["ref"] == roles["actor"]
+        and ref.engine == config.actor.engine
+    )
+
+
 def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
     """ "0-3", "4", "0,2,5-7" or "all" -> ranks, ascending. Raises ConfigError."""
     if isinstance(text, tuple | list):  # fire reads 0,2 as a tuple

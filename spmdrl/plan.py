@@ -21,13 +21,22 @@ from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.lora import adapter_count, check_lora
 from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layers, num_experts
 from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
 from spmdrl.engines.optimizers import LABELS, check_optimizer, state_bytes
 from spmdrl.engines.ulysses import check_ulysses
-from spmdrl.placement import Placement, Ranks, place, show_ranks, training_roles
+from spmdrl.placement import (
+    Placement,
+    Ranks,
+    place,
+    reference_is_base,
+    show_ranks,
+    training_roles,
+)
 from spmdrl.rollout.vllm_fp8 import check_fp8
+from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.weights.names import checkpoint_parts
@@ -83,6 +92,30 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         check_sharing(name, role, role.model or config.model)
+    check_adapters(config, placement, hf)
+
+
+def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where lora of a role does not go with the rest."""
+    for name, role in training_roles(config).items():
+        require(
+            name != "ref" or role.lora is None,
+            "ref.lora has no effect: the reference is not trained. With actor.lora it is the "
+            "actor's base, its adapter off",
+        )
+        check_lora(name, role, load_hf_config(role.model) if role.model else hf)
+    if config.weights.lora == "adapter":
+        check_adapter_mode(config.actor.lora, config.rollout, hf.get_text_config())
+    if reference_is_base(config, placement):
+        for field in dataclasses.fields(TrainConfig):
+            value = getattr(config.ref, field.name)
+            require(
+                field.name == "model"
+                or value in (getattr(TrainConfig(), field.name), getattr(config.actor, field.name)),
+                f"ref.{field.name}={value!r} has no effect: with actor.lora the reference is the "
+                "actor's base with its adapter off, computed as the actor is. Leave it out, or "
+                "place ref on other ranks, where it is loaded by itself",
+            )
 
 
 def check_sharing(name: str, role: TrainConfig, model: str) -> None:
@@ -249,6 +282,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     check_sharing("actor", config.actor, config.model)
+    check_lora("actor", config.actor, load_hf_config(config.model))
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
 
@@ -388,7 +422,8 @@ class Memory:
     """GiB that a training role takes on each of its ranks."""
 
     parameters: int
-    weights: float  # float32; of megatron in the role's dtype
+    trainable: int
+    weights: float  # float32; of megatron, and of a base with adapters, in the role's dtype
     gradients: float  # float32
     adam: float  # what the optimizer keeps, and megatron's float32 weights beside others
     activations: float
@@ -422,11 +457,20 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     if role.engine == "fsdp":
         sharers = num_ranks if role.fsdp == -1 else role.fsdp
         one = count * 4 / sharers / GIB
+        if role.lora is not None and trained:
+            return memory_of_adapters(name, role, hf, count, sharers, activations)
         parts = checkpoint_parts(hf) if role.optim.name == "muon" else {}
         adam = state_bytes(meta_model(hf), parts, role.optim.name) / sharers / GIB
         average = one if role.ema else 0.0
         return Memory(
-            count, one, one * trained, adam * trained, activations, role, average * trained
+            count,
+            count * trained,
+            one,
+            one * trained,
+            adam * trained,
+            activations,
+            role,
+            average * trained,
         )
     cuts = role.tensor_parallel * role.pipeline_parallel
     held = (count - expert_count(hf)) / cuts  # parameters on a rank
@@ -436,7 +480,7 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     one, shares = held * 4 / GIB, num_ranks / cuts
     states = 2 if role.dtype == "float32" else 3
     return Memory(
-        count, one * width / 2, one * trained, states * one / shares * trained,
+        count, count * trained, one * width / 2, one * trained, states * one / shares * trained,
         activations / (cuts if role.sequence_parallel else role.pipeline_parallel), role,
     )  # fmt: skip
 
@@ -448,6 +492,9 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         name: memory_of(name, role, config.model, len(placement.roles[name]))
         for name, role in training_roles(config).items()
     }
+    shared = reference_is_base(config, placement)
+    if shared:
+        saved = roles.pop("ref").weights
     lines = ["parameters and memory of a rank (estimate, GiB)"]
     for name, m in roles.items():
         label = LABELS[m.config.optim.name]
@@ -456,11 +503,17 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
                   if is_on]  # fmt: skip
         average = f" and average {m.average:.2f}" if m.average else ""
         away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
-        lines.append(
-            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters; weights {m.weights:.2f}, gradients "
-            f"{m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations {m.activations:.2f}"
-            f"{away}"
+        only = (
+            "" if m.config.lora is None else f", {m.trainable / 1e6:,.3f}M of them trained (lora)"
         )
+        lines.append(
+            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters{only}; weights {m.weights:.2f}, "
+            f"gradients {m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations "
+            f"{m.activations:.2f}{away}"
+        )
+    if shared:
+        lines.append("  ref      the actor's weights with its adapter off: saves "
+                     f"{saved:.2f} of weights of its own")  # fmt: skip
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
@@ -471,6 +524,10 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
                  f"to {share} of its memory); {asleep}")  # fmt: skip
     bucket = config.weights.bucket_mib / 1024
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
+    if config.actor.lora is not None:
+        sent = {"merge": "with its adapter in them: every weight at each push",
+                "adapter": "once; then the adapter alone"}  # fmt: skip
+        lines.append(f"           the base's weights go {sent[config.weights.lora]}")
     peaks = []
     for rank in range(world):
         mine = [m for name, m in roles.items() if rank in placement.roles[name]]
@@ -483,6 +540,22 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     most, rank = max(peaks, key=lambda peak: peak[0])
     lines.append(f"  peak     {most:.2f} on rank {rank}, the fullest")
     return lines
+
+
+def memory_of_adapters(
+    name: str, role: TrainConfig, hf: PreTrainedConfig, count: int, sharers: int, activations: float
+) -> Memory:
+    """count: parameters of the base, which is held in the role's dtype; the rest is float32."""
+    assert role.lora is not None
+    learnt = adapter_count(hf, role.lora)
+    learnt += (hf.get_text_config().hidden_size + 1) * (name == "critic")  # of its head
+    adapters = learnt * 4 / sharers / GIB
+    base = count * DTYPES[role.dtype].itemsize / sharers / GIB
+    moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
+    return Memory(
+        count + learnt, learnt, base + adapters, adapters, moments, activations, role,
+        adapters if role.ema else 0.0,
+    )  # fmt: skip
 
 
 def expert_count(hf: PreTrainedConfig) -> int:

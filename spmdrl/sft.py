@@ -1,7 +1,7 @@
 """Supervised fine-tuning: torchrun --nproc-per-node 2 -m spmdrl.sft --config cfg.py
 
 Also runs as python -m spmdrl.sft. Any field of the config is set by its dotted name. Writes the
-model to config.out in Hugging Face format.
+model to config.out in Hugging Face format; with actor.lora also the adapter, to config.out/adapter.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     from spmdrl.data import PromptOrder
     from spmdrl.engines import build_engine
     from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.lora import save_adapter
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
@@ -102,6 +103,8 @@ def train(config: SftConfig, runtime: Runtime) -> None:
             assert isinstance(actor, FsdpEngine)  # check_sft refuses others
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
             save(weights, actor.pretrained, tokenizer, Path(config.out, "ema"), topology)
+        if config.actor.lora is not None:
+            save_adapter(actor, Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
     log.close()
 

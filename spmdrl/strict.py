@@ -45,12 +45,12 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
             value == default,
             f"strict=True does not go with rollout.{name}={value}: {reason}; leave it {default}",
         )
-    for name, default in (("kernels", "spmdrl"), ("attention", "auto"), ("compile", False),
+    for field, usual in (("kernels", "spmdrl"), ("attention", "auto"), ("compile", False),
                           ("ulysses", 1), ("lora", None)):  # fmt: skip
         require(
-            getattr(actor, name) == default,
-            f"strict=True does not go with actor.{name}={getattr(actor, name)!r}: the operators, "
-            f"and the order of their sums, are then not the engine's; leave it {default!r}",
+            getattr(actor, field) == usual,
+            f"strict=True does not go with actor.{field}={getattr(actor, field)!r}: the operators, "
+            f"and the order of their sums, are then not the engine's; leave it {usual!r}",
         )
     updates = algo.epochs * algo.mini_batches
     require(

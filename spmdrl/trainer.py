@@ -20,12 +20,12 @@ from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.engines import build_engine
+from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
 from spmdrl.phases import Span
-from spmdrl.placement import Ranks, place, training_roles
+from spmdrl.placement import Ranks, place, reference_is_base, training_roles
 from spmdrl.plan import describe
 from spmdrl.program import (
     Runtime,
@@ -220,6 +220,10 @@ def build(
     for name, role in training_roles(config).items():
         if name in trainers:
             continue
+        if name == "ref" and reference_is_base(config, placement):
+            actor = trainers["actor"]
+            trainers[name] = Trainer(name, actor.topology, base_of(actor.engine))
+            continue
         with phases(f"build {name}"):
             ranks = places.of(placement.roles[name], **train_degrees(role))
             kind = "value" if name == "critic" else "policy"
@@ -234,8 +238,9 @@ def build(
     with phases("build rollout"):
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        beside = config.actor.lora if config.weights.lora == "adapter" else None
         rollout = build_rollout(
-            config.model, config.rollout, longest, ranks, topology, config.strict
+            config.model, config.rollout, longest, ranks, topology, config.strict, beside
         )
         if rollout is not None:
             undo.callback(rollout.shutdown)

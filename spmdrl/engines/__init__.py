@@ -35,3 +35,13 @@ def build_engine(
         engine = FsdpEngine(kind, model, config, topology, frozen, strict)
     level_group_count(job.control if job is not None else None)
     return engine
+
+
+def base_of(engine: TrainEngine | None) -> TrainEngine | None:
+    """The same model without its adapters, frozen, in the same memory; None outside its ranks."""
+    from spmdrl.engines.fsdp import FsdpEngine
+
+    if engine is None:
+        return None
+    assert isinstance(engine, FsdpEngine)
+    return engine.base()

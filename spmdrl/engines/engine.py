@@ -48,9 +48,11 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def named_shards(self) -> dict[str, Shards]:
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
         """By Hugging Face name what this rank holds of every weight. Local.
 
+        merged: with its adapter, where there is one; else the base's weights, and as
+        `<layer>.lora_A.weight` and `<layer>.lora_B.weight` A and scale B.
         It stays valid, whatever `offload` and `onload` do to the tensors' memory.
         """
         ...
@@ -77,6 +79,6 @@ class TrainEngine(Protocol):
     def load(self, folder: Path) -> None:
         """Loads what `save` wrote, on as many ranks as there are, in whatever layout.
 
-        Raises ConfigError where another kind of engine wrote it.
+        Raises ConfigError where another kind of engine wrote it, or for another base's adapters.
         """
         ...

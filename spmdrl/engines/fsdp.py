@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -23,6 +28,7 @@ from spmdrl.engines import ema, layers
 from spmdrl.engines.activations import offloading, use_checkpointing
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
+from spmdrl.engines.lora import Adapters, adapters_off, add_adapters, check_base
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
 from spmdrl.engines.muon import hidden_matrices
@@ -51,6 +57,8 @@ class FsdpEngine:
     compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
     called. strict: the policy's logprobs are bit for bit those of a strict rollout engine with the
     same weights (engines/strict.py).
+    With config.lora the model's own weights are frozen, in config.dtype; gradients and moments are
+    of its adapters, in float32.
     """
 
     def __init__(
@@ -70,6 +78,13 @@ class FsdpEngine:
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
+        self.adapters: Adapters | None = None
+        self.without_adapters = False
+        if config.lora is not None and not frozen:
+            self.adapters = add_adapters(
+                hf, model, config, self.parts, topology.rank == 0,
+                layers.on_fast_cpu(config, topology.device),
+            )  # fmt: skip
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
         if not frozen:
             use_checkpointing(hf, config.activation_checkpointing)
@@ -116,11 +131,12 @@ class FsdpEngine:
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
-        for seqs, mb in self._micro_batches(own):
-            found = torch.stack(forward(mb)).cpu()
-            if own.num_tokens:  # this is the rank that asked
-                rows = token_rows(own, seqs)
-                result[:, rows] = found[:, : len(rows)]
+        with adapters_off(self.module) if self.without_adapters else nullcontext():
+            for seqs, mb in self._micro_batches(own):
+                found = torch.stack(forward(mb)).cpu()
+                if own.num_tokens:  # this is the rank that asked
+                    rows = token_rows(own, seqs)
+                    result[:, rows] = found[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result
@@ -194,8 +210,20 @@ class FsdpEngine:
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Shards]:
-        weights = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+    def base(self) -> FsdpEngine:
+        """The model without its adapters, frozen, in the same memory."""
+        assert self.adapters is not None
+        view = copy.copy(self)
+        view.optimizer, view.without_adapters = None, True
+        return view
+
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        return self._shards_of(dict(self.module.named_parameters()), merged)
+
+    def _shards_of(self, parameters: dict[str, Any], merged: bool) -> dict[str, Shards]:
+        weights = {n.removeprefix("hf."): p for n, p in parameters.items()}
+        if self.adapters is not None:
+            return self.adapters.named_shards(weights, self.parts, merged)
         return shards_by_part(weights, self.parts)
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -204,7 +232,7 @@ class FsdpEngine:
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """As named_weights, of the moving average; weights that are not trained are as they are."""
         weights = dict(self.module.named_parameters()) | self.average
-        shards = shards_by_part({n.removeprefix("hf."): p for n, p in weights.items()}, self.parts)
+        shards = self._shards_of(weights, merged=True)
         yield from gathered(shards, dtype, bucket_bytes, self.topology)
 
     def offload(self) -> None:
@@ -227,6 +255,8 @@ class FsdpEngine:
     def save(self, folder: Path) -> None:
         writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
         dcp.save(self.state_dict(), storage_writer=writer, process_group=self.topology.control)
+        if self.adapters is not None and self.topology.rank == 0:
+            self.adapters.write_base(folder)
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():
@@ -234,6 +264,7 @@ class FsdpEngine:
                 f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
                 "start a run from that model, or resume with the engine that wrote it"
             )
+        check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
         stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
         if self.optimizer is not None:
@@ -248,8 +279,15 @@ class FsdpEngine:
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded model and optimizer state for torch.distributed.checkpoint."""
-        state: dict[str, Any] = {"model": get_model_state_dict(self.module)}
+        """Sharded model and optimizer state for torch.distributed.checkpoint.
+
+        Of a model with adapters what is trained, and not the base.
+        """
+        model: dict[str, Any] = get_model_state_dict(self.module)
+        if self.adapters is not None:
+            trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name in trained}
+        state: dict[str, Any] = {"model": model}
         if self.optimizer is not None:
             state["moments"] = self.optimizer.state_dict()
             state["num_updates"] = self.num_updates
@@ -259,7 +297,8 @@ class FsdpEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave, after it was loaded in place."""
-        set_model_state_dict(self.module, state["model"])
+        options = StateDictOptions(strict=self.adapters is None)
+        set_model_state_dict(self.module, state["model"], options=options)
         if self.optimizer is not None:  # what it keeps was loaded in place, and so was the average
             self.num_updates = state["num_updates"]
             self.optimizer.set_step(self.num_updates)

@@ -70,7 +70,7 @@ def use_kernels(hf: PreTrainedModel, config: TrainConfig, device: torch.device) 
     """
     if config.kernels == "liger":
         use_liger(hf)
-    elif config.kernels == "spmdrl" and device.type == "cpu" and config.dtype == "float32":
+    elif on_fast_cpu(config, device):
         use_fast_linear(hf)
         use_fast_rms_norm(hf)
     elif config.kernels == "spmdrl" and not config.compile and triton_runs(device):
@@ -78,6 +78,11 @@ def use_kernels(hf: PreTrainedModel, config: TrainConfig, device: torch.device) 
 
 
 # ---- ours
+
+
+def on_fast_cpu(config: TrainConfig, device: torch.device) -> bool:
+    """Whether linear layers and norms take the forms that are fast on a CPU, in float32."""
+    return config.kernels == "spmdrl" and device.type == "cpu" and config.dtype == "float32"
 
 
 def triton_runs(device: torch.device) -> bool:

@@ -265,8 +265,8 @@ class MegatronEngine:
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Shards]:
-        return self.parts.named_shards()
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        return self.parts.named_shards()  # there are no adapters: plan.py refuses them
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         with self.at_hand():

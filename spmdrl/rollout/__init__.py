@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 from spmdrl.collectives import level_group_count
 
 if TYPE_CHECKING:
-    from spmdrl.config import RolloutConfig
+    from spmdrl.config import LoraConfig, RolloutConfig
     from spmdrl.rollout.engine import RolloutEngine
     from spmdrl.topology import Topology
 
 
 def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-    job: Topology | None = None, strict: bool = False,
+    job: Topology | None = None, strict: bool = False, lora: LoraConfig | None = None,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
+
+    lora: vLLM keeps an adapter beside its weights, which are then the base's.
 
     Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None. job:
     all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
@@ -30,6 +32,6 @@ def build_engine(
     elif topology.here:
         from spmdrl.rollout.vllm import VllmEngine
 
-        engine = VllmEngine(model, config, max_model_len, topology, strict)
+        engine = VllmEngine(model, config, max_model_len, topology, strict, lora)
     level_group_count(job.control if job is not None else None)
     return engine

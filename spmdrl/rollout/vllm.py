@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.collectives import world_of
-from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_strict
+from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_lora, vllm_strict
 from spmdrl.rollout.engine import (
     Answer,
     Completion,
@@ -42,6 +42,7 @@ from spmdrl.rollout.sampling import eos_token_ids, seed_of_continuation
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 from spmdrl.weights.layout import Layout, record_layout
+from spmdrl.weights.names import is_adapter
 
 
 class VllmEngine:
@@ -51,10 +52,11 @@ class VllmEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False,
+        strict: bool = False, lora: LoraConfig | None = None,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see vllm_strict.py.
 
+        lora: the adapter is kept beside the weights; None: it is in them, or there is none.
         Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
         if topology.axis_size("tp") != config.tensor_parallel:
@@ -76,10 +78,13 @@ class VllmEngine:
         group = topology.mesh.get_group("tp")
         patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
         with preserved_process(), patches, world_of(group):
-            self.core = build_core(model, config, max_model_len, group, topology.device, strict)
+            self.core = build_core(
+                model, config, max_model_len, group, topology.device, strict, lora
+            )
         if self.on_cpu:
             vllm_cpu.gather_only_sampled(self.runner)
             self.noise = vllm_cpu.AddressedNoise(self.runner)
+        self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
         self.in_fp8 = config.quantization == "fp8"
         self.fp8: set[str] = set()  # Hugging Face names of the weights that are kept in FP8
         if self.in_fp8:
@@ -143,7 +148,7 @@ class VllmEngine:
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,  # read by statistics, which are off
-            lora_request=None,
+            lora_request=self.slots.request if self.slots is not None else None,
             cache_salt=None,
             data_parallel_rank=None,
         )
@@ -240,6 +245,17 @@ class VllmEngine:
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Raises ValueError where a parameter would not be given."""
+        if self.slots is not None:
+            base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            adapter = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            with vllm_lora.unwrapped(self.model):
+                layout, beside = self.base_layout(base), self.slots.layout(adapter)
+            layout.regions += beside.regions
+            layout.places += beside.places
+            return layout
+        return self.base_layout(shapes)
+
+    def base_layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         config = self.core.vllm_config.model_config
         if self.is_reloaded:  # quantised anew from full tensors
             return Layout(opaque=list(shapes))
@@ -289,6 +305,12 @@ class VllmEngine:
         """
         if self.is_reloaded:
             self.load_opaque(weights)
+        elif self.slots is not None:
+            adapter: dict[str, Tensor] = {}
+            with vllm_lora.unwrapped(self.model):
+                base = vllm_lora.split_off(iter(weights), adapter)
+                self.require_all(self.model.load_weights(base))
+            self.slots.load(adapter)
         else:
             weights = vllm_fp8.quantized(weights, self.fp8)
             self.require_all(self.model.load_weights(weights))
@@ -299,7 +321,8 @@ class VllmEngine:
         if self.is_reloaded:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
-            self.model.load_weights(iter(weights))
+            with vllm_lora.unwrapped(self.model) if self.slots is not None else nullcontext():
+                self.model.load_weights(iter(weights))
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -320,20 +343,27 @@ class VllmEngine:
         if self.on_cpu:
             vllm_cpu.check_experts(self.model)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
+        if self.slots is not None:
+            adapter: dict[str, Tensor] = {}
+            base = vllm_lora.split_off(weights, adapter)
+            with vllm_lora.unwrapped(self.model):
+                count = compare_weights(self.model, base, rank, size)
+            return count + self.slots.check(adapter)
         return compare_weights(self.model, vllm_fp8.quantized(weights, self.fp8), rank, size)
 
     # memory
 
     def sleep(self) -> None:
         """On a GPU: weights and KV cache are dropped (level 2), since a sync of weights follows
-        `wake` anyway. On a CPU: the KV cache is freed, weights stay."""
+        `wake` anyway; of adapters alone it does not bring the weights, so these go to the host's
+        memory (level 1). On a CPU: the KV cache is freed, weights stay."""
         if not self.may_sleep or self.freed_kv_cache:
             return
         self.forget_prefixes()
         if self.on_cpu:
             self.freed_kv_cache = vllm_cpu.free_kv_cache(self.runner.kv_caches)
         else:
-            self.core.sleep(level=2)
+            self.core.sleep(level=2 if self.slots is None else 1)
 
     def wake(self) -> None:
         if not self.may_sleep:
@@ -363,6 +393,7 @@ def build_core(
     group: dist.ProcessGroup,
     device: torch.device,
     strict: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm.engine.arg_utils import EngineArgs
@@ -389,6 +420,7 @@ def build_core(
         use_tqdm_on_load=False,
         moe_backend=moe_backend(model, on_cpu),
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
+        **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
     )
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")

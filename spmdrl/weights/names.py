@@ -25,6 +25,12 @@ from spmdrl.config import ConfigError
 from spmdrl.weights.boxes import Box, view, whole
 from spmdrl.weights.layout import box_of
 
+ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(ADAPTER)
+
 
 class Part(NamedTuple):
     """A part of a parameter that is a tensor of its own in a checkpoint."""

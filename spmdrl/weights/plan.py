@@ -29,6 +29,7 @@ class Weight(NamedTuple):
     name: str
     shape: tuple[int, ...]
     holders: tuple[tuple[Box, tuple[int, ...]], ...]
+    derived: bool = False  # worked out by its holders before it is sent
 
     def held(self, rank: int) -> list[Box]:
         return [box for box, ranks in self.holders if rank in ranks]

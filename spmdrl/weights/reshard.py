@@ -29,6 +29,7 @@ from torch import Tensor
 
 from spmdrl.topology import Topology
 from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
+from spmdrl.weights.derived import derived_of, rounds_of
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
 
@@ -497,8 +498,14 @@ def gathered(
     """(name, full tensor) of every weight on every rank of the topology, over which it is
     collective until it is exhausted.
     """
-    yield from full_tensors(
-        agree_on_shards(named, topology.control), lambda: lying(named),
-        [[rank] for rank in topology.ranks], dtype,
-        slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
-    )  # fmt: skip
+    weights, derived = agree_on_shards(named, topology.control), derived_of(named)
+    rounds = rounds_of(weights, bucket_bytes // 2)
+    if derived is not None:
+        derived.arrange([[weight.name for weight in group] for group in rounds])
+    for group in rounds:
+        if derived is not None:
+            derived.compute([weight.name for weight in group])
+        yield from full_tensors(
+            group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
+            slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
 from spmdrl.weights.names import Part, Parts
 from spmdrl.weights.plan import Weight
 
+if TYPE_CHECKING:
+    from spmdrl.weights.derived import Derived
+
 
 class Shards(NamedTuple):
     """What this rank holds of one weight: parts of the full tensor."""
@@ -24,6 +27,7 @@ class Shards(NamedTuple):
     boxes: tuple[Box, ...]  # apart from each other
     # of the boxes' sizes, where they lie now; to be called under torch.no_grad()
     tensors: Callable[[], list[Tensor]]
+    derived: Derived | None = None  # by which it is worked out before it is there
 
 
 def shards_of(weight: Tensor) -> Shards:
@@ -102,15 +106,15 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
     Collective over `group`, where CPU tensors can travel. Raises ValueError where the parts of a
     weight do not make up the whole.
     """
-    mine = {name: (held.shape, held.boxes) for name, held in named.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...]]]] = [{}] * dist.get_world_size(
-        group
-    )
+    mine = {n: (held.shape, held.boxes, held.derived is not None) for n, held in named.items()}
+    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...], bool]]]
+    everyone = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    shapes = {name: shape for theirs in everyone for name, (shape, _) in theirs.items()}
+    shapes = {name: shape for theirs in everyone for name, (shape, _, _) in theirs.items()}
+    derived = {name for theirs in everyone for name, (_, _, is_so) in theirs.items() if is_so}
     holders: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
     for number, theirs in enumerate(everyone):
-        for name, (_, held) in theirs.items():
+        for name, (_, held, _) in theirs.items():
             for box in held:
                 rank = dist.get_global_rank(group, number)
                 holders[name].setdefault(box, []).append(rank)
@@ -120,6 +124,9 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
         if not apart or sum(map(numel, boxes)) != numel(whole(shapes[name])):
             raise ValueError(f"the shards of {name} {shapes[name]} do not make it up: {boxes}")
     return [
-        Weight(name, shape, tuple((box, tuple(ranks)) for box, ranks in holders[name].items()))
+        Weight(
+            name, shape, tuple((box, tuple(ranks)) for box, ranks in holders[name].items()),
+            name in derived,
+        )
         for name, shape in shapes.items()
-    ]
+    ]  # fmt: skip

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,7 +19,9 @@ from spmdrl.engines.fsdp import DTYPES
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.topology import Topology
 from spmdrl.weights.boxes import Box, numel, view, whole
+from spmdrl.weights.derived import Derived, derived_of, rounds_of
 from spmdrl.weights.layout import Layout, Place
+from spmdrl.weights.names import is_adapter
 from spmdrl.weights.plan import Weight, describe, make_plan
 from spmdrl.weights.reshard import (
     Held,
@@ -44,6 +46,45 @@ class SyncStats:
     moved_bytes: int
     opaque_bytes: int  # of weights that went as full tensors; not in the above
     seconds: float
+
+
+@dataclass
+class Round:
+    """Weights that are sent together; all of them, unless some are worked out first (derived.py).
+
+    Those in `opaque` go as full tensors, those of `fp8` are quantised on the way.
+    """
+
+    weights: list[Weight]
+    once: bool  # of a base that stays as it is: sent with the first push alone
+    transfer: Transfer
+    fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
+    scales: BlockScales | None = None
+    scale_places: list[tuple[Place, Tensor]] = field(default_factory=list)  # in the engine, and
+    # what belongs there
+    opaque: list[Weight] = field(default_factory=list)
+    planned_bytes: int = -1  # worked out after the first push
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [self.transfer] if self.fp8 is None else [self.transfer, self.fp8]
+
+    @property
+    def names(self) -> list[str]:
+        return [weight.name for weight in self.weights]
+
+    def plan_bytes(self) -> int:
+        if self.planned_bytes < 0:
+            self.planned_bytes = sum(
+                planned_bytes(t.plan, t.dtype.itemsize, t.block_group is not None)
+                for t in self.transfers
+            )
+        return self.planned_bytes
+
+    @property
+    def opaque_bytes(self) -> int:
+        itemsize = self.transfer.dtype.itemsize
+        return sum(numel(whole(w.shape)) for w in self.opaque) * itemsize
 
 
 class WeightSync:
@@ -77,29 +118,33 @@ class WeightSync:
         self.topology = place(tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
-        self.weights: list[Weight] = []
-        self.named: dict[str, Shards] = actor.named_shards() if actor else {}
+        self.adapter_apart = config.lora == "adapter"
+        self.named: dict[str, Shards] = {}
+        if actor is not None:
+            apart = self.adapter_apart
+            self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
+        self.derived: Derived | None = derived_of(self.named)
         self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
-        self.transfer: Transfer | None = None
-        self.fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
-        self.scales: BlockScales | None = None
-        self.scale_places: list[tuple[Place, Tensor]] = []  # in the engine, and what belongs there
-        self.opaque: list[Weight] = []
-        self.planned_bytes = -1  # worked out after the first push
+        self.rounds: list[Round] = []
+        self.base_is_there = False
         if self.topology.here:
             self.make_transfers()
         if device.type != "cpu":
             self.build_block_groups()
 
     @property
+    def weights(self) -> list[Weight]:
+        return [weight for group in self.rounds for weight in group.weights]
+
+    @property
     def transfers(self) -> list[Transfer]:
-        return [transfer for transfer in (self.transfer, self.fp8) if transfer is not None]
+        return [transfer for group in self.rounds for transfer in group.transfers]
 
     def make_transfers(self) -> None:
         """Collective over the ranks of both roles."""
         control = self.topology.control
-        self.weights = agree_on_shards(self.named, control)
-        shapes = {w.name: w.shape for w in self.weights}
+        weights = agree_on_shards(self.named, control)
+        shapes = {w.name: w.shape for w in weights}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
         mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
         digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
@@ -115,35 +160,64 @@ class WeightSync:
         layouts = [by_rank[rank][1] for rank in first]
         opaque = {name for _, names, _, _ in layouts for name in names}
         quantized = {name for _, _, names, _ in layouts for name in names}
-        self.opaque = [w for w in self.weights if w.name in opaque]
         found = [regions for regions, _, _, _ in layouts]
         self.holders = layout.holders()
-        plain = {w.name for w in self.weights if w.name not in opaque | quantized}
         if quantized:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
-        self.transfer = self.make_transfer(layout, found, plain, self.dtype)
-        if quantized:
-            self.scales = BlockScales(
-                [w for w in self.weights if w.name in quantized], self.topology.device
-            )
-            self.fp8 = self.make_transfer(layout, found, quantized, torch.uint8)
+        for group, once in self.grouped(weights):
+            self.rounds.append(self.make_round(group, once, layout, found, opaque, quantized))
+
+    def grouped(self, weights: list[Weight]) -> list[tuple[list[Weight], bool]]:
+        """(weights of a round, whether they are sent but once)."""
+        if self.adapter_apart:
+            base = [w for w in weights if not is_adapter(w.name)]
+            rounds = [base, [w for w in weights if is_adapter(w.name)]]
+        else:
+            limit = self.config.bucket_mib << 20
+            if any(weight.derived for weight in weights):
+                limit //= 2
+                self.slot_bytes = max(1, self.slot_bytes // 2)  # half is for what is worked out
+            rounds = rounds_of(weights, limit)
+        if self.derived is not None:
+            self.derived.arrange([[weight.name for weight in group] for group in rounds])
+        return [(group, self.adapter_apart and i == 0) for i, group in enumerate(rounds)]
+
+    def make_round(
+        self,
+        weights: list[Weight],
+        once: bool,
+        layout: Layout,
+        found: list[list[tuple[str, Box]]],
+        opaque: set[str],
+        quantized: set[str],
+    ) -> Round:
+        """found: the regions of each tensor-parallel rank."""
+        plain = [w for w in weights if w.name not in opaque | quantized]
+        transfer = self.make_transfer(plain, layout, found, self.dtype)
+        made = Round(weights, once, transfer, opaque=[w for w in weights if w.name in opaque])
+        in_fp8 = [w for w in weights if w.name in quantized]
+        if in_fp8:
+            made.scales = BlockScales(in_fp8, self.topology.device)
+            grids = made.scales.by_name
+            made.fp8 = self.make_transfer(in_fp8, layout, found, torch.uint8, grids)
             for (name, box), place in zip(layout.scales, layout.scale_places, strict=True):
-                grid = self.scales.by_name[name]
-                self.scale_places.append((place, view(grid, whole(grid.shape), box)))
+                if name in grids:
+                    grid = grids[name]
+                    made.scale_places.append((place, view(grid, whole(grid.shape), box)))
+        return made
 
     def make_transfer(
         self,
+        weights: list[Weight],
         layout: Layout,
         found: list[list[tuple[str, Box]]],
-        names: set[str],
         dtype: torch.dtype,
+        scales: dict[str, Tensor] | None = None,
     ) -> Transfer:
-        """Of the weights `names`; found: the regions of each tensor-parallel rank."""
-        weights = [w for w in self.weights if w.name in names]
         number = {w.name: i for i, w in enumerate(weights)}
-        regions = [[(number[n], box) for n, box in mine if n in names] for mine in found]
+        regions = [[(number[n], box) for n, box in mine if n in number] for mine in found]
         of_names = zip(layout.regions, layout.places, strict=True)
-        places = [place for (name, _), place in of_names if name in names]
+        places = [place for (name, _), place in of_names if name in number]
         plan = make_plan(
             dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
         )
@@ -151,21 +225,20 @@ class WeightSync:
         return Transfer(
             plan, self.shards,
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
-            self.addresses, dtype, self.topology.device, self.topology.group,
-            scales=self.scales.by_name if fp8 and self.scales else None,
+            self.addresses, dtype, self.topology.device, self.topology.group, scales=scales,
         )  # fmt: skip
 
     def build_block_groups(self) -> None:
         """Groups for the all-gathers of a GPU job. Collective over the job."""
-        blocks = [transfer.plan.block for transfer in self.transfers]
-        # 0: there is no such transfer
-        sizes = torch.tensor((blocks + [0, 0])[:2], device=self.topology.device)
-        dist.all_reduce(sizes, dist.ReduceOp.MAX)
-        for number, block in enumerate(sizes.tolist()):
-            if block:
-                group = self.block_group(block)
-                if number < len(self.transfers):
-                    self.transfers[number].block_group = group
+        used = torch.zeros(len(self.table) + 1, device=self.topology.device)  # by engines in it
+        for transfer in self.transfers:
+            used[transfer.plan.block] = 1
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for block in used.nonzero().flatten().tolist():
+            group = self.block_group(block)
+            for transfer in self.transfers:
+                if transfer.plan.block == block:
+                    transfer.block_group = group
 
     def block_group(self, block: int) -> dist.ProcessGroup | None:
         mine = None
@@ -203,60 +276,75 @@ class WeightSync:
         where the engine does not hold what was sent. Does nothing on ranks outside both roles.
         """
         start = time.perf_counter()
-        if self.transfer is None:
+        moved = planned = opaque = 0
+        if not self.rounds:
             return SyncStats(0, 0, 0, 0.0)
-        moved = self.transfer.run() + self.push_fp8()
-        if self.opaque:
-            tensors = self.full_tensors(self.opaque)
+        for group in self.rounds:
+            if group.once and self.base_is_there:
+                continue
+            moved += self.push_round(group)
+            planned, opaque = planned + group.plan_bytes(), opaque + group.opaque_bytes
+        self.base_is_there = True
+        if self.rollout is not None:
+            self.rollout.finish_load()
+        if self.config.check:
+            self.check()
+        if self.derived is not None:
+            self.derived.release()
+        return SyncStats(planned, moved, opaque, time.perf_counter() - start)
+
+    def push_round(self, group: Round) -> int:
+        """Bytes that this rank sent."""
+        if self.derived is not None:
+            self.derived.compute(group.names)
+        moved = group.transfer.run() + self.push_fp8(group)
+        if group.opaque:
+            tensors = self.full_tensors(group.opaque)
             try:
                 if self.rollout is not None:
                     self.rollout.load_opaque(tensors)
             finally:
                 exhaust(tensors)
-        if self.rollout is not None:
-            self.rollout.finish_load()
-        if self.config.check:
-            self.check()
-        if self.planned_bytes < 0:
-            self.planned_bytes = sum(
-                planned_bytes(t.plan, t.dtype.itemsize, t.block_group is not None)
-                for t in self.transfers
-            )
-        return SyncStats(self.planned_bytes, moved, self.opaque_bytes, time.perf_counter() - start)
+        return moved
 
     @torch.no_grad()
-    def push_fp8(self) -> int:
-        """Bytes that this rank sent."""
-        if self.fp8 is None or self.scales is None:
+    def push_fp8(self, group: Round) -> int:
+        if group.fp8 is None or group.scales is None:
             return 0
-        self.scales.agree(self.shards(), self.topology.group)
-        copy_all([p.tensor() for p, _ in self.scale_places], [s for _, s in self.scale_places])
-        return self.fp8.run()
-
-    @property
-    def opaque_bytes(self) -> int:
-        return sum(numel(whole(w.shape)) for w in self.opaque) * self.dtype.itemsize
+        group.scales.agree(self.shards(), self.topology.group)
+        copy_all([p.tensor() for p, _ in group.scale_places], [s for _, s in group.scale_places])
+        return group.fp8.run()
 
     def check(self) -> int:
         """Proves bit by bit that the engine holds the actor's weights; returns how many."""
-        if self.transfer is None:
+        if not self.rounds:
             return 0
-        # what is quantised is so from the trainer's own numbers
-        tensors = self.full_tensors(self.weights, torch.float32 if self.fp8 else None)
+        tensors = self.all_tensors()
         try:
             return self.rollout.check_weights(tensors) if self.rollout is not None else 0
         finally:
             exhaust(tensors)
 
+    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # what is quantised is so from the trainer's own numbers
+        dtype = torch.float32 if any(group.fp8 for group in self.rounds) else None
+        for group in self.rounds:
+            if self.derived is not None:
+                self.derived.compute(group.names)
+            yield from self.full_tensors(group.weights, dtype)
+
     def describe(self) -> list[str]:
         """What the plan is to move, for a log; [] outside both roles."""
-        if self.transfer is None:
-            return []
-        lines = describe(self.transfer.plan)
-        if self.fp8 is not None:
-            lines += ["in FP8:", *describe(self.fp8.plan)]
-        if self.opaque:
-            lines.append(f"  as full tensors: {[w.name for w in self.opaque[:5]]} ...")
+        lines: list[str] = []
+        for number, group in enumerate(self.rounds):
+            if len(self.rounds) > 1:
+                when = ", with the first push" if group.once else ""
+                lines.append(f"round {number + 1} of {len(self.rounds)}{when}:")
+            lines += describe(group.transfer.plan)
+            if group.fp8 is not None:
+                lines += ["in FP8:", *describe(group.fp8.plan)]
+            if group.opaque:
+                lines.append(f"  as full tensors: {[w.name for w in group.opaque[:5]]} ...")
         return lines
 
 
