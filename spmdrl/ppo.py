@@ -13,6 +13,7 @@ import fire
 from spmdrl.cli import load_config
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.exits import exit_config
+from spmdrl.imports import hide_torchao
 
 
 def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
@@ -31,6 +32,7 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
     except ConfigError as error:
         exit_config(error)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
+    hide_torchao()
     from spmdrl.plan import check
     from spmdrl.program import started
     from spmdrl.trainer import dry_run as show_plan

@@ -15,6 +15,7 @@ import fire
 from spmdrl.cli import load_config
 from spmdrl.config import ConfigError, SftConfig
 from spmdrl.exits import exit_config
+from spmdrl.imports import hide_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +41,7 @@ def main(config: str = "", **overrides: Any) -> None:
         value = load_config(config, SftConfig, overrides)
     except ConfigError as error:
         exit_config(error)
+    hide_torchao()
     from spmdrl.program import started  # torch comes in here, see spmdrl/ppo.py
 
     with started(value) as runtime:

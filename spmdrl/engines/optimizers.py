@@ -19,6 +19,7 @@ from spmdrl.algo.checks import require
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 from spmdrl.engines.models import decoder_layers
 from spmdrl.engines.muon import Cuts, Muon, hidden_matrices, local
+from spmdrl.imports import show_torchao
 from spmdrl.weights.names import Parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
@@ -120,6 +121,7 @@ def adamw_8bit(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimiz
     torchao cuts a shard into blocks from end to end, so that results depend on the number of ranks
     and a checkpoint fits no other. Here a block lies within a row of the weight.
     """
+    show_torchao()
     from torchao.optim import AdamW8bit  # takes a second
 
     groups = decay_groups(params, config.weight_decay)
@@ -223,6 +225,8 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         f"{name}.optim.muon_momentum={optim.muon_momentum} has no effect with {name}.optim.name="
         f"{optim.name!r}: it is of 'muon'",
     )
+    if optim.name == "adamw8bit":
+        show_torchao()
     require(
         optim.name != "adamw8bit" or importlib.util.find_spec("torchao") is not None,
         f"{name}.optim.name='adamw8bit', but torchao is not installed: pip install torchao",
