@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 import torch.distributed as dist
 
 from spmdrl import checkpoint
@@ -121,6 +124,18 @@ def set_aside_earlier_run(run_dir: Path, done: int) -> None:
     for item in stale:
         item.rename(target / item.name)
     print(f"what an earlier run left in {run_dir} is now in {target}", flush=True)
+
+
+def memory_of_process() -> dict[str, float]:
+    """GiB in memory (on a GPU at most, since the last call), and open files."""
+    found = {
+        "rss_gib": psutil.Process().memory_info().rss / 2**30,
+        "open_files": float(len(os.listdir("/proc/self/fd"))),
+    }
+    if torch.cuda.is_available():
+        found["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    return found
 
 
 def write_samples(path: Path, samples: list[Sample], most: int, topology: Topology) -> None:

@@ -159,7 +159,7 @@ def start_process_group(timeout: timedelta) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         keep_freed_memory()
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **agents_store())
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -168,8 +168,26 @@ def start_process_group(timeout: timedelta) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **agents_store()
+    )
     return device
+
+
+def agents_store() -> dict[str, Any]:
+    """Where torchrun keeps the store over its restarts: each start has keys of its own in it, else
+    ranks would meet at the addresses of those before them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return {
+        "store": dist.PrefixStore(f"attempt/{attempt}", store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
 
 
 def keep_freed_memory() -> None:

@@ -23,7 +23,7 @@ from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.leftover import Leftover
-from spmdrl.metrics import RunLog, set_aside_earlier_run, write_samples
+from spmdrl.metrics import RunLog, memory_of_process, set_aside_earlier_run, write_samples
 from spmdrl.phases import Span
 from spmdrl.placement import Ranks, place, reference_is_base, training_roles
 from spmdrl.plan import describe
@@ -391,7 +391,8 @@ def reports(
     spans = roles.phases.take_spans()
     trace(spans)
     mine = {"rank": roles.topology.rank, "seconds": busy_and_waiting(spans),
-            "samples": roles.post.moved_bytes, "weights": roles.weight_bytes}  # fmt: skip
+            "samples": roles.post.moved_bytes, "weights": roles.weight_bytes,
+            "memory": memory_of_process()}  # fmt: skip
     roles.post.moved_bytes = roles.weight_bytes = 0
     everyone: list[Any] = [None] * topology.world
     dist.all_gather_object(everyone, mine, group=topology.control)
@@ -401,7 +402,8 @@ def reports(
 def timing(
     metrics: dict[str, float], everyone: list[dict[str, Any]], total_s: float
 ) -> dict[str, float]:
-    """Seconds by phase over the ranks, idle share, MiB moved, and response tokens per second."""
+    """Seconds by phase over the ranks, idle share, MiB moved, the most memory and files of a rank,
+    and response tokens per second."""
     by_rank: dict[int, dict[str, tuple[float, float]]] = {}
     for report in everyone:  # a rank that samples and trains reports twice
         seconds = by_rank.setdefault(report["rank"], {})
@@ -411,6 +413,8 @@ def timing(
     times = phase_metrics(list(by_rank.values()), total_s)
     for what in ("samples", "weights"):
         times[f"moved/{what}_mib"] = sum(report[what] for report in everyone) / 2**20
+    for what in everyone[0]["memory"]:
+        times[f"memory/{what}"] = max(report["memory"][what] for report in everyone)
     tokens = metrics["response/tokens"]
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
 

@@ -1,0 +1,211 @@
+"""`make soak`: trains twice, once left alone and once with ranks killed and frozen; compares.
+
+    python examples/arithmetic/soak.py [--steps 500] [--faults 10] [--seed 0] [--config FILE]
+
+Both runs have the config's unreliable rewards. In the second a rank is killed (SIGKILL) or frozen
+(SIGSTOP) at steps drawn from the seed, and torchrun's restarts bring the run back. It must then
+have every step once, with the numbers of the first run, bit for bit; the first must not have
+grown in memory or open files. Leaves runs/soak/soak.json; exit code 1 where something fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+CONFIG = "configs/qwen3_tiny_arithmetic_soak_cpu.py"
+RANKS = 2
+MEASURED = ("time/", "throughput/", "idle/", "moved/", "memory/")  # by a clock or a scale
+MOST_GROWTH = 0.02  # of resident memory, from the first tenth of the steps to the last
+LONG = 200  # steps, before which memory still grows into its place
+SECONDS_PER_STEP = 20.0  # beyond all limits: a hang
+
+
+@dataclass
+class Fault:
+    step: int  # it strikes when this step's line stands in metrics.jsonl
+    kind: str  # "SIGKILL" or "SIGSTOP"
+    rank: int
+    back_s: float = 0.0  # until a step was done by the run that took over
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="train with faults, and without; compare")
+    parser.add_argument("--config", default=CONFIG)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--faults", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="runs/soak")
+    args = parser.parse_args()
+    if args.config == CONFIG:
+        os.chdir(Path(__file__).resolve().parents[2])
+        make_model()
+    out = Path(args.out)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    calm = run(args.config, out / "calm", args.steps, [])
+    faults = planned(args.steps, args.faults, args.seed)
+    rough = run(args.config, out / "faults", args.steps, faults)
+    found = checks(calm, rough, args.steps)
+    report = {"steps": args.steps, "seed": args.seed, "faults": [asdict(f) for f in faults],
+              "checks": found}  # fmt: skip
+    Path(out, "soak.json").write_text(json.dumps(report, indent=1) + "\n")
+    show(faults, found)
+    sys.exit(0 if all(check["holds"] for check in found) else 1)
+
+
+def make_model() -> None:
+    """Data and the fine-tuned model to start from, as the quickstart makes them."""
+    if Path("runs/arithmetic/sft_model/config.json").exists():
+        return
+    python = sys.executable
+    sft = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m",
+           "spmdrl.sft", "--config", "configs/qwen3_tiny_arithmetic_sft_cpu.py"]  # fmt: skip
+    for words in (["examples/arithmetic/make_assets.py", "--out", "runs/arithmetic"], sft):
+        subprocess.run([python, *words], check=True, timeout=600, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def planned(steps: int, count: int, seed: int) -> list[Fault]:
+    draw = random.Random(seed)
+    at = sorted(draw.sample(range(1, steps), min(count, steps - 1)))
+    kinds = ["SIGKILL", "SIGKILL", "SIGSTOP"]  # a freeze costs lost_timeout_s
+    return [Fault(step, kinds[i % 3], draw.randrange(RANKS)) for i, step in enumerate(at)]
+
+
+def run(config: str, run_dir: Path, steps: int, faults: list[Fault]) -> list[dict[str, float]]:
+    """Trains under torchrun and strikes; returns the rows of metrics.jsonl."""
+    command = [
+        sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node", str(RANKS),
+        "--max-restarts", str(len(faults) + 2), "-m", "spmdrl.ppo", "--config", config,
+        "--run_dir", str(run_dir), "--steps", str(steps),
+    ]  # fmt: skip
+    print(f"\n== {' '.join(command[1:])}", flush=True)
+    process = subprocess.Popen(command, env=environment())
+    deadline = time.monotonic() + 120 + SECONDS_PER_STEP * steps + 90 * len(faults)
+    metrics = run_dir / "metrics.jsonl"
+    try:
+        for fault in faults:
+            wait_for(lambda: last_step(metrics) >= fault.step, process, deadline)  # noqa: B023
+            strike(fault, process, metrics, deadline)
+        code = process.wait(max(1.0, deadline - time.monotonic()))
+    except BaseException:
+        process.kill()
+        raise
+    if code != 0:
+        sys.exit(f"soak: the run ended with exit code {code}; see {run_dir}/errors")
+    return [json.loads(line) for line in metrics.open()]
+
+
+def strike(fault: Fault, launcher: subprocess.Popen[bytes], metrics: Path, deadline: float) -> None:
+    """Signals one rank; returns when the run has done another step with new processes."""
+    before = ranks_of(launcher.pid)
+    print(f"== soak: {fault.kind} to rank {fault.rank} after step {fault.step}", flush=True)
+    os.kill(before[fault.rank], getattr(signal, fault.kind))
+    struck = time.monotonic()
+    wait_for(lambda: is_new(ranks_of(launcher.pid), before), launcher, deadline)
+    began = last_step(metrics)
+    wait_for(lambda: last_step(metrics) != began, launcher, deadline)
+    fault.back_s = time.monotonic() - struck
+
+
+def is_new(ranks: dict[int, int], before: dict[int, int]) -> bool:
+    return len(ranks) == RANKS and not set(ranks.values()) & set(before.values())
+
+
+def wait_for(condition, launcher: subprocess.Popen[bytes], deadline: float) -> None:  # type: ignore[no-untyped-def]
+    while not condition():
+        if launcher.poll() is not None:
+            sys.exit(f"soak: the run ended too soon, with exit code {launcher.returncode}")
+        if time.monotonic() > deadline:
+            sys.exit("soak: over the time limit: a hang")
+        time.sleep(0.1)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Process ids by rank: the launcher's children that train."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(Path(folder, "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher:
+                environ = Path(folder, "environ").read_bytes().split(b"\0")
+                found[int(next(v for v in environ if v.startswith(b"RANK="))[5:])] = int(
+                    folder.name
+                )
+        except (OSError, StopIteration):  # it ended meanwhile, or is no rank
+            continue
+    return found
+
+
+def last_step(metrics: Path) -> int:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def checks(
+    calm: list[dict[str, float]], rough: list[dict[str, float]], steps: int
+) -> list[dict[str, object]]:
+    """What must hold: text, whether it does, and what was seen."""
+    tenth = max(1, steps // 10)
+    early, late = calm[tenth : 2 * tenth], calm[-tenth:]
+    grown = median(r["memory/rss_gib"] for r in late) / median(r["memory/rss_gib"] for r in early)
+    files = {row["memory/open_files"] for row in calm[tenth:]}
+    differ = [
+        row["step"] for row, other in zip(calm, rough, strict=False) if plain(row) != plain(other)
+    ]
+    scores = [next(r["reward/mean"] for r in reversed(rows)) for rows in (calm, rough)]
+    invalid = sum(row.get("reward/invalid", 0.0) for row in calm)
+    return [
+        said("every step once, none lost", [r["step"] for r in rough] == list(range(steps + 1)),
+             f"{len(rough)} rows"),
+        said("the numbers of the undisturbed run, bit for bit", not differ,
+             f"{len(calm) - len(differ)} of {len(calm)} rows equal"),
+        said("the last reward as good", scores[1] >= scores[0] - 0.02,
+             f"{scores[0]:.3f} undisturbed, {scores[1]:.3f} with faults"),
+        said(f"resident memory grows by less than {MOST_GROWTH:.0%}",
+             grown < 1 + MOST_GROWTH or steps < LONG,
+             f"{grown - 1:+.2%} from the second tenth of the steps to the last"
+             + (" (too few steps to tell)" if steps < LONG else "")),
+        said("as many open files all along", len(files) == 1, f"{sorted(files)}"),
+        said("rewards that failed were passed over", True, f"{invalid:.0f} invalid samples"),
+    ]  # fmt: skip
+
+
+def plain(row: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in row.items() if not k.startswith(MEASURED)}
+
+
+def said(what: str, holds: bool, seen: str) -> dict[str, object]:
+    return {"what": what, "holds": holds, "seen": seen}
+
+
+def show(faults: list[Fault], found: list[dict[str, object]]) -> None:
+    table = Table("fault", "after step", "rank", "s until the next step", title="soak")
+    for fault in faults:
+        table.add_row(fault.kind, str(fault.step), str(fault.rank), f"{fault.back_s:.1f}")
+    Console().print(table)
+    table = Table("what", "holds", "seen")
+    for check in found:
+        table.add_row(str(check["what"]), "yes" if check["holds"] else "NO", str(check["seen"]))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
