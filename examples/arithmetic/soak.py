@@ -28,7 +28,7 @@ from rich.table import Table
 
 CONFIG = "configs/qwen3_tiny_arithmetic_soak_cpu.py"
 RANKS = 2
-MEASURED = ("time/", "throughput/", "idle/", "moved/", "memory/")  # by a clock or a scale
+MEASURED = ("time", "throughput/", "idle/", "moved/", "memory/")  # by a clock or a scale
 MOST_GROWTH = 0.02  # of resident memory, from the first tenth of the steps to the last
 LONG = 200  # steps, before which memory still grows into its place
 SECONDS_PER_STEP = 20.0  # beyond all limits: a hang
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 def planned(steps: int, count: int, seed: int) -> list[Fault]:
     draw = random.Random(seed)
     at = sorted(draw.sample(range(1, steps), min(count, steps - 1)))
-    kinds = ["SIGKILL", "SIGKILL", "SIGSTOP"]  # a freeze costs lost_timeout_s
+    kinds = ["SIGKILL", "SIGSTOP", "SIGKILL"]  # a freeze costs lost_timeout_s
     return [Fault(step, kinds[i % 3], draw.randrange(RANKS)) for i, step in enumerate(at)]
 
 
