@@ -46,6 +46,8 @@ from spmdrl.packing import address_order, concatenate
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, segment_sum
 
+ENTROPY_STEP = 2.0**-10  # nats: what is nearer counts as equal where entropy chooses tokens
+
 
 def summed(values: Tensor, topology: Topology) -> Tensor:
     """The sum of `values` over all ranks, in place."""
@@ -242,7 +244,9 @@ def add_loss_weights(
         if algo.top_entropy_fraction < 1:
             count = math.ceil(algo.top_entropy_fraction * float(counts[0]))
             assert batch.old_entropy is not None
-            top = largest(batch.old_entropy.double(), count, batch, topology)
+            # tokens of equal context have equal entropies but for rounding, which must not choose
+            steps = (batch.old_entropy.double() / ENTROPY_STEP).round()
+            top = largest(steps, count, batch, topology)
             weights = batch.policy_weights
             batch.policy_weights = top if weights is None else top * weights
 

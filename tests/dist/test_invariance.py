@@ -180,6 +180,7 @@ def steps_on(topology, cases, splits, models):
 
     from spmdrl.collect import Collected
     from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.ulysses import Team
     from spmdrl.phases import Phases
     from spmdrl.roles import Roles, Trainer
     from spmdrl.routing import Post
@@ -201,7 +202,11 @@ def steps_on(topology, cases, splits, models):
         train = replace(TRAIN, micro_batch_tokens=budget)
 
         def engine(kind, model, place, train=train):
-            return FsdpEngine(kind, model, train, place) if place.here else None
+            if not place.here:
+                return None
+            team = Team.of(place)
+            config = replace(train, ulysses=team.size if team else 1)
+            return FsdpEngine(kind, model, config, place)
 
         actor, ref, critic, prm = places
         now, before = (engine("policy", model, actor) for model in models)
