@@ -162,13 +162,15 @@ def test_peft_reads_what_we_write_and_we_what_peft_writes(qwen3, adapter, tmp_pa
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    from spmdrl.engines import layers
     from spmdrl.engines.lora import ADAPTER, IN_LAYER, adapters_off, add_adapters, write_adapter
     from spmdrl.engines.models import build_model
 
     _, ids, want = adapter
     config = replace(given(adapter), dtype="float32")
     plain = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
-    hf = build_model(str(qwen3), full=True, fast_cpu=True)
+    hf = build_model(str(qwen3), full=True)
+    layers.use_kernels(hf, TrainConfig(dtype="float32"), torch.device("cpu"))
     hf.set_attn_implementation("sdpa")
     ours = add_adapters(hf, str(qwen3), config, {}, full=True, fast_cpu=True)
     torch.testing.assert_close(hf(ids).logits, want, rtol=0, atol=1e-5)
@@ -195,7 +197,7 @@ def test_adapters_start_alike_whatever_the_order(qwen3, tmp_path):
     from spmdrl.engines.models import build_model
 
     def made(targets, seed=0):
-        hf = build_model(str(qwen3), full=True, fast_cpu=False)
+        hf = build_model(str(qwen3), full=True)
         torch.manual_seed(7 + len(targets))
         config = with_lora(rank=2, target_modules=targets, seed=seed)
         before = torch.get_rng_state()

@@ -82,7 +82,7 @@ def requests(count: int) -> list[Request]:
 
 
 def policy(folder: Path, strict: bool, dtype: torch.dtype = torch.float32) -> TokenPolicy:
-    built = TokenPolicy(build_model(str(folder), True, dtype == torch.float32))
+    built = TokenPolicy(build_model(str(folder), full=True))
     if strict:
         make_strict(built, dtype, CPU)
     return cast(built, dtype)

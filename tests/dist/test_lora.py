@@ -109,7 +109,7 @@ def push_on(topology, model, case):
     actor, _ = trained(topology, "policy", model, replace(TRAIN, lora=lora))
     settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=tp, dtype=dtype)
     ranks = Topology.build(topology.device, dp=-1, tp=tp)
-    rollout = VllmEngine(model, settings, 64, ranks, lora if mode == "adapter" else None)
+    rollout = VllmEngine(model, settings, 64, ranks, lora=lora if mode == "adapter" else None)
     config = WeightsConfig(check=True, lora=mode, bucket_mib=bucket)
     weights = WeightSync(actor, actor.topology, rollout, ranks, dtype, config)
     found = {"stats": [], "away": []}
