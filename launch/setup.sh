@@ -18,14 +18,18 @@ fail() {
     exit 1
 }
 
-# Installs a Debian package as root; otherwise stops and names the command that does.
+# Installs a Debian package where that is possible: as root.
+install_debian() {
+    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || return 1
+    echo "setup: installing the Debian package $1"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "$1" >/dev/null
+}
+
+# Where it cannot be installed: stops and names the command that does.
 debian_package() {
-    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-        echo "setup: installing the Debian package $1"
-        apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-            apt-get install -y -qq --no-install-recommends "$1" >/dev/null && return
-    fi
-    fail "$2; install it and run make again: sudo apt-get install $1"
+    install_debian "$1" ||
+        fail "$2; install it and run make again: sudo apt-get install $1"
 }
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
@@ -49,6 +53,12 @@ version=$("$python" -c 'import sys; print("{}.{}".format(*sys.version_info))')
     debian_package "python$version-venv" "$python cannot make environments"
 if [ $backend = cpu ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
     debian_package libnuma1 "vLLM for CPUs needs libnuma.so.1"
+fi
+
+# Only code rewards and tools that run code need it; they say so when they start.
+if ! command -v bwrap >/dev/null && ! install_debian bubblewrap; then
+    echo "setup: no bubblewrap, so model-written code cannot run here; see docs/sandbox.md:" \
+        "sudo apt-get install bubblewrap" >&2
 fi
 
 echo "setup: installing the $backend environment into $venv (once; some minutes)"

@@ -15,6 +15,9 @@ from decimal import Decimal, InvalidOperation
 from types import FrameType
 from typing import Any, Literal
 
+from spmdrl.rewards import sandbox
+from spmdrl.rewards.code import code
+
 # Digits with comma groups and decimals; possessive, so that a match cannot end inside a number.
 DIGITS = r"(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)"
 # The sign may stand on either side of the dollar. "#### 7/8" is not the answer 7.
@@ -100,5 +103,6 @@ def time_limit(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-BUILT_INS: dict[str, Callable[..., Any]] = {"gsm8k": gsm8k, "math": math}
+BUILT_INS: dict[str, Callable[..., Any]] = {"gsm8k": gsm8k, "math": math, "code": code}
 IMPORTED_FIRST: dict[Callable[..., Any], str] = {math: "math_verify"}
+CHECKED_FIRST: dict[Callable[..., Any], Callable[[], None]] = {code: sandbox.check}

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
 from spmdrl.rewards import worker
-from spmdrl.rewards.functions import BUILT_INS, IMPORTED_FIRST
+from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, IMPORTED_FIRST
 from spmdrl.rewards.worker import Outcome
 from spmdrl.topology import Topology
 
@@ -395,6 +395,8 @@ def resolve_reward(reward: RewardFn | str) -> Reward:
         reward = BUILT_INS[reward]
     if not callable(reward):
         raise ConfigError(f"a reward is a function or one of {list(BUILT_INS)}, got {reward!r}")
+    if (needs := innermost(reward)) in CHECKED_FIRST:
+        CHECKED_FIRST[needs]()
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
         getattr(type(reward), "__call__", None)  # noqa: B004  an object with async __call__
     )
@@ -428,9 +430,14 @@ def arguments_of(function: RewardFn) -> tuple[str, ...]:
 
 def module_name(function: RewardFn) -> str:
     """Of the module that defines a function, the function in a partial, or an object's class."""
+    function = innermost(function)
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def innermost(function: RewardFn) -> RewardFn:
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__module__", None) or type(function).__module__
+    return function
 
 
 def name_of(function: RewardFn) -> str:

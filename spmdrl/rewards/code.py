@@ -1,0 +1,155 @@
+r"""The reward for programs: 1.0 where the response's code passes every test, else 0.0.
+
+The code runs in the sandbox (docs/sandbox.md). Right answers stay outside of it and are compared
+here, so that a program has nothing to gain by printing a marker, leaving early or changing what
+`==` means.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from spmdrl.rewards.sandbox import USUAL, Kind, Limits, Result, ask_value, run_tests
+from spmdrl.rewards.sandbox_values import plain
+
+LANGUAGES = ("", "python", "python3", "py")
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
+TOTAL_S = 25.0  # for all tests of a response; below rewards.timeout_s, whose end is no verdict
+LIMITS_HIT = {"time", "cpu", "memory", "output", "processes", "disk"}
+
+Test = tuple[bytes, Any]  # what goes into the sandbox, and what should come out
+
+
+def code(
+    response: str,
+    ground_truth: Any,
+    limits: Limits = USUAL,
+    total_s: float = TOTAL_S,
+) -> dict[str, float]:
+    r"""Runs the last ``` block of `response` that is Python or names no language.
+
+    `ground_truth`, as such or as JSON text, is one of
+    {"inputs": [...], "outputs": [...]}: a program's stdin and stdout, compared line by line,
+    without the space at either end; {"fn_name": ..., "inputs": [arguments, ...], "outputs": ...}:
+    values of a function, or of that method of a class Solution, compared as JSON with numbers to
+    ten digits; assert statements, as one text or one test each in a list (or in "assert_case").
+
+    Returns score, passed, total, no_code, and limit_hit: 1 where a limit ended a test. `limits`
+    are for a test, `total_s` for all of them; a test that it leaves no time for has not passed.
+    Raises ValueError for a ground truth that is none of these, SandboxError where ours failed.
+    """
+    kind, tests = read_tests(ground_truth)
+    program = last_block(response)
+    results: list[Result] = []
+    if program is not None:
+        results = run_tests(program, kind, [given for given, _ in tests], limits, total_s)
+    passed = sum(
+        is_right(kind, result, right) for result, (_, right) in zip(results, tests, strict=False)
+    )
+    return {
+        "score": float(passed == len(tests)),
+        "passed": float(passed),
+        "total": float(len(tests)),
+        "no_code": float(program is None),
+        "limit_hit": float(any(result.status in LIMITS_HIT for result in results)),
+    }
+
+
+def last_block(response: str) -> str | None:
+    """A block that the end of the response cuts off counts, as it does in verl."""
+    found, start, wanted = None, None, False
+    for fence in FENCE.finditer(response):
+        if start is None:
+            start, wanted = fence.end() + 1, fence[1].lower() in LANGUAGES
+            continue
+        found = response[start : fence.start()] if wanted else found
+        start = None
+    return response[start:] if start is not None and wanted else found
+
+
+def read_tests(ground_truth: Any) -> tuple[Kind, list[Test]]:
+    """Raises ValueError where there is no test in it."""
+    truth = ground_truth
+    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
+        truth = json.loads(truth)
+    if isinstance(truth, dict) and "assert_case" in truth:
+        truth = truth["assert_case"]
+    if isinstance(truth, dict):
+        return read_pairs(truth)
+    asserts = [truth] if isinstance(truth, str) else truth
+    if not isinstance(asserts, list | tuple) or not asserts or not all(map(is_assert, asserts)):
+        raise ValueError(
+            f"ground_truth {str(ground_truth)[:200]!r} has no tests: expected inputs and outputs, "
+            "or assert statements; see docs/sandbox.md"
+        )
+    return "assert", [(text.encode(), None) for text in asserts]
+
+
+def is_assert(text: Any) -> bool:
+    return isinstance(text, str) and "assert" in text
+
+
+def read_pairs(truth: dict[str, Any]) -> tuple[Kind, list[Test]]:
+    function = truth.get("fn_name")
+    inputs: Any = truth.get("inputs")
+    outputs: Any = truth.get("outputs")
+    both = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
+    if not both or not 0 < len(inputs) == len(outputs):
+        raise ValueError(
+            f"ground_truth has the keys {list(truth)}: expected 'inputs' and 'outputs', lists of "
+            "the same length, at least 1"
+        )
+    if not function:
+        return "run", [
+            (as_text(given).encode("utf-8", "surrogatepass"), as_text(right))
+            for given, right in zip(inputs, outputs, strict=True)
+        ]
+    return "call", [
+        (ask_value(function, arguments(given)), accepted(right))
+        for given, right in zip(inputs, outputs, strict=True)
+    ]
+
+
+def as_text(value: Any) -> str:
+    """Of stdin or stdout; APPS has some as lists of lines."""
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def arguments(given: Any) -> list[Any]:
+    """A list of them, or text with one JSON value per line, as LiveCodeBench has it."""
+    return (
+        [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
+    )
+
+
+def accepted(right: Any) -> set[str]:
+    """The replies that are right: this value or, where it is text, what it says as JSON; and of a
+    list of one, that one (APPS)."""
+    values = [right]
+    if isinstance(right, str) and is_json(right):
+        values.append(json.loads(right))
+    values += [value[0] for value in values if isinstance(value, list) and len(value) == 1]
+    return {json.dumps(["ok", plain(value)], sort_keys=True) for value in values}
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_right(kind: Kind, result: Result, right: Any) -> bool:
+    """A reply is compared as text: what a program wrote is never parsed out here."""
+    if result.status != "ok":
+        return False
+    if kind == "run":
+        return lines(result.stdout) == lines(right)
+    return kind == "assert" or result.returned in right
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
