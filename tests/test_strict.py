@@ -107,8 +107,9 @@ def packed_logprobs(
             for start, n, a in zip(starts, lens, asked, strict=False)]  # fmt: skip
     places = torch.cat([torch.arange(n) for n in lens])
     tokens = torch.tensor([token for row in ids for token in row])
-    found = model(tokens, places, Packing.build(torch.tensor(lens), CPU),
-                  torch.cat(rows), PARAMS.temperature)  # fmt: skip
+    chosen = torch.cat(rows)
+    found = model(tokens, places, Packing.build(torch.tensor(lens), CPU), chosen - 1,
+                  tokens[chosen], PARAMS.temperature)  # fmt: skip
     return [part.tolist() for part in found[0].split([len(r) for r in rows])]
 
 
