@@ -19,16 +19,23 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig
 
 from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.models import load_hf_config
 from spmdrl.exits import exit_config
+from spmdrl.remote_code import allow_code
 from spmdrl.weights.names import checkpoint_parts
 
 
-def main(checkpoint: str, out: str, dtype: str = "float32", ema: bool = False) -> None:
+def main(
+    checkpoint: str,
+    out: str,
+    dtype: str = "float32",
+    ema: bool = False,
+    trust_remote_code: bool = False,
+) -> None:
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
     Args:
@@ -36,20 +43,24 @@ def main(checkpoint: str, out: str, dtype: str = "float32", ema: bool = False) -
         out: the folder to write; it must not hold a model yet
         dtype: float32 (bit for bit what was trained), bfloat16 or float16
         ema: the moving average of the weights, which a run with actor.ema keeps
+        trust_remote_code: run Python files of the model that the checkpoint is of
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        export(Path(checkpoint), Path(out), dtype, ema)
+        export(Path(checkpoint), Path(out), dtype, ema, trust_remote_code)
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False) -> None:
+def export(
+    checkpoint: Path, out: Path, dtype: str, ema: bool = False, trust_remote_code: bool = False
+) -> None:
     """Raises ConfigError for a damaged checkpoint or one without the average that is wanted, an
     unknown dtype, or a taken folder."""
-    if not isinstance(ema, bool):
-        raise ConfigError(f"--ema {ema}: it takes no value")
+    for name, flag in (("ema", ema), ("trust-remote-code", trust_remote_code)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"--{name} {flag}: it takes no value")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     wrong = damage(checkpoint)
@@ -57,6 +68,8 @@ def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False) -> None:
         raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
     if Path(out, "config.json").exists():
         raise ConfigError(f"--out {out} already holds a model; name another folder")
+    if trust_remote_code:
+        allow_code(str(Path(checkpoint, "hf")))
     weights = load_full(checkpoint, "actor", ema)
     out.mkdir(parents=True, exist_ok=True)
     for file in Path(checkpoint, "hf").iterdir():
@@ -92,7 +105,7 @@ def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tenso
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     weights |= average
-    parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
+    parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
     named: dict[str, Tensor] = {}
     for key in list(weights):
         name, tensor = key.removeprefix("hf."), weights.pop(key)

@@ -32,6 +32,7 @@ from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.remote_code import code_files
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -57,8 +58,10 @@ class FsdpEngine:
     ) -> None:
         self.config, self.topology = config, topology
         fast_cpu = topology.device.type == "cpu" and config.dtype == "float32"
-        hf = build_model(model, full=topology.rank == 0, fast_cpu=fast_cpu)
-        self.pretrained = [hf.config, hf.generation_config]
+        hf = build_model(
+            model, full=topology.rank == 0, fast_cpu=fast_cpu, has_head=kind == "policy"
+        )
+        self.pretrained = [hf.config, hf.generation_config, *code_files(hf.config)]
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
         full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}

@@ -50,7 +50,9 @@ class HfEngine:
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology
     ) -> None:
         """Raises ConfigError where tensor parallelism is asked for."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
+
+        from spmdrl.engines.models import load_model
 
         if config.tensor_parallel != 1:
             raise ConfigError(
@@ -61,9 +63,9 @@ class HfEngine:
         self.config, self.max_model_len = config, max_model_len
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            loaded: Any = load_model(model, dtype=dtype)
         self.model = loaded.to(self.device).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         # a checkpoint's names that are no parameter's: of experts
         self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
         self.eos_token_ids = eos_token_ids(model)
