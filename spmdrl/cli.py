@@ -25,12 +25,12 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     The file's folder is importable while it runs, so that configs can share a base.
     Raises ConfigError with the file, the key and the nearest valid names.
     """
-    if not path:
+    if not path or isinstance(path, bool):
         raise ConfigError(
             f"--config FILE is required: a Python file with config = {kind.__name__}(...)"
         )
-    file = Path(path)
-    if not file.is_file():
+    file = Path(str(path))
+    if not is_file(file):
         raise ConfigError(f"--config: no such file: {path!r}")
     spec = importlib.util.spec_from_file_location("spmdrl_config", file)
     if spec is None or spec.loader is None:
@@ -42,7 +42,7 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}: {type(error).__name__}: {error}{_line_of(error, file)}"
         ) from error
@@ -54,10 +54,17 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
             f"{path} must define `config = {kind.__name__}(...)`; found "
             f"{'nothing of that name' if config is None else type(config).__name__}"
         )
-    config = checked(config, path)
+    config = checked(config, str(path))
     for key, value in overrides.items():
         config = override(config, key, value)
     return config
+
+
+def is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, a folder that may not be looked into
+        return False
 
 
 def _line_of(error: BaseException, file: Path) -> str:
@@ -76,8 +83,8 @@ def override(config: C, key: str, value: Any) -> C:
 
 
 def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
-    if isinstance(node, Mapping) and len(names) == 1:  # the mapping's own field checks the entry
-        return {**node, names[0]: value}
+    if isinstance(node, Mapping):  # its own field checks the entry; a key may have dots in it
+        return {**node, ".".join(names): value}
     known = [f.name for f in dataclasses.fields(node)]
     if names[0] not in known:
         close = difflib.get_close_matches(names[0], known, n=3) or known
@@ -110,18 +117,18 @@ def checked(node: Any, where: str) -> Any:
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         place = f"{where}: {type(node).__name__}.{field.name}"
-        if dataclasses.is_dataclass(value):
+        value = converted(value, hints[field.name], place)
+        if dataclasses.is_dataclass(value) and not callable(value):
             value = checked(value, where)
-        values[field.name] = converted(value, hints[field.name], place)
+        values[field.name] = value
     return dataclasses.replace(node, **values)
 
 
 def converted(value: Any, wanted: Any, flag: str) -> Any:
     """`value` as the field's type: 1 for a float, "a" for a tuple of one; else ConfigError."""
-    for option in _options(wanted):
-        fits, result = _fit(value, option)
-        if fits:
-            return result
+    fits, result = _fit_any(value, wanted)
+    if fits:
+        return result
     names = [n for o in _options(wanted) for n in typing.get_args(o) if isinstance(n, str)]
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -142,27 +149,48 @@ def _fit(value: Any, wanted: Any) -> tuple[bool, Any]:
     if wanted is type(None):
         return value is None, value
     if origin is typing.Literal:
-        return value in typing.get_args(wanted), value
+        return isinstance(value, str) and value in typing.get_args(wanted), value
     if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool), value
+        return _fit_float(value)
     if wanted is int:
         return isinstance(value, int) and not isinstance(value, bool), value
     if wanted is str:  # fire reads --run_dir 7 as a number
         return isinstance(value, str | int | float) and not isinstance(value, bool), str(value)
     if origin is tuple:
-        item = typing.get_args(wanted)[0]
+        kinds = typing.get_args(wanted)
         items = value if isinstance(value, tuple | list) else (value,)
-        fitted = [_fit(v, item) for v in items]
-        return all(ok for ok, _ in fitted), tuple(v for _, v in fitted)
+        fitted = [_fit_any(v, kinds[0]) for v in items]
+        right_length = Ellipsis in kinds or len(items) == len(kinds)
+        return right_length and all(ok for ok, _ in fitted), tuple(v for _, v in fitted)
     if origin is typing.get_origin(Callable[..., Any]):
         return callable(value), value
     if origin is not None and isinstance(origin, type):
-        # fire reads the JSON words true and false as strings, and both are truthy
-        words = isinstance(value, dict) and {"true", "false"} & {
-            v for v in value.values() if isinstance(v, str)
-        }
-        return isinstance(value, origin) and not words, value
+        return _fit_mapping(value, *typing.get_args(wanted))
     return isinstance(value, wanted), value
+
+
+def _fit_any(value: Any, wanted: Any) -> tuple[bool, Any]:
+    """The first option of a union that fits."""
+    fitted = [_fit(value, option) for option in _options(wanted)]
+    return next((found for found in fitted if found[0]), (False, value))
+
+
+def _fit_float(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False, value
+    fits = isinstance(value, float) or abs(value) < 2**1000
+    return fits, float(value) if fits else value
+
+
+def _fit_mapping(value: Any, key: Any, item: Any) -> tuple[bool, Any]:
+    # fire reads the JSON words true and false as strings, and both are truthy
+    if not isinstance(value, Mapping) or any(
+        isinstance(v, str) and v in ("true", "false") for v in value.values()
+    ):
+        return False, value
+    fitted = {k: _fit_any(v, item) for k, v in value.items()}
+    fits = all(isinstance(k, key) for k in value) and all(ok for ok, _ in fitted.values())
+    return fits, {k: v for k, (_, v) in fitted.items()}
 
 
 def describe(wanted: Any) -> str:

@@ -30,6 +30,9 @@ class DataConfig:
     shuffle: bool = True
     max_eval_prompts: int | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
+    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
+    control_tokens: Literal["escape", "error", "keep"] = "escape"
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,7 @@ class PpoConfig:
     steps: int = 100
     run_dir: str = "runs/ppo"
     seed: int = 0
+    trust_remote_code: bool = False  # run Python files that a model's folder brings along
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
     eval_every: int = 10  # steps; 0: only before and after
     algo: AlgoConfig = field(default_factory=AlgoConfig)
@@ -297,6 +301,9 @@ class SftDataConfig:
     max_tokens: int = 2048
     shuffle: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
+    # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
+    control_tokens: Literal["escape", "error", "keep"] = "escape"
 
 
 @dataclass(frozen=True)
@@ -309,6 +316,7 @@ class SftConfig:
     steps: int = 100
     run_dir: str = "runs/sft"
     seed: int = 0
+    trust_remote_code: bool = False  # run Python files that the model's folder brings along
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     tensorboard: bool = True
     stall_timeout_s: float = 1800.0

@@ -19,12 +19,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 import torch.distributed as dist
 
-from spmdrl.config import ConfigError, DataConfig, SftDataConfig
+from spmdrl.chat import Encoder
+from spmdrl.config import ConfigError, DataConfig
 from spmdrl.files import (
+    BAD_ROW,
     MISSING,
     BadRow,
     Files,
@@ -47,6 +48,8 @@ class PromptDataset:
     """The usable prompts of some files. `prompt(i)` tokenises on demand.
 
     num_overlong   rows longer than max_prompt_tokens, filtered or truncated
+    num_bad        rows that cannot be used and were left out (on_bad_row="skip")
+    num_escaped    rows whose text names control tokens, which were made ordinary text
     data_sources   every data_source of the files, sorted; the same on every rank
     """
 
@@ -54,14 +57,16 @@ class PromptDataset:
         self,
         files: Files,
         rows: np.ndarray,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         config: DataConfig,
-        num_overlong: int,
         data_sources: tuple[str, ...],
+        num_overlong: int,
+        num_bad: int,
+        num_escaped: int,
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
-        self.tokenizer, self.config = tokenizer, config
-        self.num_overlong, self.data_sources = num_overlong, data_sources
+        self.encoder, self.config, self.data_sources = encoder, config, data_sources
+        self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
 
     @classmethod
     def load(
@@ -70,23 +75,31 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         topology: Topology,
+        vocab_size: int | None = None,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
+        vocab_size: of the model, if tokens are to be checked against it.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
         files = load_together(topology, lambda: Files.open(paths, PROMPT_COLUMNS))
+        encoder = Encoder(tokenizer, config, config.max_prompt_tokens, vocab_size)
         sources: set[str] = set()
+        escaped = 0
 
         def length(row: dict[str, Any]) -> int:
+            nonlocal escaped
             fields = prompt_fields(row)
+            found = encoder.prompt(fields.prompt)
             sources.add(fields.data_source)
-            return len(prompt_tokens(fields.prompt, tokenizer, config)[0])
+            escaped += found.escaped
+            return len(found.ids)
 
-        lengths = measure_rows(files, length, topology)
+        lengths = measure_rows(files, length, topology, config.on_bad_row)
+        rows = np.flatnonzero(lengths != BAD_ROW)
+        num_bad = len(files) - len(rows)
         overlong = np.flatnonzero(lengths > config.max_prompt_tokens)
-        rows = np.arange(len(files))
         if len(overlong):
             rows = handle_overlong(files, rows, lengths, overlong, config)
             if topology.rank == 0:
@@ -97,9 +110,13 @@ class PromptDataset:
                     word[config.overlong_prompts],
                 )
         gathered: list[Any] = [None] * topology.world
-        dist.all_gather_object(gathered, sources, group=topology.group)
-        data_sources = tuple(sorted(set().union(*gathered)))
-        return cls(files, rows, tokenizer, config, len(overlong), data_sources)
+        dist.all_gather_object(gathered, (sources, escaped), group=topology.group)
+        data_sources = tuple(sorted(set().union(*(theirs for theirs, _ in gathered))))
+        num_escaped = sum(count for _, count in gathered)
+        report_escaped(num_escaped, len(files), topology)
+        return cls(
+            files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -108,10 +125,10 @@ class PromptDataset:
         """The prompt at 0 <= index < len(self); its id is the row number over all files."""
         row = int(self.rows[index])
         fields = prompt_fields(self.files.row(row))
-        token_ids, text = prompt_tokens(fields.prompt, self.tokenizer, self.config)
+        token_ids, text, _ = self.encoder.prompt(fields.prompt)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
-            text = str(self.tokenizer.decode(token_ids))
+            text = str(self.encoder.tokenizer.decode(token_ids))
         return Prompt(
             row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info
         )
@@ -145,7 +162,7 @@ def prompt_fields(row: dict[str, Any]) -> PromptFields:
     if key not in row and key == "ground_truth":
         key = "reward_model.ground_truth"  # verl's place is the one to name in the message
     ground_truth = lookup(row, key)
-    if ground_truth is MISSING or ground_truth is None:
+    if ground_truth is MISSING or ground_truth is None or ground_truth != ground_truth:
         expected = "the reference answer (or a column 'ground_truth')"
         raise bad_field(key, ground_truth, expected, row)
     extra_info = row.get("extra_info")
@@ -172,46 +189,13 @@ def check_prompt(field: str, prompt: Any) -> None:
         raise BadRow(f"field '{field}': every turn is empty, expected {expected}")
 
 
-def prompt_tokens(
-    prompt: list[dict[str, Any]] | str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig | SftDataConfig,
-) -> tuple[list[int], str]:
-    """(token ids, text as the model sees it), not truncated. Raises BadRow if nothing is left."""
-    if isinstance(prompt, str):
-        token_ids, text = encode(tokenizer, prompt, special=True), prompt
-    else:
-        text = render_chat(prompt, tokenizer, config.chat_template_kwargs)
-        token_ids = encode(tokenizer, text, special=False)
-    if not token_ids:
-        raise BadRow("field 'prompt': gives no token at all, expected a non-empty prompt")
-    return token_ids, text
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    """Token ids; `special`: with what the tokenizer adds by itself (a template writes its own)."""
-    # verbose=False: prompts longer than the model are counted and reported by us
-    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-
-
-def render_chat(
-    chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> str:
-    """The chat as text that ends where the model is to answer. Raises ConfigError, BadRow."""
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, but the data has "
-            "prompts that are chat lists. Use an instruction-tuned model, add a "
-            "chat_template.jinja to the model's folder, or make `prompt` a plain string."
+def report_escaped(count: int, num_rows: int, topology: Topology) -> None:
+    if count and topology.rank == 0:
+        logger.warning(
+            "%d of %d rows name control tokens of the tokenizer in their text; these are encoded "
+            "as ordinary text (data.control_tokens='escape')",
+            *(count, num_rows),
         )
-    try:
-        text = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
-    except jinja2.TemplateError as error:
-        raise BadRow(f"field 'prompt': the chat template refuses the chat: {error}") from error
-    assert isinstance(text, str)
-    return text
 
 
 def handle_overlong(
@@ -219,6 +203,7 @@ def handle_overlong(
 ) -> np.ndarray:
     """The rows to keep, by `config.overlong_prompts`. Raises ConfigError if that leaves none."""
     limit, longest = config.max_prompt_tokens, int(lengths.max())
+    usable = lengths[rows]
     if config.overlong_prompts == "truncate":
         return rows
     if config.overlong_prompts == "error":
@@ -231,10 +216,10 @@ def handle_overlong(
     if len(overlong) == len(rows):
         raise ConfigError(
             f"{files.names}: all {len(rows)} prompts are longer than max_prompt_tokens={limit} "
-            f"(shortest {lengths.min()}, longest {longest} tokens), so none is left. "
+            f"(shortest {usable.min()}, longest {longest} tokens), so none is left. "
             f"Raise max_prompt_tokens to {longest}, or set overlong_prompts to 'truncate'."
         )
-    return np.delete(rows, overlong)
+    return rows[usable <= limit]
 
 
 class PromptOrder:

@@ -20,19 +20,20 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig
 
 from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
+from spmdrl.engines.models import load_hf_config
 from spmdrl.exits import exit_config
+from spmdrl.remote_code import allow_code
 from spmdrl.weights.names import checkpoint_parts
 
 
 def main(
     checkpoint: str, out: str, dtype: str = "float32", ema: bool = False, adapter: bool = False,
-    base: str = "",
+    base: str = "", trust_remote_code: bool = False,
 ) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
 
@@ -44,13 +45,18 @@ def main(
         ema: the moving average of the weights, which a run with actor.ema keeps
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
         base: of a run with lora, where the model lies that was adapted, if it has been moved
+        trust_remote_code: run Python files of the model that the checkpoint is of
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        if not isinstance(ema, bool):
-            raise ConfigError(f"--ema {ema}: it takes no value")
+        flags = {"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ConfigError(f"--{name} {flag}: it takes no value")
         if adapter and dtype != "float32":
             raise ConfigError("--dtype has no effect with --adapter, which is written as trained")
+        if trust_remote_code:
+            allow_code(str(Path(checkpoint, "hf")))
         if adapter:
             export_adapter(Path(checkpoint), Path(out), str(base), ema)
         else:
@@ -112,7 +118,7 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
     saved = read_base(folder)
     if saved is not None:
         weights = merged(weights, saved, base)
-    parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
+    parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
     named: dict[str, Tensor] = {}
     for key in list(weights):
         name, tensor = key.removeprefix("hf."), weights.pop(key)

@@ -7,6 +7,7 @@ ConfigError on all of them.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,10 @@ from spmdrl.topology import Topology
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 CHUNK_ROWS = 1024  # rows that are Python objects at the same time while a file is checked
+SHOWN_BAD_ROWS = 3  # of those that were left out
 MISSING = object()
 BAD_ROW = -1  # stands for a length where a row cannot be used
 
@@ -41,19 +45,11 @@ class DataFile:
     table: pa.Table
     is_json: bool
 
-    def decode(self, raw: dict[str, Any]) -> dict[str, Any]:
+    def decode(self, raw: dict[str, Any] | BadRow) -> dict[str, Any]:
         """The row as a mapping of columns; raises BadRow where a line is not a JSON object."""
-        if not self.is_json:
-            return raw
-        try:
-            row = json.loads(raw["line"])
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not valid JSON: {error.msg} at column {error.colno}") from error
-        except UnicodeDecodeError as error:
-            raise BadRow(f"not valid UTF-8: {error}") from error
-        if not isinstance(row, dict):
-            raise BadRow(f"a JSON {describe(row)}, expected an object {{column: value}}")
-        return row
+        if isinstance(raw, BadRow):
+            raise raw
+        return parse_line(raw["line"]) if self.is_json else raw
 
     def where(self, row: int) -> str:
         if self.is_json:
@@ -94,25 +90,32 @@ class Files:
     def row(self, row: int) -> dict[str, Any]:
         """The columns of one row. Raises BadRow."""
         file, local = self.locate(row)
-        return file.decode(file.table.slice(local, 1).to_pylist()[0])
+        return file.decode(as_rows(file.table.slice(local, 1))[0])
 
-    def share(self, rank: int, world: int) -> Iterator[tuple[DataFile, dict[str, Any]]]:
+    def share(self, rank: int, world: int) -> Iterator[tuple[DataFile, dict[str, Any] | BadRow]]:
         """Rows rank::world in order, undecoded; a chunk of them at a time is Python objects."""
         for file, start in zip(self.files, self.starts, strict=False):
             for batch in file.table.to_batches(max_chunksize=CHUNK_ROWS):
                 picks = np.arange((rank - start) % world, batch.num_rows, world)
                 start += batch.num_rows
-                yield from ((file, raw) for raw in batch.take(pa.array(picks)).to_pylist())
+                yield from ((file, raw) for raw in as_rows(batch.take(pa.array(picks))))
 
 
 def open_file(path: Path, columns: tuple[str, ...]) -> DataFile:
     if path.suffix not in (".parquet", ".jsonl"):
         what = "is a folder" if path.is_dir() else f"has the unknown extension '{path.suffix}'"
         raise ConfigError(f"data file '{path}' {what}: expected a .parquet or .jsonl file")
-    if not path.is_file():
-        raise ConfigError(f"data file '{path}' does not exist (looked from {Path.cwd()})")
     is_json = path.suffix == ".jsonl"
-    table = read_lines(path) if is_json else read_parquet(path, columns)
+    try:
+        if not path.exists():
+            raise ConfigError(f"data file '{path}' does not exist (looked from {Path.cwd()})")
+        if not path.is_file():
+            raise ConfigError(f"data file '{path}' is a folder, pipe or device, not a file")
+        table = read_lines(path) if is_json else read_parquet(path, columns)
+    except (OSError, ValueError) as error:  # of ConfigErrors, only the text
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"data file '{path}' cannot be read: {error}") from error
     if table.num_rows == 0:
         raise ConfigError(f"data file '{path}' has no rows")
     return DataFile(path, table, is_json)
@@ -122,14 +125,69 @@ def read_parquet(path: Path, columns: tuple[str, ...]) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             found = [name for name in file.schema_arrow.names if name in columns]
+            twice = sorted({name for name in found if found.count(name) > 1})
+            if twice:
+                raise ConfigError(f"data file '{path}' has two columns named {', '.join(twice)}")
             if not found and file.metadata.num_rows:
                 raise ConfigError(
                     f"data file '{path}' has none of the columns {', '.join(columns)}; "
                     f"it has {', '.join(file.schema_arrow.names)}"
                 )
             return file.read(columns=found)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data file '{path}' cannot be read as Parquet: {error}") from error
+
+
+def as_rows(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any] | BadRow]:
+    """Python objects of all rows; in place of one that Arrow cannot make into them, the reason."""
+    try:
+        return rows.to_pylist()
+    # ValueError: text that is not UTF-8, fields of the same name, times that Python has no type for
+    except (pa.ArrowException, ValueError, ArithmeticError, LookupError) as error:
+        if rows.num_rows == 1:
+            return [BadRow(f"cannot be read: {error}")]
+        return [row for i in range(rows.num_rows) for row in as_rows(rows.slice(i, 1))]
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Raises BadRow unless it is a JSON object whose text is Unicode and whose keys differ."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_duplicates)
+        if b"\\ud" in line.lower():  # half of a surrogate pair is valid JSON, but no text
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not valid JSON: {error.msg}, column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not valid UTF-8: {error}") from error
+    except UnicodeEncodeError as error:
+        raise BadRow(f"not valid Unicode: {error}") from error
+    except RecursionError as error:
+        raise BadRow("not valid JSON: nested too deeply") from error
+    except BadRow:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise BadRow(f"not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise BadRow(f"a JSON {describe(row)}, expected an object {{column: value}}")
+    return row
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadRow(f"not valid JSON: the key '{twice[:60]}' stands in one object twice")
+    return row
+
+
+# What files start with that are no text in UTF-8.
+FOREIGN = {
+    b"\xff\xfe": "text in UTF-16", b"\xfe\xff": "text in UTF-16", b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd", b"BZh": "compressed by bzip2",
+    b"PK": "a zip archive",
+    b"PAR1": "Parquet (name it *.parquet)",
+}  # fmt: skip
 
 
 def read_lines(path: Path) -> pa.Table:
@@ -137,6 +195,11 @@ def read_lines(path: Path) -> pa.Table:
     schema = pa.schema({"line": pa.large_binary(), "number": pa.int64()})
     batches, lines, numbers = [], [], []
     with path.open("rb") as file:
+        for start, what in FOREIGN.items():
+            if file.peek(4).startswith(start):
+                raise ConfigError(
+                    f"data file '{path}' is {what}; expected lines of JSON in UTF-8, uncompressed"
+                )
         for number, line in enumerate(file, start=1):
             if line.strip():
                 lines.append(line)
@@ -149,12 +212,13 @@ def read_lines(path: Path) -> pa.Table:
 
 
 def measure_rows(
-    files: Files, length: Callable[[dict[str, Any]], int], topology: Topology
+    files: Files, length: Callable[[dict[str, Any]], int], topology: Topology, on_bad_row: str
 ) -> np.ndarray:
     """Calls `length` on every row, split over the ranks: -> (num_rows,) int64, the same everywhere.
 
-    Raises ConfigError for the lowest row in which `length` raised BadRow; on every rank, because
-    each then calls it on that row itself.
+    Rows in which it raised BadRow are a ConfigError that names the lowest one; on every rank,
+    because each then calls it on that row itself. on_bad_row "skip": they are reported, and have
+    BAD_ROW for a length, as long as another row is left.
     """
 
     def measure_share() -> list[int]:
@@ -168,17 +232,32 @@ def measure_rows(
     for rank, part in enumerate(all_gather_rows(own, topology)):
         lengths[rank :: topology.world] = part.numpy()
     bad = np.flatnonzero(lengths == BAD_ROW)
-    if len(bad):
-        try:
-            length(files.row(int(bad[0])))
-        except BadRow as error:
-            more = f" ({len(bad)} of {len(files)} rows are bad)" if len(bad) > 1 else ""
-            raise ConfigError(f"{files.where(int(bad[0]))}: {error}{more}") from error
-        raise ConfigError(f"{files.where(int(bad[0]))} differs between ranks' copies of the file")
+    if len(bad) == 0:
+        return lengths
+    reasons = [reason_of(files, int(row), length) for row in bad[:SHOWN_BAD_ROWS]]
+    more = f" ({len(bad)} of {len(files)} rows are bad)" if len(bad) > 1 else ""
+    if on_bad_row == "error":
+        raise ConfigError(reasons[0] + more)
+    if len(bad) == len(files):
+        raise ConfigError(f"{reasons[0]}{more}, so none is left")
+    if topology.rank == 0:
+        logger.warning(
+            "%d of %d rows are bad and were left out; the first: %s",
+            *(len(bad), len(files), "; ".join(reasons)),
+        )
     return lengths
 
 
-def measure_row(file: DataFile, raw: dict[str, Any], length: Callable[[dict], int]) -> int:
+def reason_of(files: Files, row: int, length: Callable[[dict[str, Any]], int]) -> str:
+    """What is wrong with a bad row, and where it stands."""
+    try:
+        length(files.row(row))
+    except BadRow as error:
+        return f"{files.where(row)}: {error}"
+    return f"{files.where(row)} differs between ranks' copies of the file"
+
+
+def measure_row(file: DataFile, raw: dict[str, Any] | BadRow, length: Callable[[dict], int]) -> int:
     try:
         return length(file.decode(raw))
     except BadRow:
@@ -237,5 +316,6 @@ def bad_field(field: str, found: Any, expected: str, row: dict[str, Any] | None 
 def describe(value: Any) -> str:
     if value is None:
         return "null"
-    text = repr(value)
+    # of a long text its start is enough, and repr() of all of it would take as much memory again
+    text = repr(value[:60]) if isinstance(value, str | bytes | list) else repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

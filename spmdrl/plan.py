@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import check_algo, require, shown, weighs_the_engine
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
+from spmdrl.bounds import check_bounds
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_count, check_lora
@@ -35,6 +36,7 @@ from spmdrl.placement import (
     show_ranks,
     training_roles,
 )
+from spmdrl.remote_code import allow_code, has_foreign_code
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict
@@ -45,6 +47,7 @@ GIB = 2**30
 # per token, layer and hidden unit in half precision, by TrainConfig.activation_checkpointing;
 # kernels/bench/activations.py measures their ratios
 KEPT_BYTES = {False: 34, "selective": 20, True: 2}
+MAX_RANKS = 2**20
 
 
 def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
@@ -53,37 +56,24 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     hosted: the actor's layout stands already, in another program.
     """
     data, rollout, algo = config.data, config.rollout, config.algo
-    check_finite(config, "")
-    for name, value in {"seed": config.seed, "rollout.min_tokens": rollout.min_tokens}.items():
-        require(value >= 0, f"{name}={value} must not be negative")
-    require(
-        data.max_eval_prompts is None or data.max_eval_prompts >= 1,
-        f"data.max_eval_prompts={data.max_eval_prompts} must be at least 1",
-    )
-    fraction = config.rewards.max_invalid_fraction
-    require(0 <= fraction <= 1, f"rewards.max_invalid_fraction={fraction} must be in 0..1")
-    for name, value in {
-        "steps": config.steps, "data.prompts_per_step": data.prompts_per_step,
-        "data.max_prompt_tokens": data.max_prompt_tokens, "rollout.n": rollout.n,
-        "rollout.max_tokens": rollout.max_tokens, "rollout.max_num_seqs": rollout.max_num_seqs,
-        "weights.bucket_mib": config.weights.bucket_mib, "rewards.workers": config.rewards.workers,
-    }.items():  # fmt: skip
-        require(value >= 1, f"{name}={value} must be at least 1")
-    require(rollout.temperature > 0, "rollout.temperature must be above 0: training explores")
-    require(0 < rollout.top_p <= 1, f"rollout.top_p={rollout.top_p} must be in (0, 1]")
-    require(rollout.top_k >= 0, f"rollout.top_k={rollout.top_k} must be 0 (off) or more")
+    check_bounds(config)
+    check_world(world)
+    check_places(config)
     require(
         rollout.min_tokens <= rollout.max_tokens,
         f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
     )
     check_algo(config)
-    require(config.checkpoint.keep >= 1, f"checkpoint.keep={config.checkpoint.keep}: at least 1")
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
         f"algo.mini_batches={algo.mini_batches}; counts that do: {divisors(data.prompts_per_step)}",
     )
     check_roles(config, world)
+    if config.trust_remote_code:
+        roles = training_roles(config).values()
+        for model in dict.fromkeys([config.model, *(role.model or config.model for role in roles)]):
+            allow_code(model)
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
@@ -130,20 +120,40 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         importlib.util.find_spec("megatron.core") is not None,
         f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
     )
+    hf = load_hf_config(model)
+    require(
+        not has_foreign_code(hf),
+        f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
+        f"{model!r} brings along: use engine 'fsdp', or leave trust_remote_code off",
+    )
     try:
-        check_layout(load_hf_config(model), degrees_of(role), num_ranks)
+        check_layout(hf, degrees_of(role), num_ranks)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def check_finite(node: Any, where: str) -> None:
-    """No number of the config is inf or nan: each would end as a loss that is not finite."""
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if dataclasses.is_dataclass(value):
-            check_finite(value, f"{where}{field.name}.")
-        elif isinstance(value, float):
-            require(math.isfinite(value), f"{where}{field.name}={value} is not a finite number")
+def check_world(world: int) -> None:
+    require(1 <= world <= MAX_RANKS, f"{world} ranks: a run has 1 to {MAX_RANKS:,}")
+
+
+def check_places(config: PpoConfig | SftConfig) -> None:
+    """Paths and names that nothing can be at."""
+    places = {"model": config.model, "run_dir": config.run_dir}
+    if isinstance(config, SftConfig):
+        places |= {"out": config.out, "data.prompt_key": config.data.prompt_key,
+                   "data.response_key": config.data.response_key}  # fmt: skip
+    for name, text in places.items():
+        require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")
+    for name in ("run_dir", "out"):
+        require(
+            name not in places or not Path(places[name]).is_file(),
+            f"{name}={places.get(name)!r} is a file; name a folder",
+        )
+    for key in ("tokenize", "add_generation_prompt"):
+        require(
+            key not in config.data.chat_template_kwargs,
+            f"data.chat_template_kwargs: {key!r} is not yours to set, a prompt needs it as it is",
+        )
 
 
 def check_roles(config: PpoConfig, world: int) -> None:
@@ -252,14 +262,11 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:
         raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
-    require(role.micro_batch_tokens >= 2, f"{name}.micro_batch_tokens must be at least 2")
     optim = role.optim
     check_optimizer(name, role)
     for field, value, fits in (
-        ("lr", optim.lr, optim.lr >= 0),
-        ("muon_momentum", optim.muon_momentum, 0 <= optim.muon_momentum < 1),
-        ("betas", optim.betas, len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas)),
-        ("warmup_steps", optim.warmup_steps, optim.warmup_steps >= 0),
+        ("muon_momentum", optim.muon_momentum, optim.muon_momentum < 1),
+        ("betas", optim.betas, len(optim.betas) == 2 and all(b < 1 for b in optim.betas)),
     ):
         require(fits, f"{name}.optim.{field}={value} is out of range")
     require(
@@ -277,10 +284,14 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
 
 def check_sft(config: SftConfig, world: int) -> None:
     """Raises ConfigError, as `check` does for PpoConfig."""
-    require(config.steps >= 1, f"steps={config.steps} must be at least 1")
-    require(config.data.batch_size >= 1, f"data.batch_size={config.data.batch_size}: at least 1")
+    check_bounds(config)
+    check_world(world)
+    check_places(config)
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    if config.trust_remote_code:
+        allow_code(config.model)
+    check_layers(load_hf_config(config.model))
     check_sharing("actor", config.actor, config.model)
     check_lora("actor", config.actor, load_hf_config(config.model))
     if config.actor.engine == "megatron":
@@ -298,6 +309,12 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
+    require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
+    unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
+    require(
+        not unknown,
+        f"rollout.stop_token_ids: the model has {text.vocab_size} tokens, but not {unknown}",
+    )
     if config.rollout.quantization is not None:
         check_fp8(text, config.rollout)
     for name, role in training_roles(config).items():

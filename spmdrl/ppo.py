@@ -10,7 +10,7 @@ from typing import Any
 
 import fire
 
-from spmdrl.cli import load_config
+from spmdrl.cli import converted, load_config
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.exits import exit_config
 from spmdrl.imports import hide_torchao
@@ -26,6 +26,7 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
     try:
+        dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
         if ranks and not dry_run:
             raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
         value = load_config(config, PpoConfig, overrides)

@@ -34,6 +34,7 @@ from spmdrl.cli import as_source, fingerprint
 from spmdrl.config import ConfigError
 from spmdrl.exits import FAILED, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
+from spmdrl.remote_code import UNREADABLE, reason_of
 from spmdrl.rewards.worker import PR_SET_PDEATHSIG
 from spmdrl.stopping import Stopping
 from spmdrl.topology import Topology
@@ -267,9 +268,13 @@ def seed_everything(seed: int) -> None:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Raises ConfigError where the model has none."""
+    """Raises ConfigError where the model has none, or only its own code could load it."""
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model: {model!r} has no tokenizer that loads: {reason}") from error
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except UNREADABLE as error:
+        reason = reason_of(error)
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library raises nothing more specific
+            raise
+        reason = str(error)
+    raise ConfigError(f"model: {model!r} has no tokenizer that loads: {reason}")

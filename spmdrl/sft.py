@@ -56,6 +56,7 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     from spmdrl.engines import build_engine
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.engines.lora import save_adapter
+    from spmdrl.engines.models import vocab_size_of
     from spmdrl.metrics import RunLog, set_aside_earlier_run
     from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
@@ -68,7 +69,9 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     ranks = Topology.build(topology.device, **train_degrees(config.actor))
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
-        rows = SftDataset.load(config.data.train, tokenizer, config.data, topology)
+        rows = SftDataset.load(
+            config.data.train, tokenizer, config.data, topology, vocab_size_of(config.model)
+        )
         order = PromptOrder(len(rows), config.data.batch_size, config.seed, config.data.shuffle)
     with phases("build actor"):
         actor = build_engine("policy", config.model, config.actor, ranks)

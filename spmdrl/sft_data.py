@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmdrl.chat import Encoder
+from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.data import check_prompt, encode, prompt_tokens
+from spmdrl.data import check_prompt, report_escaped
 from spmdrl.files import (
+    BAD_ROW,
     MISSING,
     Files,
     bad_field,
@@ -43,19 +46,21 @@ class SftDataset:
     (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
     without takes the chat in `messages`, whose last turn, by the assistant, is learnt. The end of a
     row over max_tokens is cut; where that leaves no response token the row is left out. Both are
-    counted in `num_overlong`.
+    counted in `num_overlong`; `num_bad` and `num_escaped` are as in PromptDataset.
     """
 
     def __init__(
         self,
         files: Files,
         rows: np.ndarray,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: Encoder,
         config: SftDataConfig,
         num_overlong: int,
+        num_bad: int,
+        num_escaped: int,
     ) -> None:
-        self.files, self.rows = files, rows
-        self.tokenizer, self.config, self.num_overlong = tokenizer, config, num_overlong
+        self.files, self.rows, self.encoder, self.config = files, rows, encoder, config
+        self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
 
     @classmethod
     def load(
@@ -64,6 +69,7 @@ class SftDataset:
         tokenizer: PreTrainedTokenizerBase,
         config: SftDataConfig,
         topology: Topology,
+        vocab_size: int | None = None,
     ) -> SftDataset:
         """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
         if tokenizer.eos_token_id is None:
@@ -74,35 +80,43 @@ class SftDataset:
         keys = (config.prompt_key, config.response_key, "messages")
         columns = tuple(key.split(".")[0] for key in keys)
         files = load_together(topology, lambda: Files.open(paths, columns))
+        encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
+        escaped = 0
 
         def length(row: dict[str, Any]) -> int:
-            prompt_ids, response_ids = sft_tokens(row, tokenizer, config)
+            nonlocal escaped
+            prompt_ids, response_ids, is_escaped = sft_tokens(row, encoder)
+            escaped += is_escaped
             total = len(prompt_ids) + len(response_ids)
             # A prompt without room for a response is told from a row that is only cut.
             return NO_ROOM if len(prompt_ids) >= config.max_tokens else total
 
-        lengths = measure_rows(files, length, topology)
+        lengths = measure_rows(files, length, topology, config.on_bad_row)
+        usable = lengths != BAD_ROW
         num_overlong = int((lengths > config.max_tokens).sum())
-        rows = np.flatnonzero(lengths != NO_ROOM)
+        rows = np.flatnonzero(usable & (lengths != NO_ROOM))
         if len(rows) == 0:
             raise ConfigError(
-                f"{files.names}: in all {len(files)} rows the prompt alone has at least "
+                f"{files.names}: in all {usable.sum()} rows the prompt alone has at least "
                 f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
             )
         if num_overlong and topology.rank == 0:
             logger.info(
                 "%d of %d rows are longer than max_tokens=%d: %d were cut, %d left out",
                 *(num_overlong, len(files), config.max_tokens),
-                *(num_overlong - (len(files) - len(rows)), len(files) - len(rows)),
+                *(num_overlong - (usable.sum() - len(rows)), usable.sum() - len(rows)),
             )
-        return cls(files, rows, tokenizer, config, num_overlong)
+        num_escaped = round(sum_over_ranks(float(escaped), topology))
+        report_escaped(num_escaped, len(files), topology)
+        num_bad = len(files) - int(usable.sum())
+        return cls(files, rows, encoder, config, num_overlong, num_bad, num_escaped)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def example(self, index: int) -> SftExample:
         row = int(self.rows[index])
-        prompt_ids, response_ids = sft_tokens(self.files.row(row), self.tokenizer, self.config)
+        prompt_ids, response_ids, _ = sft_tokens(self.files.row(row), self.encoder)
         room = self.config.max_tokens - len(prompt_ids)
         return SftExample(row, prompt_ids, response_ids[:room])
 
@@ -110,21 +124,21 @@ class SftDataset:
 NO_ROOM = 2**62  # a length no row has
 
 
-def sft_tokens(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: SftDataConfig
-) -> tuple[list[int], list[int]]:
-    """(prompt_ids, response_ids with EOS), not truncated. Raises BadRow."""
-    prompt, response = sft_fields(row, config)
-    if isinstance(prompt, str) and tokenizer.chat_template is not None:
+def sft_tokens(row: dict[str, Any], encoder: Encoder) -> tuple[list[int], list[int], bool]:
+    """(prompt_ids, response_ids with EOS, whether control tokens were escaped), not truncated.
+
+    Raises BadRow.
+    """
+    prompt, response = sft_fields(row, encoder.config)
+    if isinstance(prompt, str) and encoder.tokenizer.chat_template is not None:
         prompt = [{"role": "user", "content": prompt}]
-    prompt_ids, _ = prompt_tokens(prompt, tokenizer, config)
-    response_ids = encode(tokenizer, response, special=False)
-    return prompt_ids, [*response_ids, int(tokenizer.eos_token_id)]
+    asked = encoder.prompt(prompt)
+    answer = encoder.answer(response, "response")
+    eos = int(encoder.tokenizer.eos_token_id)
+    return asked.ids, [*answer.ids, eos], asked.escaped or answer.escaped
 
 
-def sft_fields(
-    row: dict[str, Any], config: SftDataConfig
-) -> tuple[list[dict[str, Any]] | str, str]:
+def sft_fields(row: dict[str, Any], config: Any) -> tuple[list[dict[str, Any]] | str, str]:
     """(prompt, response) of a row, checked. Raises BadRow."""
     response = lookup(row, config.response_key)
     if response is MISSING and "messages" in row:

@@ -22,6 +22,7 @@ from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
+from spmdrl.engines.models import vocab_size_of
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, memory_of_process, set_aside_earlier_run, write_samples
 from spmdrl.phases import Span
@@ -192,9 +193,11 @@ def build(
     rewards = RewardRunner(config.reward, config.rewards) if scores else None
     if rewards is not None:
         undo.callback(rewards.close)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, vocab_size = load_tokenizer(config.model), vocab_size_of(config.model)
     with phases("load data"):
-        prompts = PromptDataset.load(config.data.train, tokenizer, config.data, topology)
+        prompts = PromptDataset.load(
+            config.data.train, tokenizer, config.data, topology, vocab_size
+        )
         order = PromptOrder(
             len(prompts), config.data.prompts_per_step, config.seed, config.data.shuffle
         )
@@ -207,7 +210,9 @@ def build(
         sources = set(prompts.data_sources)
         held_out: list[tuple[int, Prompt]] = []
         if config.data.eval is not None:
-            dataset = PromptDataset.load(config.data.eval, tokenizer, config.data, topology)
+            dataset = PromptDataset.load(
+                config.data.eval, tokenizer, config.data, topology, vocab_size
+            )
             sources |= set(dataset.data_sources)
             count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
             held_out = [(i, dataset.prompt(i)) for i in range(count)]
@@ -429,12 +434,16 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
     for name, paths in sets.items():
         if paths is None:
             continue
-        dataset = PromptDataset.load(paths, tokenizer, config.data, runtime.topology)
+        dataset = PromptDataset.load(
+            paths, tokenizer, config.data, runtime.topology, vocab_size_of(config.model)
+        )
         rewards.check_sources(dataset.data_sources)
         if name == "train":
             num_prompts = len(dataset)
             PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
-        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long",
+        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
+                  f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
+                  "in their text",
                   *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
     rewards.close()
     if runtime.is_main:

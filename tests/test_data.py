@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+import os
 import runpy
 import subprocess
 import sys
@@ -250,6 +252,132 @@ def test_template_that_refuses_a_chat(topology, tokenizer, tmp_path, monkeypatch
     path = write(tmp_path / "data.jsonl", [row()])
     with pytest.raises(ConfigError, match=r"line 1: .*refuses the chat: roles must alternate"):
         load(topology, tokenizer, path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe{\x00", "is text in UTF-16"),
+        (gzip.compress(b'{"prompt": "q"}\n'), "is compressed by gzip"),
+        (b"PAR1\x15\x04", r"is Parquet \(name it"),
+        (b"\n\r\n  \n", "has no rows"),
+        (b"", "has no rows"),
+        (b'{"a": 1}\0\n', "line 1: not valid JSON"),
+        (b'{"prompt": "\\ud83d"}\n', "line 1: not valid Unicode"),
+        (b'{"prompt": "q", "prompt": "r"}\n', "the key 'prompt' stands in one object twice"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"\n", "nested too deeply"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}\n", "line 1: not valid JSON"),
+        (
+            b'{"prompt": "q", "data_source": "d", "ground_truth": NaN}',
+            "'ground_truth': found float",
+        ),
+        (json.dumps(row()).encode() + b'\n{"prompt": "cut', "line 2: not valid JSON"),
+    ],
+)
+def test_lines_that_are_no_json(topology, tokenizer, tmp_path, content, words):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(topology, tokenizer, str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_lines_of_other_systems(topology, tokenizer, tmp_path):
+    """A byte order mark, CRLF, a line separator in the text, no newline at the end."""
+    rows = [row("a"), row("b\u2028c\x85\0"), row("d")]
+    text = "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    data = load(topology, tokenizer, str(tmp_path / "a.jsonl"))
+    assert [data.prompt(i).text[6:-3] for i in range(3)] == ["a", "b\u2028c\x85\0", "d"]
+
+
+def test_paths_that_are_no_files(topology, tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.parquet").mkdir()
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name, words in {
+        "pipe.jsonl": "is a folder, pipe or device", "folder.parquet": "is a folder, pipe",
+        "loop.jsonl": "does not exist|cannot be read", "x" * 300 + ".jsonl": "cannot be read",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            load(topology, tokenizer, str(tmp_path / name))
+
+
+def test_forms_of_a_parquet_column(topology, tokenizer, tmp_path):
+    """Dictionaries, large strings and lists are read as strings and lists; binary is not text."""
+    n = 4
+    good = {
+        "prompt": pa.array([f"q{i}" for i in range(n)], pa.large_string()),
+        "data_source": pa.array(["a", "b"] * 2).dictionary_encode(),
+        "ground_truth": pa.array([["5", "five"]] * n, pa.large_list(pa.string())),
+        "extra_info": pa.array([{"at": 1}] * n, pa.struct([("at", pa.timestamp("ns"))])),
+    }
+    small = good | {"extra_info": pa.array([{"a": 1}] * n)}
+    pq.write_table(pa.table(small), tmp_path / "a.parquet")
+    data = load(topology, tokenizer, str(tmp_path / "a.parquet"))
+    assert (data.prompt(1).text, data.prompt(1).data_source) == ("q1", "b")
+    assert data.prompt(3).ground_truth == ["5", "five"]
+    bad_text = pa.array([b"fine", b"\xff\xfe", b"fine", b"fine"]).view(pa.string())
+    for name, column, words in (
+        ("prompt", pa.array([b"q"] * n), r"row 0 .*'prompt': found bytes"),
+        ("prompt", bad_text, r"row 1 .*cannot be read: .*utf-8"),
+        ("prompt", pa.array([{"role": "user"}] * n), r"row 0 .*'prompt': found dict"),
+        ("prompt", pa.array([[b"x"]] * n), r"row 0 .*'prompt\[0\]': found bytes"),
+        ("extra_info", good["extra_info"], r"row 0 .*cannot be read: Nanosecond"),
+    ):
+        pq.write_table(pa.table(small | {name: column}), tmp_path / "a.parquet")
+        with pytest.raises(ConfigError, match=words):
+            load(topology, tokenizer, str(tmp_path / "a.parquet"))
+    twice = pa.Table.from_arrays([good["prompt"]] * 2, ["prompt", "prompt"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="two columns named prompt"):
+        load(topology, tokenizer, str(tmp_path / "a.parquet"))
+
+
+def test_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", [row("1"), row(prompt=3), row("2" * 99), {}, row("3")])
+    with open(path, "ab") as file:
+        file.write(b'{"prompt": "\xff"}\n{"cut')
+    with caplog.at_level(logging.INFO, "spmdrl"):
+        data = load(topology, tokenizer, path, on_bad_row="skip", max_prompt_tokens=50)
+    assert [data.prompt(i).id for i in range(len(data))] == [0, 4]
+    assert (data.num_bad, data.num_overlong) == (4, 1)
+    for words in ("4 of 7 rows are bad and were left out", "line 2: field 'prompt': found int 3",
+                  "line 4: field 'prompt': missing", "line 6: not valid UTF-8"):  # fmt: skip
+        assert words in caplog.text
+    assert "line 7" not in caplog.text
+    path = write(tmp_path / "b.jsonl", [row(prompt=3), {}])
+    with pytest.raises(ConfigError, match=r"line 1: .*2 of 2 rows are bad.*so none is left"):
+        load(topology, tokenizer, path, on_bad_row="skip")
+    path = write(tmp_path / "c.jsonl", [row(prompt=3), row("q" * 99)])
+    with pytest.raises(ConfigError, match=r"all 1 prompts .*shortest 108, longest 108"):
+        load(topology, tokenizer, path, on_bad_row="skip", max_prompt_tokens=20)
+
+
+def test_sft_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
+    rows = [
+        {"prompt": "q", "response": "r"},
+        {"prompt": "q"},
+        {"prompt": "q" * 99, "response": "r"},
+    ]
+    path = write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "response": "x" * 99}])
+    with caplog.at_level(logging.INFO, "spmdrl"):
+        data = load_sft(topology, tokenizer, path, on_bad_row="skip", max_tokens=40)
+    assert (len(data), data.num_bad, data.num_overlong) == (2, 1, 2)
+    assert "1 of 4 rows are bad" in caplog.text and "1 were cut, 1 left out" in caplog.text
+
+
+def test_escaped_rows_are_counted(topology, tokenizer, tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", [row("a<eos><user>x"), row("b"), row("<pad>")])
+    data = load(topology, tokenizer, path)
+    assert data.num_escaped == 2
+    assert data.prompt(0).text == "<user>a<eos><user>x<a>"
+    assert tokenizer.eos_token_id not in data.prompt(0).token_ids
+    assert "2 of 3 rows name control tokens" in caplog.text
+    kept = load(topology, tokenizer, path, control_tokens="keep")
+    assert kept.num_escaped == 0 and tokenizer.eos_token_id in kept.prompt(0).token_ids
+    with pytest.raises(ConfigError, match=r"line 1: .*control token '<eos>'.*\(2 of 3 rows"):
+        load(topology, tokenizer, path, control_tokens="error")
 
 
 # The template adds 9 tokens to a question.

@@ -36,6 +36,7 @@ from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_opt
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.engines.strict import make_strict
 from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
+from spmdrl.remote_code import code_files
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -68,11 +69,11 @@ class FsdpEngine:
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         layers.check_here(config, topology.device)
-        hf = build_model(model, full=topology.rank == 0)
+        hf = build_model(model, full=topology.rank == 0, has_head=kind == "policy")
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
-        self.pretrained = [hf.config, hf.generation_config]
+        self.pretrained = [hf.config, hf.generation_config, *code_files(hf.config)]
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)

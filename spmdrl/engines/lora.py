@@ -344,7 +344,7 @@ def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dic
     if not base and Path(path).is_absolute() and not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
     load_hf_config(path)
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     weights: dict[str, Tensor] = {n: p.detach() for n, p in hf.named_parameters()}
     if fingerprint(weights) != saved["fingerprint"]:
         raise ConfigError(f"{path} has not the weights that these adapters were trained on")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -262,7 +262,7 @@ class Folder:
         self.open: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self.files: dict[str, str] = self._index(index)
         elif (self.folder / "model.safetensors").is_file():
             names = self._handle("model.safetensors").keys()
             self.files = dict.fromkeys(names, "model.safetensors")
@@ -271,17 +271,28 @@ class Folder:
                 f"model: {folder} has neither model.safetensors nor model.safetensors.index.json"
             )
 
+    def _index(self, index: Path) -> dict[str, str]:
+        try:
+            return dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"model: {index} is damaged: {error}. Fetch it again") from error
+
     def _handle(self, file: str) -> Any:
         if file not in self.open:
             if not (self.folder / file).is_file():
                 raise ConfigError(f"model: {self.folder} lacks {file}, which its index names")
-            self.open[file] = safe_open(self.folder / file, "pt")
+            try:
+                self.open[file] = safe_open(self.folder / file, "pt")
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"model: {self.folder / file} is damaged: {error}. Fetch or copy it again"
+                ) from error
         return self.open[file]
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """Part of a tensor; also where the folder has the experts of a layer as one tensor.
 
-        Raises ConfigError where it is missing, has another shape or is quantised.
+        Raises ConfigError where it is missing, has another shape, is quantised or not finite.
         """
         lead: tuple[int, ...] = ()
         if name not in self.files:
@@ -298,7 +309,14 @@ class Folder:
                 f"model: {name} in {self.folder / self.files[name]} is {part.get_dtype()}; "
                 "convert the checkpoint to bfloat16 first"
             )
-        return part[(*lead, *(slice(first, last) for first, last in box))]
+        found = part[(*lead, *(slice(first, last) for first, last in box))]
+        # the sum alone would do, but for weights whose finite sum overflows
+        if not found.float().sum().isfinite() and not found.isfinite().all():
+            raise ConfigError(
+                f"model: {name} in {self.folder / self.files[name]} has values that are not "
+                "finite numbers"
+            )
+        return found
 
     def _stacked(
         self, name: str, shape: tuple[int, ...], box: Box

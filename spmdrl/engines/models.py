@@ -6,14 +6,19 @@ shards, so that no more than one rank ever holds a full copy.
 
 from __future__ import annotations
 
+import logging
 import socket
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
 import torch.nn as nn
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -21,6 +26,13 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
 from spmdrl.engines import attention
+from spmdrl.remote_code import UNREADABLE, reason_of
+
+logger = logging.getLogger(__name__)
+
+
+MAX_PATH = 4096  # Linux
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 class TokenPolicy(nn.Module):
@@ -85,7 +97,9 @@ def backbone_hidden(
 
 
 def load_hf_config(model: str) -> PreTrainedConfig:
-    """Raises ConfigError where there is no such model."""
+    """Raises ConfigError where there is no such model, or only its own code could load it."""
+    if len(model) > MAX_PATH or "\0" in model:
+        raise ConfigError(f"model: {model[:60]!r}... is no path and no hub id")
     if Path(model).is_dir() and not Path(model, "config.json").is_file():
         raise ConfigError(
             f"model: {model!r} has no config.json; is it a Hugging Face model folder?"
@@ -97,16 +111,28 @@ def load_hf_config(model: str) -> PreTrainedConfig:
             f"model: {model!r} is no folder here, is not cached, and the hub cannot be reached"
         )
     try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model: {model!r} is no folder here and cannot be had from the hub: {reason}"
-        ) from error
+        hf = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except UNREADABLE as error:
+        where = "" if Path(model).is_dir() else " is no folder here and cannot be had from the hub"
+        raise ConfigError(f"model: {model!r}{where}: {reason_of(error)}") from error
+    for name in SIZES:
+        size = getattr(hf.get_text_config(), name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"model: {model!r}: its config.json has {name}={size!r}")
+    return hf
+
+
+def vocab_size_of(model: str) -> int:
+    """Rows of its embedding: no token may have a higher id. Raises ConfigError."""
+    return load_hf_config(model).get_text_config().vocab_size
 
 
 def on_hub(model: str) -> bool:
     """Whether there is any use in asking the hub; transformers would try for half a minute."""
+    try:
+        validate_repo_id(model)
+    except HFValidationError as error:
+        raise ConfigError(f"model: {model!r} is no folder here, and no hub id: {error}") from error
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
         return True
     if constants.HF_HUB_OFFLINE:
@@ -118,17 +144,89 @@ def on_hub(model: str) -> bool:
     return True
 
 
-def build_model(model: str, full: bool) -> PreTrainedModel:
-    """A float32 causal language model on the CPU; `full` False gives uninitialised weights."""
+def build_model(model: str, full: bool, has_head: bool = True) -> PreTrainedModel:
+    """A float32 causal language model on the CPU; `full` False gives uninitialised weights.
+
+    has_head False: weights of the output embedding are not needed. Raises ConfigError.
+    """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
-        hf = AutoModelForCausalLM.from_pretrained(model, **settings)
+        hf = load_model(model, has_head, **settings)
+        require_finite(hf, model)
     else:
         with no_init_weights():
             hf = AutoModelForCausalLM.from_config(load_hf_config(model), **settings)
         hf.tie_weights()
     without_dropout(hf)
     return hf.train()  # activation checkpointing only works in train mode
+
+
+def load_model(model: str, has_head: bool = True, **settings: Any) -> PreTrainedModel:
+    """A model with the weights of its files, all of them.
+
+    Raises ConfigError for a file that is damaged, and for tensors that the files lack or have in
+    another shape, which transformers would draw at random; what is left over is reported. Files
+    other than safetensors are read with weights_only, which runs no code of theirs.
+    """
+    if Path(model).is_dir():
+        check_files(Path(model))
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, output_loading_info=True, ignore_mismatched_sizes=True,
+            trust_remote_code=False, **settings,
+        )  # fmt: skip
+    except (*UNREADABLE, SafetensorError, PickleError) as error:
+        raise ConfigError(f"model: {model!r} cannot be loaded: {reason_of(error)}") from error
+    hf, found = loaded
+    head = () if has_head else tuple(output_names(hf))
+    missing = sorted(name for name in found["missing_keys"] if name not in head)
+    for problem, names in (
+        ("its weight files lack", missing),
+        ("config.json and its weight files differ in the shape of",
+         sorted(f"{name} ({list(there)} in the files, {list(here)} by the config)"
+                for name, there, here in found["mismatched_keys"])),
+    ):  # fmt: skip
+        if names:
+            raise ConfigError(
+                f"model: {model!r}: {problem} {some_of(names)}. Are all files of it there?"
+            )
+    if found["unexpected_keys"]:
+        logger.warning(
+            "model: %r: the model has no use for %s, found in its weight files",
+            *(model, some_of(sorted(found["unexpected_keys"]))),
+        )
+    return hf
+
+
+def output_names(hf: PreTrainedModel) -> list[str]:
+    """Of the parameters of the output embedding."""
+    head = hf.get_output_embeddings()
+    mine = {id(p) for p in head.parameters()} if head is not None else set()
+    return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
+
+
+def check_files(folder: Path) -> None:
+    """Raises ConfigError for a safetensors file that is cut short or not one at all."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"model: {file} is damaged: {error}. Fetch or copy it again"
+            ) from error
+
+
+def require_finite(hf: PreTrainedModel, model: str) -> None:
+    for name, parameter in hf.named_parameters():
+        # the sum alone would do, but for weights whose finite sum overflows
+        if not parameter.sum().isfinite() and not parameter.isfinite().all():
+            raise ConfigError(f"model: {model!r}: {name} has values that are not finite numbers")
+
+
+def some_of(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def without_dropout(hf: PreTrainedModel) -> None:

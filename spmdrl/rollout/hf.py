@@ -56,7 +56,9 @@ class HfEngine:
 
         Raises ConfigError where tensor parallelism is asked for, or the model cannot be strict.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
+
+        from spmdrl.engines.models import load_model
 
         if config.tensor_parallel != 1:
             raise ConfigError(
@@ -67,12 +69,12 @@ class HfEngine:
         self.config, self.max_model_len = config, max_model_len
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            loaded: Any = load_model(model, dtype=dtype)
         self.model = loaded.to(self.device).eval()
         self.log_softmax: Callable[[Tensor], Tensor] = partial(torch.log_softmax, dim=-1)
         if strict:
             hf_strict.make_strict(self)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         # a checkpoint's names that are no parameter's: of experts
         self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
         self.eos_token_ids = eos_token_ids(model)

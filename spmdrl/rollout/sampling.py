@@ -140,5 +140,9 @@ def eos_token_ids(model: str) -> tuple[int, ...]:
     except OSError:  # the file is optional
         found = None
     if found is None:
-        found = AutoConfig.from_pretrained(model).get_text_config().eos_token_id
+        found = (
+            AutoConfig.from_pretrained(model, trust_remote_code=False)
+            .get_text_config()
+            .eos_token_id
+        )
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)

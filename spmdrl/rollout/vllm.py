@@ -27,6 +27,8 @@ from torch import Tensor
 
 from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.engines.models import load_hf_config
+from spmdrl.remote_code import has_foreign_code
 from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_lora, vllm_strict
 from spmdrl.rollout.engine import (
     Answer,
@@ -234,7 +236,7 @@ class VllmEngine:
         if self.tokenizer is None:
             from transformers import AutoTokenizer
 
-            self.tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+            self.tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=False)
         return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
 
     def forget_prefixes(self) -> None:
@@ -403,6 +405,8 @@ def build_core(
     args = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
+        # whoever was not to run code of the model's folder has been refused it before
+        trust_remote_code=has_foreign_code(load_hf_config(model)),
         dtype=config.dtype,
         seed=0,
         tensor_parallel_size=config.tensor_parallel,
@@ -444,7 +448,7 @@ def moe_backend(model: str, on_cpu: bool) -> Any:
     an order of their own (FlashInfer swaps gate and up), which an update in place would miss."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(model)
+    config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
     text = config.get_text_config()
     has_experts = any(
         getattr(text, name, None) for name in ("num_experts", "num_local_experts",
@@ -478,7 +482,7 @@ def register_architecture(model: str) -> None:
     from transformers import AutoConfig
     from vllm.model_executor.models import ModelRegistry
 
-    for name in AutoConfig.from_pretrained(model).architectures or []:
+    for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
         entry = ModelRegistry.models.get(name)
         if entry is not None:
             ModelRegistry.register_model(name, entry.load_model_cls())

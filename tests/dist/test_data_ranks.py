@@ -49,6 +49,7 @@ def results(tmp_path_factory) -> dict[str, list[Any]]:
         "two files": ([two_files] * WORLD, 9),
         "more ranks than rows": ([short] * WORLD, 2),
         "bad rows": ([bad] * WORLD, 9),
+        "bad rows skipped": ([bad] * WORLD, 9, "skip"),
         "one rank lacks the file": ([short, str(folder / "none.jsonl"), short], 9),
     }
     checks = {
@@ -69,7 +70,7 @@ def _run(topology, folder, loads, checks):
     return got | {case: _check(topology, *args) for case, args in checks.items()}
 
 
-def _load(topology, tokenizer, paths_by_rank, max_prompt_tokens):
+def _load(topology, tokenizer, paths_by_rank, max_prompt_tokens, on_bad_row="error"):
     from spmdrl.data import PromptDataset, PromptOrder
 
     tokenised = []
@@ -80,12 +81,14 @@ def _load(topology, tokenizer, paths_by_rank, max_prompt_tokens):
 
     counting.chat_template = None
     paths = paths_by_rank[topology.rank]
-    config = DataConfig(train=paths, max_prompt_tokens=max_prompt_tokens)
+    config = DataConfig(paths, max_prompt_tokens=max_prompt_tokens, on_bad_row=on_bad_row)
     try:
         data = PromptDataset.load(paths, counting, config, topology)
     except ConfigError as error:
         return str(error)
     looked_at = len(tokenised)
+    if on_bad_row == "skip":
+        return len(data), data.num_bad, [data.prompt(i).id for i in range(len(data))]
     ids = [data.prompt(i).id for i in PromptOrder(len(data), 18, seed=3).next_step()]
     return len(data), data.num_overlong, data.data_sources, ids, looked_at
 
@@ -127,6 +130,11 @@ def test_the_lowest_bad_row_is_named_on_every_rank(results):
     got = results["bad rows"]
     assert got[0] == got[1] == got[2]
     assert "line 8: field 'prompt': found str ''" in got[0]
+
+
+def test_skipped_rows_are_the_same_on_every_rank(results):
+    left = [i for i in range(12) if i not in (7, 10)]
+    assert results["bad rows skipped"] == [(10, 2, left)] * WORLD
 
 
 def test_a_file_that_one_rank_lacks(results):
