@@ -178,7 +178,7 @@ def find(resume: str, root: Path, topology: Topology, after: int = 0) -> Path | 
     return Path(found) if found else None
 
 
-def _find(resume: str, root: Path, after: int) -> tuple[str | None, str | None]:
+def _find(resume: str, root: Path, after: int = 0) -> tuple[str | None, str | None]:
     if resume != "auto":
         wrong = damage(Path(resume))
         return resume, f"--resume {resume}: {wrong}" if wrong else None

@@ -72,8 +72,8 @@ def test_code_of_the_folder_runs_only_where_it_is_trusted(qwen3_copy, tmp_path, 
     weights = load_file(qwen3_copy / "model.safetensors")
     mark = with_code(qwen3_copy, "own_model")
     for load in (
-        load_hf_config, load_tokenizer, lambda m: build_model(m, True, False),
-        lambda m: build_model(m, False, False), lambda m: check_sft(sft(Path(m)), 1),
+        load_hf_config, load_tokenizer, lambda m: build_model(m, True),
+        lambda m: build_model(m, False), lambda m: check_sft(sft(Path(m)), 1),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"Python code of its own.*trust_remote_code=True"):
             load(str(qwen3_copy))
@@ -83,7 +83,7 @@ def test_code_of_the_folder_runs_only_where_it_is_trusted(qwen3_copy, tmp_path, 
     assert {"configuration_own", "modeling_own", "tokenization_own"} <= set(
         mark.read_text().split()
     )
-    model, shell = (build_model(str(qwen3_copy), full, False) for full in (True, False))
+    model, shell = (build_model(str(qwen3_copy), full) for full in (True, False))
     tokenizer = load_tokenizer(str(qwen3_copy))
     assert type(model).__name__ == type(shell).__name__ == "OwnForCausalLM"
     assert type(tokenizer).__name__ == "OwnTokenizer"
@@ -105,7 +105,7 @@ def test_code_of_the_folder_runs_only_where_it_is_trusted(qwen3_copy, tmp_path, 
     mark.unlink()
     allow_code(str(out))
     assert "modeling_own" in mark.read_text()
-    again = build_model(str(out), True, False)
+    again = build_model(str(out), True)
     assert type(again).__module__ != type(model).__module__
     assert type(load_tokenizer(str(out))).__name__ == "OwnTokenizer"
 
@@ -115,7 +115,7 @@ def test_known_architectures_need_no_code(qwen3_copy):
     mark = with_code(qwen3_copy, "qwen3")
     edit(qwen3_copy / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     check_sft(sft(qwen3_copy), 1)
-    model = build_model(str(qwen3_copy), True, False)
+    model = build_model(str(qwen3_copy), True)
     assert type(model).__module__.startswith("transformers.")
     load_tokenizer(str(qwen3_copy))
     assert not mark.exists() and not code_files(model.config)
@@ -140,7 +140,7 @@ def test_pickles_are_not_run(qwen3_copy, tmp_path, form):
     else:
         (qwen3_copy / "pytorch_model.bin").write_bytes(pickle.dumps(evil))
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        build_model(str(qwen3_copy), True, False)
+        build_model(str(qwen3_copy), True)
     with pytest.raises(ConfigError, match=r"neither model\.safetensors"):
         Folder(qwen3_copy)
     assert not (tmp_path / "ran").exists()
@@ -180,7 +180,7 @@ def broken(folder: Path, what: str) -> None:
 def test_broken_weights_are_named(qwen3_copy, what, words):
     broken(qwen3_copy, what)
     with pytest.raises(ConfigError) as error:
-        build_model(str(qwen3_copy), True, False)
+        build_model(str(qwen3_copy), True)
     assert all(word in str(error.value) for word in words), str(error.value)
     norm = "model.layers.1.input_layernorm.weight"
     with pytest.raises(ConfigError, match=r"damaged|no tensor|means|not finite"):
@@ -190,7 +190,7 @@ def test_broken_weights_are_named(qwen3_copy, what, words):
 def test_weights_left_over_are_reported(qwen3_copy, caplog):
     broken(qwen3_copy, "left over")
     with caplog.at_level(logging.WARNING, "spmdrl"):
-        build_model(str(qwen3_copy), True, False)
+        build_model(str(qwen3_copy), True)
     assert "no use for model.layers.7.nothing" in caplog.text
 
 
@@ -199,9 +199,9 @@ def test_a_critic_needs_no_head(tmp_path):
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    build_model(str(folder), True, False, has_head=False)
+    build_model(str(folder), True, has_head=False)
     with pytest.raises(ConfigError, match=r"lack lm_head\.weight"):
-        build_model(str(folder), True, False)
+        build_model(str(folder), True)
 
 
 BROKEN = [

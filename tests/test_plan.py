@@ -51,7 +51,7 @@ CASES = [
     ({"actor": TrainConfig(ulysses=3)}, 3, ["actor.ulysses=3", "4 % 3 = 1", "1, 2, 4"]),
     ({"actor": TrainConfig(ulysses=2)}, 3, ["actor.fsdp with ulysses", "does not divide 3"]),
     ({"actor": TrainConfig(ulysses=2, fsdp=1)}, 2, ["ulysses=2 with fsdp=1", "multiple"]),
-    ({"actor": TrainConfig(ulysses=0)}, 2, ["ulysses=0", "1 or more"]),
+    ({"actor": TrainConfig(ulysses=0)}, 2, ["ulysses=0", "at least 1"]),
     (
         {"ref": TrainConfig(ulysses=8), "algo": AlgoConfig(kl_coef=0.1)},
         8,

@@ -66,9 +66,9 @@ class FsdpEngine:
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
         strict: bool = False,
     ) -> None:  # fmt: skip
+        layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        layers.check_here(config, topology.device)
         hf = build_model(model, full=topology.rank == 0, has_head=kind == "policy")
         if not strict:
             layers.use_kernels(hf, config, topology.device)
