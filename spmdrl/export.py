@@ -25,6 +25,7 @@ from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.exits import exit_config
+from spmdrl.safe_load import ShardReader
 from spmdrl.weights.names import checkpoint_parts
 
 
@@ -78,7 +79,8 @@ def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tenso
             from spmdrl.engines.megatron_checkpoint import load_whole
 
             return load_whole(folder, Path(checkpoint, "hf"))
-    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    reader = ShardReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
     weights = empty_tensors(stored, "model.")
     average = empty_tensors(stored, "ema.") if ema else {}
     if ema and not average:
@@ -90,7 +92,7 @@ def load_full(checkpoint: Path, role: str, ema: bool = False) -> dict[str, Tenso
     state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
     weights |= average
     parts = checkpoint_parts(AutoConfig.from_pretrained(Path(checkpoint, "hf")))
     named: dict[str, Tensor] = {}

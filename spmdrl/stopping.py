@@ -25,6 +25,7 @@ from spmdrl.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
 LARGEST = dist.AllreduceOptions()
 LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
@@ -112,15 +113,18 @@ class StopVotes:
         self.topology, self.lag = topology, lag
         self.votes: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def agree(self, stop: bool) -> bool:
-        """Whether any rank wanted to stop `lag` calls ago. Every rank must call it."""
-        vote = torch.tensor([int(stop)])
+    def agree(self, wish: int) -> int:
+        """The largest of what the ranks wished `lag` calls ago; 0 before. Every rank must call it.
+
+        wish: 0, STOP or BROKEN.
+        """
+        vote = torch.tensor([wish])
         self.votes.append((vote, self.topology.control.allreduce([vote], LARGEST)))
         if len(self.votes) <= self.lag:
-            return False
+            return 0
         vote, work = self.votes.popleft()
         work.wait()
-        return bool(vote.item())
+        return int(vote.item())
 
     def close(self) -> None:
         """Waits for the votes that were not counted. Every rank must call it."""

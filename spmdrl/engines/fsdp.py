@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,8 @@ from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.engines.staging import HostCopies, StagedShards, stage
+from spmdrl.safe_load import ShardReader
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -73,6 +76,7 @@ class FsdpEngine:
         self.optimizer: Optimizer | None = None
         self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
         self.num_updates = 0
+        self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
         if frozen:
             self.module.requires_grad_(False)
         else:
@@ -210,9 +214,16 @@ class FsdpEngine:
         self.optimizer.move(device)
         ema.move(self.average, device)
 
+    def stage(self) -> StagedShards:
+        if self.copies is None:
+            self.copies = HostCopies(pinned=self.topology.device.type == "cuda")
+        return stage(
+            self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, self.copies
+        )  # fmt: skip
+
     def save(self, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
-        dcp.save(self.state_dict(), storage_writer=writer, process_group=self.topology.control)
+        whole = stage(self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, copies=None)
+        whole.write(folder, self.topology.control)
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():
@@ -221,7 +232,8 @@ class FsdpEngine:
                 "start a run from that model, or resume with the engine that wrote it"
             )
         state = self.state_dict()
-        stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        reader = ShardReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
         if self.optimizer is not None:
             check_same_optimizer(folder, stored, self.optimizer)
         has_average = any(key.startswith("ema.") for key in stored)
@@ -230,7 +242,7 @@ class FsdpEngine:
         if bool(self.average) != has_average and self.topology.rank == 0:
             what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
             logger.warning("%s: the moving average %s", folder, what)
-        dcp.load(state, checkpoint_id=str(folder), process_group=self.topology.control)
+        dcp.load(state, storage_reader=reader, process_group=self.topology.control)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

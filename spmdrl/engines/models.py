@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
 from spmdrl.engines import attention
+from spmdrl.safe_load import refused
 
 
 class TokenPolicy(nn.Module):
@@ -126,7 +127,8 @@ def build_model(model: str, full: bool, fast_cpu: bool) -> PreTrainedModel:
     """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
-        hf = AutoModelForCausalLM.from_pretrained(model, **settings)
+        with refused(Path(model)):
+            hf = AutoModelForCausalLM.from_pretrained(model, **settings)
     else:
         with no_init_weights():
             hf = AutoModelForCausalLM.from_config(load_hf_config(model), **settings)
