@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, complete or not there at all.
+"""Checkpoints: sharded, complete or not there at all. saver.py writes them.
 
 step_00000020/            renamed into place as the last act
   actor/, critic/, prm/     weights and optimizer of each, written by its engine: FSDP2's by
@@ -10,6 +10,9 @@ step_00000020/            renamed into place as the last act
   replay_R.pt, leftover_R.pt   rank R's share of samples that are kept, where there are any
   hf/                       config and tokenizer, for export
   manifest.json             size and sha256 of every file
+step_N.tmp                not complete; .old, .trash: on its way out
+
+Nothing in one is unpickled as code, see safe_load.py.
 """
 
 from __future__ import annotations
@@ -17,103 +20,76 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from spmdrl.config import ConfigError
+from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.engines.engine import TrainEngine
-from spmdrl.phases import PhaseError, Phases
+from spmdrl.safe_load import read_plain
 from spmdrl.topology import Topology
 
 logger = logging.getLogger(__name__)
 
-
-class Keepsake(Protocol):
-    """What a rank keeps from step to step beside its models."""
-
-    def save(self, path: Path) -> None: ...
+Digest = tuple[int, str]  # size in bytes, sha256
 
 
-def save(
-    root: Path, step: int, engines: dict[str, TrainEngine], run: dict[str, Any],
-    phases: Phases, keep: int, pretrained: list[Any], own: dict[str, Keepsake] | None = None,
-    writer: int = 0,
-) -> Path:  # fmt: skip
-    """Writes root/step_N on all ranks and removes all but the `keep` newest. Collective.
+# ---- writing
 
-    engines: those that this rank has; run["engines"] names all; own: what this rank keeps for
-    itself; run (JSON-able) and pretrained (a config, tokenizer and so on, whose save_pretrained
-    writes to hf/) are those of the rank `writer`.
-    A failure on any rank (disk full, say) is a PhaseError on all and leaves older ones untouched.
+
+def digest(path: Path) -> Digest:
+    with path.open("rb") as f:
+        return path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sealed(path: Path) -> Digest:
+    """The digest of a file that is on the disk."""
+    fsync(path)
+    return digest(path)
+
+
+def commit(aside: Path, final: Path, digests: dict[str, Digest]) -> None:
+    """Manifest, fsync, rename: after this the checkpoint exists, before it nothing does.
+
+    digests: of every file by its path within the folder; they are on the disk already.
     """
-    topology = phases.topology
-    final = Path(root, f"step_{step:08d}")
-    aside = final.with_suffix(".tmp")
-    with phases("checkpoint"):
-        if topology.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            for part in ("hf", *run["engines"]):
-                Path(aside, part).mkdir(parents=True)
-    try:
-        with phases("checkpoint"):
-            for name, engine in engines.items():
-                save_engine(engine, Path(aside, name))
-    except PhaseError:
-        if topology.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # a full disk would stay full
-        raise
-    with phases("checkpoint"):
-        torch.save(rng_state(), Path(aside, f"rng_{topology.rank}.pt"))
-        for name, part in (own or {}).items():
-            part.save(Path(aside, f"{name}_{topology.rank:05d}.pt"))
-        if topology.rank == writer:
-            run = {**run, "step": step, "world": topology.world}
-            Path(aside, "run.json").write_text(json.dumps(run, indent=1))
-            for part in pretrained:
-                part.save_pretrained(Path(aside, "hf"))
-    with phases("checkpoint"):
-        if topology.rank == 0:
-            commit(aside, final)
-            prune(root, keep)
-    return final
-
-
-def save_engine(engine: TrainEngine, folder: Path) -> None:
-    """Raises on the rank that failed what failed there; the phase's agreement tells the others."""
-    try:
-        engine.save(folder)
-    except CheckpointException as error:  # raised on every rank; no subclass of Exception
-        mine = error.failures.get(engine.topology.rank)
-        if mine is not None:
-            cause, stack = mine
-            where = "".join(stack.format())
-            free_mib = shutil.disk_usage(folder).free >> 20  # torch does not say "disk full"
-            raise OSError(
-                f"cannot write {folder}, where {free_mib} MiB are free: "
-                f"{type(cause).__name__}: {cause}\n{where}"
-            ) from cause
-
-
-def commit(aside: Path, final: Path) -> None:
-    """Manifest, fsync, rename: after this the checkpoint exists, before it nothing does."""
-    files = [f for f in sorted(aside.rglob("*")) if f.is_file()]
-    manifest = {str(f.relative_to(aside)): [f.stat().st_size, sha256(f)] for f in files}
-    Path(aside, "manifest.json").write_text(json.dumps(manifest))
-    folders = [f for f in aside.rglob("*") if f.is_dir()]
-    for path in [*files, Path(aside, "manifest.json"), *folders, aside]:
-        fsync(path)
-    shutil.rmtree(final, ignore_errors=True)  # of a run that was told not to resume
+    found = {str(f.relative_to(aside)) for f in aside.rglob("*") if f.is_file()}
+    assert found == digests.keys(), sorted(found ^ digests.keys())
+    write_synced(Path(aside, "manifest.json"), json.dumps(digests).encode())
+    for folder in [f for f in aside.rglob("*") if f.is_dir()] + [aside]:
+        fsync(folder)
+    old = final.with_suffix(".old")
+    if final.exists():  # of a run that was told not to resume
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)  # killed after this: `recover` takes it back
     os.rename(aside, final)
     fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(root: Path) -> None:
+    """After a process that was killed amid `commit` or `prune`. The root must be nobody else's."""
+    for left in sorted(root.glob("step_*.old")):
+        if not left.with_suffix("").exists():
+            os.rename(left, left.with_suffix(""))
+    for left in [p for kind in ("old", "tmp", "trash") for p in root.glob(f"step_*.{kind}")]:
+        shutil.rmtree(left)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def fsync(path: Path) -> None:
@@ -124,16 +100,31 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def prune(root: Path, keep: int) -> None:
-    for _, old in steps_in(root)[: -keep or None]:
+def prune(root: Path, config: CheckpointConfig) -> None:
+    """Removes all but the `keep` newest and, of the others, the `keep_best` best."""
+    older = steps_in(root)[: -config.keep]
+    ranked = [(score_of(folder, config), step, folder) for step, folder in older]
+    best = sorted((r for r in ranked if r[0] is not None), reverse=True)[: config.keep_best]
+    for _, old in older:
+        if old in [folder for _, _, folder in best]:
+            continue
         trash = old.with_suffix(".trash")
+        shutil.rmtree(trash, ignore_errors=True)
         os.rename(old, trash)
         shutil.rmtree(trash)
+
+
+def score_of(folder: Path, config: CheckpointConfig) -> float | None:
+    """The larger the better; None: it was saved without a value of config.best_metric."""
+    if not config.keep_best:
+        return None
+    try:
+        value = json.loads(Path(folder, "run.json").read_text())["metrics"][config.best_metric]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if config.best_is == "largest" else -value
 
 
 def steps_in(root: Path) -> list[tuple[int, Path]]:
@@ -144,52 +135,83 @@ def steps_in(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for m, p in found if m)
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a file missing, of another size or with flipped bits."""
+# ---- reading
+
+
+def damage(folder: Path, rank: int = 0, world: int = 1) -> str | None:
+    """What is wrong with a checkpoint: a file missing, of another size or with flipped bits.
+
+    Of `world` ranks each reads its share of the bytes.
+    """
     try:
         manifest = json.loads(Path(folder, "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+        sizes = {name: int(size) for name, (size, _) in manifest.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"manifest.json: {error}"
-    for name, (size, digest) in manifest.items():
-        file = Path(folder, name)
+    if "run.json" not in manifest:
+        return "manifest.json does not name run.json"
+    for name in share_of(sizes, rank, world):
+        file, (size, checksum) = Path(folder, name), manifest[name]
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, not {size}"
-        if sha256(file) != digest:
+        if digest(file)[1] != checksum:
             return f"{name} does not have the checksum it was written with"
     return None
 
 
-def find(resume: str, root: Path, topology: Topology, after: int = 0) -> Path | None:
+def share_of(sizes: dict[str, int], rank: int, world: int) -> list[str]:
+    """Files of about the same number of bytes for each rank: the largest first, to whom has
+    least."""
+    loads = [(0, r) for r in range(world)]
+    mine = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, least = min(loads)
+        loads[least] = (load + sizes[name] + 1, least)
+        if least == rank:
+            mine.append(name)
+    return mine
+
+
+def damage_together(folder: Path, topology: Topology) -> str | None:
+    """As `damage`, the same on every rank. Collective."""
+    found: list[Any] = [None] * topology.world
+    mine = damage(folder, topology.rank, topology.world)
+    dist.all_gather_object(found, mine, group=topology.control)
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+def find(
+    resume: str, root: Path, topology: Topology, after: int = 0,
+    on_damage: Literal["previous", "stop"] = "previous",
+) -> Path | None:  # fmt: skip
     """The checkpoint to load, the same on every rank. Collective.
 
-    resume: "never", "auto" (the newest whole one under root, or none), or a folder. Damaged ones
-    are skipped with a warning under "auto"; a named one that is damaged is a ConfigError.
-    after: "auto" looks only at those of later steps.
+    resume: "never", "auto" (the newest whole one under root, or none), or a folder. Under "auto"
+    damaged ones are passed over with a warning, or with on_damage "stop" a ConfigError, as a named
+    one that is damaged always is. after: "auto" looks only at those of later steps.
     """
-    answer: list[Any] = [None, None]
-    if topology.rank == 0 and resume != "never":
-        answer = list(_find(resume, root, after))
-    dist.broadcast_object_list(answer, group=topology.group, group_src=0)
-    found, problem = answer
-    if problem:
-        raise ConfigError(problem)
-    return Path(found) if found else None
-
-
-def _find(resume: str, root: Path, after: int = 0) -> tuple[str | None, str | None]:
-    if resume != "auto":
-        wrong = damage(Path(resume))
-        return resume, f"--resume {resume}: {wrong}" if wrong else None
-    for step, folder in reversed(steps_in(root)):
-        if step <= after:
-            break
-        wrong = damage(folder)
+    if resume == "never":
+        return None
+    told: list[Any] = [[resume]]
+    if resume == "auto" and topology.rank == 0:
+        told = [[str(path) for step, path in reversed(steps_in(root)) if step > after]]
+    dist.broadcast_object_list(told, group=topology.control, group_src=0)
+    for folder in map(Path, told[0]):
+        wrong = damage_together(folder, topology)
         if wrong is None:
-            return str(folder), None
-        logger.warning("skipping the damaged checkpoint %s: %s", folder, wrong)
-    return None, None
+            return folder
+        if resume != "auto":
+            raise ConfigError(f"--resume {resume}: {wrong}")
+        if on_damage == "stop":
+            raise ConfigError(
+                f"the checkpoint {folder} is damaged: {wrong}. Restore it, remove it, or go on "
+                "from the one before with --checkpoint.on_damage previous"
+            )
+        if topology.rank == 0:
+            logger.warning("passing over the damaged checkpoint %s: %s", folder, wrong)
+    return None
 
 
 def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> dict[str, Any]:
@@ -197,7 +219,8 @@ def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> d
 
     engines: the training engines by the names they were saved under. Random states are restored
     where the world size is what it was; with another they start anew from the run's seed.
-    Raises ConfigError where the checkpoint lacks an engine that this run trains.
+    Raises ConfigError where the checkpoint lacks an engine that this run trains, or holds more than
+    data.
     """
     run = json.loads(Path(folder, "run.json").read_text())
     missing = sorted(set(engines) - set(run["engines"]))
@@ -209,19 +232,28 @@ def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> d
             engine.load(Path(folder, name))
         except CheckpointException as error:  # no subclass of Exception
             cause, _ = next(iter(error.failures.values()))
+            if isinstance(cause, ConfigError):
+                raise cause from error
             raise ConfigError(
                 f"checkpoint {folder} does not fit this run's {name}: {cause}"
             ) from cause
         engine.offload()
     if run["world"] == topology.world:
-        state = torch.load(Path(folder, f"rng_{topology.rank}.pt"), weights_only=False)
-        set_rng_state(state)
+        set_rng_state(read_plain(Path(folder, f"rng_{topology.rank}.pt")))
     return run
 
 
+# ---- random states
+
+
 def rng_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(),
-             "python": random.getstate()}  # fmt: skip
+    """In tensors and plain values."""
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -229,7 +261,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from spmdrl.topology import Topology
+
+T = TypeVar("T")
+
+
+class FailedElsewhere(RuntimeError):
+    """Another rank's share of common work failed; there the cause is raised."""
 
 
 def all_gather_rows(rows: Tensor, topology: Topology) -> list[Tensor]:
@@ -73,6 +81,44 @@ def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
     key = torch.tensor(prefix - (1 << 64) if prefix >= 1 << 63 else prefix)
     bits = torch.where(key >= 0, ~key, key ^ torch.iinfo(torch.int64).min)
     return float(bits.view(torch.float64))
+
+
+def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """Every rank's result of `work`, in rank order. Collective over the group.
+
+    A failure is raised where it happened, FailedElsewhere on the group's other ranks: none is left
+    alone in what follows. Safe in a thread whose group no other thread uses: it asks nothing of
+    torch.distributed's global state, which the main thread may be changing (world_of).
+    """
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  raised again below
+        failure = error
+    told = gather_objects((failure is None, result), group)
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, (worked, _) in enumerate(told) if not worked]
+    if failed:
+        raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
+    return [result for _, result in told]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """As dist.all_gather_object, by the group's own methods alone; gloo."""
+    row = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(row)])]).wait()
+    most = max(int(size) for size in sizes)
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(row)] = row
+    rows = [torch.empty_like(padded) for _ in sizes]
+    group.allgather([rows], [padded]).wait()
+    return [
+        pickle.loads(found[: int(size)].numpy().tobytes())
+        for found, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def level_group_count(group: dist.ProcessGroup | None = None) -> None:

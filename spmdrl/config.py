@@ -248,7 +248,14 @@ class CheckpointConfig:
     """Saved after every `every_steps` steps and after the last; 0: never."""
 
     every_steps: int = 50
-    keep: int = 2
+    keep: int = 2  # newest
+    keep_best: int = 0  # of the older ones, by the value that best_metric had after their step
+    best_metric: str = "eval/accuracy"
+    best_is: Literal["largest", "smallest"] = "largest"
+    # training goes on while a copy in the host's memory is written; True: it waits, with no copy
+    blocking: bool = False
+    # of --resume auto that finds a damaged one: the one before is used, or the run does not start
+    on_damage: Literal["previous", "stop"] = "previous"
     # what SIGTERM, SIGUSR1 or Ctrl-C leaves the run to end its step and save: torchrun kills ranks
     # 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its own. 0: the
     # step is abandoned, the last checkpoint stands
@@ -317,7 +324,9 @@ class SftConfig:
     run_dir: str = "runs/sft"
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that the model's folder brings along
+    resume: str = "never"  # "never" | "auto" | a checkpoint folder
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
     stall_timeout_s: float = 1800.0
     lost_timeout_s: float = 20.0

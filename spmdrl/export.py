@@ -28,6 +28,7 @@ from spmdrl.engines.lora import adapter_tensors, lora_of, merged, read_base, wri
 from spmdrl.engines.models import load_hf_config
 from spmdrl.exits import exit_config
 from spmdrl.remote_code import allow_code
+from spmdrl.safe_load import ShardReader
 from spmdrl.weights.names import checkpoint_parts
 
 
@@ -131,7 +132,8 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
 
 def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     """What FSDP's engine saved of a model, by the names of its module. ema: as for `load_full`."""
-    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    reader = ShardReader(str(folder))
+    stored = reader.read_metadata().state_dict_metadata
     weights = empty_tensors(stored, "model.")
     average = empty_tensors(stored, "ema.") if ema else {}
     if ema and not average:
@@ -143,7 +145,7 @@ def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
     weights |= average
     return weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.engine import Completion
 from spmdrl.rollout.handover import pack, unpack
 from spmdrl.rollout.sampling import Question, as_sample
+from spmdrl.safe_load import read_plain
 from spmdrl.types import Prompt, Sample
 
 
@@ -39,7 +40,7 @@ class Leftover:
             sample.group = number[sample.group]
         return self.prompts
 
-    def save(self, path: Path) -> None:
+    def save(self, file: BinaryIO) -> None:
         """This rank's part, with all questions."""
         begun = {i: q.begun for i, q in enumerate(self.questions) if q.begun is not None}
         ended = {
@@ -56,7 +57,7 @@ class Leftover:
                 "samples": table([(s.group, s.index) for s in self.samples], 2),
                 "ended": as_bytes(ended),
             },
-            path,
+            file,
         )
 
     def load(
@@ -67,7 +68,7 @@ class Leftover:
 
         Raises ConfigError where begun answers do not fit what is asked now.
         """
-        shares = [torch.load(path, weights_only=True) for path in paths]
+        shares = [read_plain(path) for path in paths]
         first = shares[0]
         if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
             raise ConfigError(

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from spmdrl import checkpoint
+from spmdrl import checkpoint, run_lock
 from spmdrl.topology import Topology
 from spmdrl.types import Sample
 
@@ -74,7 +74,8 @@ class RunLog:
 
     def line(self, text: str) -> None:
         if self.active:
-            print(f"\r\033[K{text}" if self.live else text, flush=True)
+            # at once: a thread may have another line to say
+            print((f"\r\033[K{text}" if self.live else text) + "\n", end="", flush=True)
 
     def step_line(self, step: int, metrics: dict[str, float], show: tuple[str, ...]) -> None:
         """`show` metrics, then the step's time by phase, tokens/s and the time that is left."""
@@ -114,7 +115,8 @@ def set_aside_earlier_run(run_dir: Path, done: int) -> None:
     later = [p for n, p in checkpoint.steps_in(run_dir / "checkpoints") if n > done]
     stale = [*later, run_dir / "errors"]
     if done == 0 and Path(run_dir, "metrics.jsonl").exists():
-        stale = [p for p in run_dir.iterdir() if not p.name.startswith("earlier-")]
+        kept = ("earlier-", run_lock.NAME)
+        stale = [p for p in run_dir.iterdir() if not p.name.startswith(kept)]
     stale = [p for p in stale if p.exists()]
     if not stale:
         return

@@ -20,7 +20,7 @@ from spmdrl.algo.checks import check_algo, require, shown, weighs_the_engine
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.bounds import check_bounds
-from spmdrl.config import ConfigError, PpoConfig, SftConfig, TrainConfig
+from spmdrl.config import CheckpointConfig, ConfigError, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_count, check_lora
 from spmdrl.engines.megatron_layout import check_layout, expert_width, moe_layers, num_experts
@@ -64,6 +64,16 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
         f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
     )
     check_algo(config)
+    check_checkpoint(config.checkpoint)
+    metric = config.checkpoint.best_metric
+    require(
+        not config.checkpoint.keep_best
+        or not metric.startswith("eval/")
+        or (data.eval is not None and config.eval_every > 0),
+        f"checkpoint.keep_best={config.checkpoint.keep_best} goes by best_metric={metric!r}, but "
+        "nothing is evaluated while the run goes on: set data.eval and eval_every, or choose "
+        "another metric, e.g. best_metric='reward/mean'",
+    )
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -113,6 +123,16 @@ def check_sharing(name: str, role: TrainConfig, model: str) -> None:
         check_ulysses(load_hf_config(model), role.ulysses)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from error
+
+
+def check_checkpoint(config: CheckpointConfig) -> None:
+    require(config.every_steps >= 0, f"checkpoint.every_steps={config.every_steps}: 0 or more")
+    require(config.keep >= 1, f"checkpoint.keep={config.keep}: at least 1")
+    require(config.keep_best >= 0, f"checkpoint.keep_best={config.keep_best}: 0 (off) or more")
+    require(
+        config.every_steps > 0 or not config.keep_best,
+        f"checkpoint.keep_best={config.keep_best} has no effect: every_steps=0 saves nothing",
+    )
 
 
 def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
@@ -288,6 +308,13 @@ def check_sft(config: SftConfig, world: int) -> None:
     check_world(world)
     check_places(config)
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
+    check_checkpoint(config.checkpoint)
+    metric = config.checkpoint.best_metric
+    require(
+        not config.checkpoint.keep_best or metric.startswith("sft/"),
+        f"checkpoint.keep_best goes by best_metric={metric!r}, which fine-tuning has not: use e.g. "
+        "best_metric='sft/loss' with best_is='smallest'",
+    )
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     if config.trust_remote_code:
         allow_code(config.model)
@@ -454,6 +481,10 @@ class Memory:
         return kept + (0.0 if self.config.offload_optimizer else self.adam + self.average)
 
     @property
+    def saved(self) -> float:
+        return self.weights + self.adam + self.average
+
+    @property
     def busy(self) -> float:
         return self.weights + self.gradients + self.adam + self.average + self.activations
 
@@ -531,6 +562,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     if shared:
         lines.append("  ref      the actor's weights with its adapter off: saves "
                      f"{saved:.2f} of weights of its own")  # fmt: skip
+    lines += copy_lines(config, roles, placement)
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
@@ -573,6 +605,21 @@ def memory_of_adapters(
         count + learnt, learnt, base + adapters, adapters, moments, activations, role,
         adapters if role.ema else 0.0,
     )  # fmt: skip
+
+
+def copy_lines(
+    config: PpoConfig, roles: dict[str, Memory], placement: Placement
+) -> list[str]:  # fmt: skip
+    """What a checkpoint that is written meanwhile takes of the host's memory."""
+    saved = {name: m for name, m in roles.items() if name != "ref"}
+    if config.checkpoint.every_steps == 0 or config.checkpoint.blocking:
+        return []
+    ranks = {rank for name in saved for rank in placement.roles[name]}
+    most = max(
+        sum(m.saved for name, m in saved.items() if rank in placement.roles[name]) for rank in ranks
+    )
+    return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "
+            "checkpoint.blocking)"]  # fmt: skip
 
 
 def expert_count(hf: PreTrainedConfig) -> int:

@@ -62,6 +62,7 @@ class Runtime:
     phases: Phases
     run_dir: Path
     stopping: Stopping = field(default_factory=Stopping)  # unless it listens, nothing stops it
+    lock: int | None = None  # rank 0's hold on run_dir
     stopped: str = ""  # what there is to say where a signal ended the run in order
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from spmdrl.config import ConfigError
 from spmdrl.packing import concatenate
+from spmdrl.safe_load import read_plain
 from spmdrl.types import Batch
 
 
@@ -37,15 +38,15 @@ class ReplayBuffer:
         self.past = ages[: self.steps]
         return concatenate(renumbered)
 
-    def save(self, path: Path) -> None:
-        torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], path)
+    def save(self, file: BinaryIO) -> None:
+        torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], file)
 
     def load(self, paths: list[Path], rank: int, world: int, num_keys: int) -> None:
         """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
 
         Raises ConfigError where they were saved with another number of reward keys.
         """
-        shares = [torch.load(path, weights_only=True) for path in paths]
+        shares = [read_plain(path) for path in paths]
         parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
         ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
                             [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip

@@ -2,17 +2,19 @@
 
 Also runs as python -m spmdrl.sft. Any field of the config is set by its dotted name. Writes the
 model to config.out in Hugging Face format; with actor.lora also the adapter, to config.out/adapter.
+Saves, stops and resumes as python -m spmdrl.ppo does.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli import load_config
+from spmdrl.cli import as_source, load_config
 from spmdrl.config import ConfigError, SftConfig
 from spmdrl.exits import exit_config
 from spmdrl.imports import hide_torchao
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from spmdrl.data import PromptOrder
+    from spmdrl.engines.engine import TrainEngine
+    from spmdrl.metrics import RunLog
     from spmdrl.program import Runtime
+    from spmdrl.saver import Saver
     from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology
     from spmdrl.types import Batch
@@ -48,19 +54,70 @@ def main(config: str = "", **overrides: Any) -> None:
         train(value, runtime)
 
 
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: SftConfig
+    runtime: Runtime
+    ranks: Topology  # as the actor arranges them
+    actor: TrainEngine
+    rows: SftDataset
+    order: PromptOrder
+    tokenizer: Any
+
+
 def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
-    import torch
+    from spmdrl.saver import check_metric
+    from spmdrl.stopping import BROKEN, STOP, StopVotes
 
+    run = build(config, runtime)
+    phases, steps = runtime.phases, config.steps
+    done, log = resume(run)
+    saver = build_saver(run, log)
+    if saver:
+        runtime.stopping.arm(config.checkpoint.grace_s)
+    votes = StopVotes(runtime.topology, lag=0)
+    phases.on_change = log.phase
+    phases.take_spans()
+    for step in range(done + 1, steps + 1):
+        log.begin_step(step)
+        metrics = one_step(run)
+        if step % max(steps // 20, 1) == 0 or step == steps:
+            log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
+        asked = STOP if runtime.stopping.asked is not None else 0
+        wish = votes.agree(BROKEN if saver and saver.failed else asked)
+        stopping = wish == STOP and step < steps
+        if saver:
+            metrics |= saver.take_metrics()
+            if wish == BROKEN:
+                saver.wait()  # raises
+        log.write(step, metrics)
+        if saver and (stopping or step == steps or step % config.checkpoint.every_steps == 0):
+            with phases("checkpoint"):
+                if runtime.is_main and not stopping:
+                    check_metric(config.checkpoint, metrics, evaluated=False)
+            save(run, saver, step, metrics)
+        if stopping:
+            if saver:
+                saver.wait()
+            runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
+            log.line(f"spmdrl: {runtime.stopped}")
+            break
+    else:
+        finish(run, saver, log)
+    votes.close()
+    log.close()
+
+
+def build(config: SftConfig, runtime: Runtime) -> Run:
+    """Collective."""
     from spmdrl.data import PromptOrder
     from spmdrl.engines import build_engine
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.engines.lora import save_adapter
     from spmdrl.engines.models import vocab_size_of
-    from spmdrl.metrics import RunLog, set_aside_earlier_run
-    from spmdrl.phases import seconds_of
     from spmdrl.plan import check_sft
-    from spmdrl.program import load_tokenizer, write_config
+    from spmdrl.program import load_tokenizer
     from spmdrl.sft_data import SftDataset
     from spmdrl.topology import Topology, train_degrees
 
@@ -76,42 +133,93 @@ def train(config: SftConfig, runtime: Runtime) -> None:
     with phases("build actor"):
         actor = build_engine("policy", config.model, config.actor, ranks)
         assert actor is not None  # on all ranks
-    if runtime.is_main:
-        set_aside_earlier_run(runtime.run_dir, 0)
-        write_config(config, runtime.run_dir)
-    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard)
-    phases.on_change = log.phase
-    phases.take_spans()
-    for step in range(1, config.steps + 1):
-        log.begin_step(step)
-        started_at = time.perf_counter()
-        with phases("data"):
-            given, taken = order.next_step(), ranks.data_ranks
-            mine = [] if topology.rank not in taken else given[
-                taken.index(topology.rank) :: len(taken)
-            ]  # fmt: skip
-            batch, num_tokens = sft_batch(rows, mine, topology)
-        with phases("update"):
-            updated = actor.update(batch, cross_entropy, temperature=1.0)
-        metrics = {f"sft/{name}": value for name, value in updated.items()}
-        seconds = seconds_of(phases.take_spans())
-        metrics |= {f"time/{name}_s": s for name, s in seconds.items()}
-        metrics["time/step_s"] = time.perf_counter() - started_at
-        metrics["throughput/tokens_per_s"] = num_tokens / metrics["time/step_s"]
-        log.write(step, metrics)
-        if step % max(config.steps // 20, 1) == 0 or step == config.steps:
-            log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
-    with phases("save"):
+    return Run(config, runtime, ranks, actor, rows, order, tokenizer)
+
+
+def resume(run: Run) -> tuple[int, RunLog]:
+    """Loads the checkpoint that config.resume asks for; the steps it had done, and the log."""
+    from spmdrl import checkpoint
+    from spmdrl.metrics import RunLog
+    from spmdrl.resume import find_start, take_folder
+
+    config, runtime, done = run.config, run.runtime, 0
+    with runtime.phases("resume"):
+        start = find_start(config, runtime)
+        if start.folder is not None:
+            saved = checkpoint.load(start.folder, {"actor": run.actor}, runtime.topology)
+            done = saved["step"]
+            run.order.load_state_dict(saved["order"])
+    with runtime.phases("resume"):
+        take_folder(config, runtime, start, done)
+    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard, done)
+    if start.folder is not None:
+        log.line(f"resumed from {start.folder}: {done} steps done")
+    return done, log
+
+
+def build_saver(run: Run, log: RunLog) -> Saver | None:
+    from spmdrl.saver import Saver
+
+    config = run.config
+    if config.checkpoint.every_steps <= 0:
+        return None
+
+    def say(step: int, folder: Path) -> None:
+        log.line(f"step {step}/{config.steps} | saved {folder}")
+
+    root = run.runtime.run_dir / "checkpoints"
+    return Saver(root, config.checkpoint, run.runtime.phases, {"actor": run.ranks}, say)
+
+
+def save(run: Run, saver: Saver, step: int, metrics: dict[str, float]) -> None:
+    facts = {
+        "engines": ["actor"], "order": run.order.state_dict(), "config": as_source(run.config),
+        "metrics": metrics,
+    }  # fmt: skip
+    saver.save(step, {"actor": run.actor}, facts, [*run.actor.pretrained, run.tokenizer])
+
+
+def one_step(run: Run) -> dict[str, float]:
+    from spmdrl.phases import seconds_of
+
+    phases, topology = run.runtime.phases, run.runtime.topology
+    started_at = time.perf_counter()
+    with phases("data"):
+        given, taken = run.order.next_step(), run.ranks.data_ranks
+        mine = [] if topology.rank not in taken else given[
+            taken.index(topology.rank) :: len(taken)
+        ]  # fmt: skip
+        batch, num_tokens = sft_batch(run.rows, mine, topology)
+    with phases("update"):
+        updated = run.actor.update(batch, cross_entropy, temperature=1.0)
+    metrics = {f"sft/{name}": value for name, value in updated.items()}
+    seconds = seconds_of(phases.take_spans())
+    metrics |= {f"time/{name}_s": s for name, s in seconds.items()}
+    metrics["time/step_s"] = time.perf_counter() - started_at
+    metrics["throughput/tokens_per_s"] = num_tokens / metrics["time/step_s"]
+    return metrics
+
+
+def finish(run: Run, saver: Saver | None, log: RunLog) -> None:
+    """Writes the model, and its average where there is one."""
+    import torch
+
+    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.lora import save_adapter
+
+    config, actor = run.config, run.actor
+    if saver:
+        saver.wait()
+    with run.runtime.phases("save"):
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
-        save(weights, actor.pretrained, tokenizer, Path(config.out), topology)
+        export(weights, run, Path(config.out))
         if config.actor.ema:
             assert isinstance(actor, FsdpEngine)  # check_sft refuses others
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
-            save(weights, actor.pretrained, tokenizer, Path(config.out, "ema"), topology)
+            export(weights, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
             save_adapter(actor, Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
-    log.close()
 
 
 def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -142,19 +250,17 @@ def sft_batch(rows: SftDataset, indices: list[int], topology: Topology) -> tuple
     return batch, num_tokens
 
 
-def save(
-    gathered: Iterator[tuple[str, Tensor]], pretrained: list[Any], tokenizer: Any, out: Path,
-    topology: Topology,
-) -> None:  # fmt: skip
+def export(gathered: Iterator[tuple[str, Tensor]], run: Run, out: Path) -> None:
     """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
     import torch
 
     from spmdrl.export import write_weights
 
-    kept = [(name, t.cpu().clone()) for name, t in gathered if topology.rank == 0]
-    if topology.rank == 0:
+    is_first = run.runtime.is_main
+    kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]
+    if is_first:
         out.mkdir(parents=True, exist_ok=True)
-        for part in (*pretrained, tokenizer):
+        for part in (*run.actor.pretrained, run.tokenizer):
             part.save_pretrained(out)
         write_weights(kept, torch.float32, out)
 

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.exits import INTERRUPTED, REQUEUE, leave
-from spmdrl.topology import Topology
+from spmdrl.topology import Topology, timeout_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
 LARGEST = dist.AllreduceOptions()
 LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
@@ -109,18 +110,24 @@ class StopVotes:
     """
 
     def __init__(self, topology: Topology, lag: int) -> None:
-        self.topology, self.lag = topology, lag
+        """topology: of all ranks. Collective."""
+        self.lag = lag
+        # of its own: votes that wait for slow ranks would hold up what else goes over a group
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout_of(topology.control))
         self.votes: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def agree(self, stop: bool) -> bool:
-        """Whether any rank wanted to stop `lag` calls ago. Every rank must call it."""
-        vote = torch.tensor([int(stop)])
-        self.votes.append((vote, self.topology.control.allreduce([vote], LARGEST)))
+    def agree(self, wish: int) -> int:
+        """The largest of what the ranks wished `lag` calls ago; 0 before. Every rank must call it.
+
+        wish: 0, STOP or BROKEN.
+        """
+        vote = torch.tensor([wish])
+        self.votes.append((vote, self.group.allreduce([vote], LARGEST)))
         if len(self.votes) <= self.lag:
-            return False
+            return 0
         vote, work = self.votes.popleft()
         work.wait()
-        return bool(vote.item())
+        return int(vote.item())
 
     def close(self) -> None:
         """Waits for the votes that were not counted. Every rank must call it."""

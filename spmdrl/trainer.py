@@ -24,27 +24,22 @@ from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.models import vocab_size_of
 from spmdrl.leftover import Leftover
-from spmdrl.metrics import RunLog, memory_of_process, set_aside_earlier_run, write_samples
+from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.phases import Span
 from spmdrl.placement import Ranks, place, reference_is_base, training_roles
 from spmdrl.plan import describe
-from spmdrl.program import (
-    Runtime,
-    began_at,
-    keep_what_stands,
-    load_tokenizer,
-    write_config,
-    write_job,
-)
+from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.replay import ReplayBuffer
+from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine as build_rollout
 from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.routing import Post
+from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
-from spmdrl.stopping import StopVotes
+from spmdrl.stopping import BROKEN, STOP, StopVotes
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
@@ -101,6 +96,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.line(line)
     if config.checkpoint.every_steps > 0:
         runtime.stopping.arm(config.checkpoint.grace_s)
+    saver = build_saver(run, log)
     votes = StopVotes(runtime.topology, config.async_steps)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
@@ -114,28 +110,43 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         metrics = one_step(run, step, partial(trace.write, step), sync_after=True)
         if metrics:
             log.step_line(step, metrics, SHOWN)
-        stopping = votes.agree(runtime.stopping.asked is not None) and step < steps
+        asked = STOP if runtime.stopping.asked is not None else 0
+        wish = votes.agree(BROKEN if saver and saver.failed else asked)
+        stopping = wish == STOP and step < steps
+        if saver and wish == BROKEN:
+            take_weights(roles, step)
+            saver.wait()  # raises
         evaluating = (
             bool(run.held_out)
             and not stopping
             and (step == steps or is_due(step, config.eval_every))
         )
-        saving = config.checkpoint.every_steps > 0 and (
+        saving = saver is not None and (
             step == steps or stopping or is_due(step, config.checkpoint.every_steps)
         )
         if evaluating or saving:
             take_weights(roles, step)
             met = step
+        if saver:
+            metrics |= saver.take_metrics()
         if evaluating:
+            if saver:
+                saver.wait()
             metrics |= held_out_accuracy(run, step, log)
         log.write(step, metrics)
-        if saving:
-            save(run, step, log)
-        if stopping:
+        if saver and saving:
+            with phases("checkpoint"):
+                if run.is_log and not stopping:
+                    check_metric(config.checkpoint, metrics, evaluating)
+            save(run, saver, step, metrics)
+        if saver and stopping:
+            saver.wait()
             runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
             log.line(f"spmdrl: {runtime.stopped}")
             break
     votes.close()
+    if saver:
+        saver.wait()
     take_weights(roles, step)
     roles.post.wait_until_delivered()
     trace.write(step, phases.take_spans())
@@ -289,29 +300,20 @@ class Places:
 def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
     """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
     config, runtime = run.config, run.runtime
-    root, topology = runtime.run_dir / "checkpoints", runtime.topology
-    done = 0
+    topology, done = runtime.topology, 0
     with runtime.phases("resume"):
-        began = began_at(runtime.run_dir, topology)
-        resume = config.resume if began is None else "auto"
-        folder = checkpoint.find(resume, root, topology, after=began or 0)
-        if folder is None and began is not None:  # it had saved nothing yet
-            folder = checkpoint.find(config.resume, root, topology)
-        if folder is not None:
-            saved = checkpoint.load(folder, run.engines, topology)
+        start = find_start(config, runtime)
+        if start.folder is not None:
+            saved = checkpoint.load(start.folder, run.engines, topology)
             done = saved["step"]
             run.order.load_state_dict(saved["order"])
-            restore(run, saved, folder)
+            restore(run, saved, start.folder)
     with runtime.phases("resume"):
-        if runtime.is_main:
-            set_aside_earlier_run(runtime.run_dir, done)
-            write_config(config, runtime.run_dir)
-            if began is None:
-                write_job(runtime.run_dir, done)
+        take_folder(config, runtime, start, done)
     log = RunLog(runtime.run_dir, run.is_log, config.steps, config.tensorboard, done)
     trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
-    if folder is not None:
-        log.line(f"resumed from {folder}: {done} steps done")
+    if start.folder is not None:
+        log.line(f"resumed from {start.folder}: {done} steps done")
     return done, log, trace
 
 
@@ -338,31 +340,41 @@ def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
         logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)
 
 
-def save(run: Run, step: int, log: RunLog) -> None:
+def build_saver(run: Run, log: RunLog) -> Saver | None:
+    config = run.config
+    if config.checkpoint.every_steps <= 0:
+        return None
+
+    def say(step: int, folder: Path) -> None:
+        log.line(f"step {step}/{config.steps} | saved {folder}")
+
+    root, phases = run.runtime.run_dir / "checkpoints", run.runtime.phases
+    trained = {t.name: t.topology for t in run.roles.trainers if t.name != "ref"}
+    return Saver(root, config.checkpoint, phases, trained, say)
+
+
+def save(run: Run, saver: Saver, step: int, metrics: dict[str, float]) -> None:
     roles = run.roles
     facts = {
         "engines": sorted(trainer.name for trainer in roles.trainers if trainer.name != "ref"),
         "order": run.order.state_dict(),
         "config": as_source(run.config),
+        "metrics": metrics,
         "adaptive": {
             "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
             "entropy_coef": roles.entropy_coef if roles.entropy is not None else None,
             "entropy": roles.entropy,
         },
     }
-    root, keep = run.runtime.run_dir / "checkpoints", run.config.checkpoint.keep
     writer = roles.actor.topology.ranks[0]
     parts = [*roles.actor.model.pretrained, roles.tokenizer] if run.is_log else []
-    own: dict[str, checkpoint.Keepsake] = {}
+    own: dict[str, Keepsake] = {}
     if roles.sampling.here:
         if roles.replay is not None:
             own["replay"] = roles.replay
         if roles.leftover is not None:
             own["leftover"] = roles.leftover
-    folder = checkpoint.save(
-        root, step, run.engines, facts, run.runtime.phases, keep, parts, own, writer
-    )
-    log.line(f"step {step}/{run.config.steps} | saved {folder}")
+    saver.save(step, run.engines, facts, parts, own, writer)
 
 
 def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:

@@ -58,13 +58,8 @@ def make_arithmetic(folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
 
 
-MEASURED = (
-    "time",
-    "throughput/",
-    "idle/",
-    "moved/",
-    "memory/",
-)  # by a clock, or of the number of ranks
+# by a clock, or of the number of ranks
+MEASURED = ("time", "throughput/", "idle/", "moved/", "checkpoint/", "memory/")
 
 
 @dataclass

@@ -52,20 +52,8 @@ def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 120) -> list
 
     All functions are of one module.
     """
-    named = [(work.__code__.co_filename, work.__name__, args) for work, args in calls]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "calls.pkl").write_bytes(pickle.dumps(named))
-        port = free_port()
-        procs: list[BaseProcess] = []
-        for rank in range(world):
-            env = ENGINE_ENV | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }  # fmt: skip
-            process = SERVER.Process(target=main, args=(folder, os.environ | env))
-            process.start()
-            procs.append(process)
+        procs = start_ranks(world, calls, folder)
         finished = wait_all(procs, timeout_s)
         logs = "\n".join(
             f"--- rank {rank} ---\n{Path(folder, f'log_{rank}').read_text()[-6000:]}"
@@ -75,6 +63,24 @@ def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 120) -> list
         assert all(p.exitcode == 0 for p in procs), logs
         by_rank = [pickle.loads(Path(folder, f"result_{r}").read_bytes()) for r in range(world)]
         return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProcess]:
+    """The ranks' processes, which write log_R and result_R into the folder."""
+    named = [(work.__code__.co_filename, work.__name__, args) for work, args in calls]
+    Path(folder, "calls.pkl").write_bytes(pickle.dumps(named))
+    port = free_port()
+    procs: list[BaseProcess] = []
+    for rank in range(world):
+        env = ENGINE_ENV | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+        process = SERVER.Process(target=main, args=(folder, os.environ | env))
+        process.start()
+        procs.append(process)
+    return procs
 
 
 def wait_all(procs: list[BaseProcess], timeout_s: float) -> bool:

@@ -70,6 +70,13 @@ CASES = [
     ({"rollout": rollout(temperature=0.001)}, 1, ["temperature=0.001", "0.01"]),
     ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
     ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
+    ({"checkpoint": CheckpointConfig(keep_best=1)}, 1, ["nothing is evaluated", "'eval/accuracy'"]),
+    (
+        {"checkpoint": CheckpointConfig(keep_best=1, best_metric="reward/mean", every_steps=0)},
+        1,
+        ["keep_best=1 has no effect"],
+    ),
+    ({"checkpoint": CheckpointConfig(keep_best=-1)}, 1, ["keep_best=-1"]),
     ({"rollout": rollout(quantization="fp8")}, 1, ["rollout.quantization='fp8'"]),
     ({"rollout": rollout(quantization="fp8", engine="hf")}, 1, ["set rollout.engine='vllm'"]),
     ({"steps": 0}, 1, ["steps=0"]),

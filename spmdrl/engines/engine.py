@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.topology import Topology
@@ -18,6 +19,18 @@ from spmdrl.weights.shards import Shards
 # sum already weighted by micro_batch.loss_weights; each metric is a sum over unmasked tokens, or a
 # maximum where its name ends in _max. For a critic: logprobs are the values, entropy is zeros.
 LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Staged(Protocol):
+    """A copy of an engine's state in the host's memory; the engine may go on meanwhile."""
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
+        """Writes it into the folder, which is there and empty, in whatever thread.
+
+        Collective over the engine's ranks, on `group` alone, which is gloo. A failure is raised
+        where it happened, on the other ranks as collectives.FailedElsewhere.
+        """
+        ...
 
 
 class TrainEngine(Protocol):
@@ -72,8 +85,15 @@ class TrainEngine(Protocol):
         """Takes it back; weights_only: what a push needs, not what an update does."""
         ...
 
+    def stage(self) -> Staged:
+        """Copies weights and optimizer into memory that is kept for the next time."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Writes weights and optimizer into the folder, which is there and empty."""
+        """Writes weights and optimizer into the folder, which is there and empty.
+
+        Without a copy. Failures are raised as Staged.write raises them.
+        """
         ...
 
     def load(self, folder: Path) -> None:

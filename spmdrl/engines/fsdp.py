@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,15 +30,17 @@ from spmdrl.engines import ema, layers
 from spmdrl.engines.activations import offloading, use_checkpointing
 from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
-from spmdrl.engines.lora import Adapters, adapters_off, add_adapters, check_base
+from spmdrl.engines.lora import BASE_FILE, Adapters, adapters_off, add_adapters, check_base
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
+from spmdrl.engines.staging import HostCopies, StagedShards, stage
 from spmdrl.engines.strict import make_strict
 from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
 from spmdrl.remote_code import code_files
+from spmdrl.safe_load import ShardReader
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.names import checkpoint_parts
@@ -103,6 +107,7 @@ class FsdpEngine:
         self.optimizer: Optimizer | None = None
         self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
         self.num_updates = 0
+        self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
         if frozen:
             self.module.requires_grad_(False)
         else:
@@ -253,11 +258,25 @@ class FsdpEngine:
         self.optimizer.move(device)
         ema.move(self.average, device)
 
+    def stage(self) -> StagedShards:
+        if self.copies is None:
+            self.copies = HostCopies(pinned=self.topology.device.type == "cuda")
+        staged = stage(
+            self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, self.copies
+        )  # fmt: skip
+        staged.notes = self._notes()
+        return staged
+
     def save(self, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(str(folder), sync_files=True, overwrite=False)
-        dcp.save(self.state_dict(), storage_writer=writer, process_group=self.topology.control)
-        if self.adapters is not None and self.topology.rank == 0:
-            self.adapters.write_base(folder)
+        whole = stage(self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, copies=None)
+        whole.notes = self._notes()
+        whole.write(folder, self.topology.control)
+
+    def _notes(self) -> dict[str, str]:
+        """Small files beside the shards: what adapters belong to."""
+        if self.adapters is None or self.topology.rank != 0:
+            return {}
+        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1)}
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():
@@ -267,7 +286,8 @@ class FsdpEngine:
             )
         check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
-        stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        reader = ShardReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
         if self.optimizer is not None:
             check_same_optimizer(folder, stored, self.optimizer)
         has_average = any(key.startswith("ema.") for key in stored)
@@ -276,7 +296,7 @@ class FsdpEngine:
         if bool(self.average) != has_average and self.topology.rank == 0:
             what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
             logger.warning("%s: the moving average %s", folder, what)
-        dcp.load(state, checkpoint_id=str(folder), process_group=self.topology.control)
+        dcp.load(state, storage_reader=reader, process_group=self.topology.control)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

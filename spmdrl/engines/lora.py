@@ -75,9 +75,6 @@ class Adapters:
             "target_modules": lora.target_modules,
         }  # fmt: skip
 
-    def write_base(self, folder: Path) -> None:
-        Path(folder, BASE_FILE).write_text(json.dumps(self.identity(), indent=1))
-
 
 def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)

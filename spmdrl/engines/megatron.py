@@ -23,7 +23,7 @@ from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 
 from spmdrl.config import TrainConfig
-from spmdrl.engines.engine import LossFn
+from spmdrl.engines.engine import LossFn, Staged
 from spmdrl.engines.megatron_inputs import Inputs, inputs_of
 from spmdrl.engines.megatron_parts import Parts
 from spmdrl.engines.micro_batches import (
@@ -35,6 +35,7 @@ from spmdrl.engines.micro_batches import (
 )
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.engines.sharing import SumForward, broadcast_batch
+from spmdrl.engines.staging import HostCopies
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.reshard import gathered
@@ -54,6 +55,7 @@ class MegatronEngine:
         self.parts, self.config, self.topology = parts, config, topology
         self.pretrained = parts.pretrained
         self.num_updates = 0
+        self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
 
     # ---- passes without gradient
 
@@ -291,11 +293,22 @@ class MegatronEngine:
             if idle:
                 self.offload()
 
+    def stage(self) -> Staged:
+        from spmdrl.engines import megatron_checkpoint
+
+        if self.copies is None:  # not pinned: megatron-core's loader takes no note of pinned memory
+            self.copies = HostCopies(pinned=False)
+        with self.at_hand(), self.parts.state.active():
+            return megatron_checkpoint.stage(
+                self.parts, self.num_updates, self.topology, self.copies
+            )
+
     def save(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint
 
         with self.at_hand(), self.parts.state.active():
-            megatron_checkpoint.save(self.parts, folder, self.num_updates)
+            whole = megatron_checkpoint.stage(self.parts, self.num_updates, self.topology, None)
+            whole.write(folder, self.topology.control)
 
     def load(self, folder: Path) -> None:
         from spmdrl.engines import megatron_checkpoint

@@ -7,38 +7,80 @@ other way round.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.engines import mcore_cpu
+from spmdrl.engines import mcore_cpu, staging
 from spmdrl.engines.megatron_parts import Parts, build_parts, own_weights, set_hyperparameters
+from spmdrl.engines.staging import HostCopies, StagedShards
+from spmdrl.safe_load import ShardReader, read_plain
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.weights.reshard import gathered
 
+COMMON = "common.pt"
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
 BACKEND, VERSION = "torch_dist", 1
 
 
-def save(parts: Parts, folder: Path, num_updates: int) -> None:
-    """Collective over the role; to be called while parts.state is active."""
-    from megatron.core import dist_checkpointing
+@dataclass
+class StagedModel:
+    """What megatron_core.dist_checkpointing.save would write, part by part."""
+
+    shards: StagedShards
+    common: bytes  # common.pt
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        if group.rank() == 0:
+            Path(folder, COMMON).write_bytes(self.common)
+        self.shards.write(folder, group)
+        if group.rank() == 0:
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+
+
+def stage(
+    parts: Parts, num_updates: int, topology: Topology, copies: HostCopies | None
+) -> StagedModel:
+    """Collective over the role; to be called while parts.state is active.
+
+    megatron-core's own saving is done in steps, because its asynchronous form starts processes that
+    import the main program anew, and ends in a barrier of the job's own group. copies: see
+    staging.stage.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 
     metadata = layout_metadata()
-    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
-    state = {**facts, **sharded_state(parts, metadata, is_loading=False)}
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    dist_checkpointing.save(
-        state, str(folder), sharded_strategy=strategy(), content_metadata=kept
-    )  # fmt: skip
+    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    state = {**facts, "content_metadata": kept}
+    state |= sharded_state(parts, metadata, is_loading=False)
+    sharded, common = save_preprocess(state)
+    named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        sharded, keep_only_main_replica=True
+    )
+    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    ready = torch_dist.mcore_to_pyt_state_dict(named, False)
+    shards = staging.stage(ready, planner, topology.rank == 0, copies)
+    return StagedModel(shards, saved_bytes(common))
+
+
+def saved_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def load(parts: Parts, folder: Path) -> int:
@@ -50,9 +92,11 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
             "run from that model, or resume with the engine that wrote it"
         )
-    stored = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    stored = read_plain(Path(folder, COMMON)).get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
-    state = dist_checkpointing.load(wanted, str(folder))
+    ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
+    with reading_plain():
+        state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in named_chunks(parts):
         chunk.load_state_dict(state[name])
     if parts.optimizer is not None:
@@ -66,11 +110,9 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
     """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
     was, the model is put together without a cut."""
     mcore_cpu.install()
-    from megatron.core import dist_checkpointing
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        facts = dist_checkpointing.load_common_state_dict(str(folder))
+        facts = read_plain(Path(folder, COMMON))
         config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
@@ -170,31 +212,19 @@ def layout_metadata() -> dict[str, Any]:
     }
 
 
-def strategy() -> Any:
-    """torch.distributed.checkpoint's own writer under megatron-core's planner.
-
-    megatron-core's writer starts processes for it, which import the main program anew.
-    """
+@contextmanager
+def reading_plain() -> Iterator[None]:
+    """Meanwhile megatron-core reads with our reader: its own unpickles whatever stands there."""
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
-    class Writer(SaveShardedStrategy):
-        @property
-        def can_handle_sharded_objects(self) -> bool:
-            return True
-
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
-            named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, keep_only_main_replica=True
-            )
-            dcp.save(
-                torch_dist.mcore_to_pyt_state_dict(named, False),
-                storage_writer=dcp.FileSystemWriter(
-                    str(checkpoint_dir), sync_files=True, overwrite=False
-                ),
-                planner=torch_dist.MCoreSavePlanner(
-                    dedup_replicated_tensors=False, flatten_state_dict=False
-                ),
-            )
-
-    return Writer(BACKEND, VERSION)
+    before = torch_dist._get_filesystem_reader
+    torch_dist._get_filesystem_reader = lambda folder, cache_metadata=False: ShardReader(
+        str(folder)
+    )
+    try:
+        yield
+    except CheckpointException as error:
+        refused = [e for e, _ in error.failures.values() if isinstance(e, ConfigError)]
+        raise (refused[0] if refused else error) from error
+    finally:
+        torch_dist._get_filesystem_reader = before

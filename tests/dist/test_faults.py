@@ -29,6 +29,7 @@ SITES = {
     "rollout": ("rollout", "spmdrl.collect", "sample_questions"),
     "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.score"),
     "checkpoint": ("checkpoint", "torch", "save"),
+    "checkpoint, meanwhile": ("checkpoint", "spmdrl.saver", "sealed"),
     # amid training the other rank is inside a collective that never completes
     "training": ("update_actor", "spmdrl.algo.objectives", "masked_max"),
 }
@@ -47,7 +48,7 @@ def test_an_exception_on_one_rank_ends_all_with_one_story(folder, site):
     phase, module, name = SITES[site]
     fault = FAULT.format(module=module, name=name)
     Path(folder, "cfg.py").write_text(CONFIG + fault)
-    every = "1" if site == "checkpoint" else "0"
+    every = "1" if phase == "checkpoint" else "0"
     done = torchrun(
         folder, 2, "--config", "cfg.py", "--data.eval", "None", "--checkpoint.every_steps", every
     )

@@ -1,6 +1,8 @@
 """Whole runs with Megatron under torchrun: they resume, change their layout, export."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,45 @@ def test_export_is_what_was_trained(folder, whole):
     ]
     assert 1e-4 < min(moved) <= max(moved) < 0.02  # two steps of Adam at 1e-3
     shutil.rmtree(folder / "exported")
+
+
+FORGED = """
+import os, pickle, sys, torch
+from pathlib import Path
+from spmdrl import checkpoint
+from spmdrl.config import ConfigError
+from spmdrl.export import load_full
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+folder = Path(sys.argv[1])
+for name, write in (("common.pt", torch.save), (".metadata", pickle.dump)):
+    path = folder / "actor" / name
+    before = path.read_bytes()
+    with path.open("wb") as file:
+        write(Evil(), file)
+    try:
+        load_full(folder, "actor")
+    except ConfigError as error:
+        print("refused:", error)
+    path.write_bytes(before)
+metadata = pickle.loads(before)
+kept = [info for index, info in metadata.storage_data.items() if index.offset is None]
+print("objects", len(kept))
+assert not Path("ran").exists()
+load_full(folder, "actor")
+"""
+
+
+def test_no_code_runs_that_stands_in_a_checkpoint(folder, whole):
+    shutil.copytree(folder / STEP_2, folder / "forged")
+    Path(folder, "forge.py").write_text(FORGED)
+    done = subprocess.run(
+        [sys.executable, "forge.py", "forged"], cwd=folder, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("common.pt", ".metadata"):
+        assert f"refused: forged/actor/{name} is not read" in done.stdout

@@ -123,21 +123,6 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
     assert "already holds a model" in again.output
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(folder, uninterrupted):
-    from spmdrl.checkpoint import _find, damage
-
-    shutil.copytree(folder / "whole" / "checkpoints", folder / "damaged")
-    shard = folder / "damaged" / "step_00000004" / "actor" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert "actor/__0_0.distcp does not have the checksum" in damage(shard.parents[1])
-    assert _find("auto", folder / "damaged") == (str(folder / "damaged" / "step_00000002"), None)
-    assert "checksum" in _find(str(shard.parents[1]), folder)[1]
-    (folder / "damaged" / "step_00000002" / "run.json").unlink()
-    assert _find("auto", folder / "damaged") == (None, None)
-
-
 def test_critic_reference_and_tensor_parallel_rollout(folder):
     done = torchrun(
         folder, 2, "--config", "cfg.py", "--run_dir", "all_roles", "--rollout.tensor_parallel", "2",

@@ -1,0 +1,106 @@
+"""Reading what may come from elsewhere without running what is in it.
+
+A pickle may name any function, and unpickling calls it. torch.load(weights_only=True) admits
+tensors and plain values only; torch.distributed.checkpoint does without it in two places, its
+metadata and what is not a tensor, which are read here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from spmdrl.config import ConfigError
+
+_METADATA = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+# What the metadata of torch.distributed.checkpoint is made of: data without behaviour.
+ADMITTED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Admits what ADMITTED names, and torch's dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """Raises ConfigError where the file holds more than data, or is none of torch's."""
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).strip().splitlines()
+        named = [line for line in reason if "GLOBAL" in line or "names" in line]
+        why = (named or reason or ["it ends too early"])[0]
+        raise ConfigError(
+            f"{path} is not read: stored weights and states are tensors and plain values only, and "
+            f"this could run code ({why.strip()})"
+        ) from error
+
+
+def read_plain(path: Path) -> Any:
+    """What torch.save wrote: tensors, numbers, strings and containers of them. Raises ConfigError
+    for anything else."""
+    with refused(path):
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+
+class ShardReader(FileSystemReader):
+    """torch.distributed.checkpoint's reader, which would unpickle whatever stands there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path, ".metadata")
+        with path.open("rb") as file, refused(path):
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ConfigError(f"{path} holds a {type(metadata).__name__}, not a checkpoint's index")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ConfigError(f"{path} names a file outside its folder: {info.relative_path}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """First what is no tensor: planners unpickle it, so they are given plain values only."""
+        for item in [item for item in plan.items if item.type == LoadItemType.BYTE_IO]:
+            planner.load_bytes(item, self._plain_bytes(self.storage_data[item.storage_index]))
+        rest = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        return super().read_data(LoadPlan(rest, plan.storage_data, plan.planner_data), planner)
+
+    def _plain_bytes(self, info: Any) -> io.BytesIO:
+        """What stands there, read as plain values and written anew."""
+        path = Path(self.path, info.relative_path)
+        with path.open("rb") as file, refused(path):
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
+            value = torch.load(content, weights_only=True, map_location="cpu")
+        written = io.BytesIO()
+        torch.save(value, written)
+        written.seek(0)
+        return written
