@@ -1,14 +1,21 @@
 #!/usr/bin/env bash
-# A run on several machines without a scheduler: the same command on each of them.
+# A run on several machines without a scheduler: the same command on each of them, in any order.
 #
 #   launch/multinode.sh NODES HEAD[:PORT] cfg.py [--actor.optim.lr 1e-6 ...]
 #
 # NODES is how many machines there are, HEAD one that all of them reach (port 29400 by default).
-# The run folder must be on a file system that all share. RANKS_PER_NODE: default, one per GPU.
+# The run folder must be on a file system that all share. Settings, from the environment:
+#   RANKS_PER_NODE  default: one per GPU
+#   MAX_RESTARTS    failures of ranks after which all ranks are started again, default 0
+#   GRACE_S         seconds a step and its checkpoint may take after SIGTERM or Ctrl-C, default 25
+#   LOG_DIR         for a file per rank and stream in LOG_DIR/<host>/; default: none
+#
+# Exit codes: 0 done; 1 a failure, 75 stopped by a signal after a checkpoint: the same command on
+# all machines with --resume auto goes on; 2 a mistake in the config or the data.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 nodes=$1 head=$2 config=$3
@@ -21,12 +28,20 @@ if [ -z "${RANKS_PER_NODE:-}" ]; then
         exit 2
     fi
 fi
+grace_s=${GRACE_S:-25}
+log_options=()
+if [ -n "${LOG_DIR:-}" ]; then
+    log_options=(--log-dir "$LOG_DIR/$(hostname)" --tee 3)
+fi
 
 # Without it the ranks of a restarted job read the addresses of those before them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+export PYTHONUNBUFFERED=1
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
 
-exec torchrun \
-    --nnodes "$nodes" --nproc-per-node "$RANKS_PER_NODE" \
+exec python -m spmdrl.launch \
+    --nnodes "$nodes" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "spmdrl-$head" \
-    -m spmdrl.ppo --config "$config" "$@"
+    --shutdown-timeout $((${grace_s%.*} + 20)) "${log_options[@]}" \
+    -m spmdrl.ppo --config "$config" --checkpoint.grace_s "$grace_s" "$@"

@@ -88,9 +88,8 @@ def started(config: Any) -> Iterator[Runtime]:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
     run_dir = Path(config.run_dir)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     connection: Any = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"watchdog/{attempt}", connection.clone())
+    store = dist.PrefixStore(f"watchdog/{restarts(topology)}", connection.clone())
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         config.lost_timeout_s, neighbour,
@@ -238,6 +237,17 @@ def job() -> str:
     return f"{socket.gethostname()} {os.getppid()} {started_at}"
 
 
+def restarts(topology: Topology) -> int:
+    """How often the ranks were started before in this job. Collective.
+
+    torchrun counts per node, and only those that its own ranks caused.
+    """
+    counts = [os.environ.get(f"{by}_RESTART_COUNT", "0") for by in ("TORCHELASTIC", "SLURM")]
+    most = torch.tensor([sum(map(int, counts))])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=topology.control)
+    return int(most.item())
+
+
 def began_at(run_dir: Path, topology: Topology) -> int | None:
     """The step after which this run began, where it is started again after a failure. Collective.
 
@@ -245,13 +255,9 @@ def began_at(run_dir: Path, topology: Topology) -> int | None:
     None: it is a start of its own.
     """
     answer: list[Any] = [None]
-    again = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     known = Path(run_dir, "job.json")
-    if (
-        topology.rank == 0
-        and any(os.environ.get(name, "0") != "0" for name in again)
-        and known.is_file()
-    ):
+    again = restarts(topology) > 0
+    if topology.rank == 0 and again and known.is_file():
         before = json.loads(known.read_text())
         answer = [before["began_at"] if before["job"] == job() else None]
     dist.broadcast_object_list(answer, group=topology.group, group_src=0)
