@@ -104,12 +104,13 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        if roles.sampling.here:
-            # a rank that samples ahead stays within async_steps of what the trainers have learnt
-            take_weights(roles, max(step - 1 - config.async_steps, met))
         metrics = one_step(run, step, partial(trace.write, step), sync_after=True)
         if metrics:
             log.step_line(step, metrics, SHOWN)
+        if roles.sampling.here:
+            # a rank that samples ahead stays within async_steps of what the trainers have learnt;
+            # before the vote, for which trainers come when their weights are taken
+            take_weights(roles, max(step - config.async_steps, met))
         asked = STOP if runtime.stopping.asked is not None else 0
         wish = votes.agree(BROKEN if saver and saver.failed else asked)
         stopping = wish == STOP and step < steps
@@ -144,10 +145,10 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
             log.line(f"spmdrl: {runtime.stopped}")
             break
-    votes.close()
     if saver:
         saver.wait()
     take_weights(roles, step)
+    votes.close()
     roles.post.wait_until_delivered()
     trace.write(step, phases.take_spans())
     log.close()
