@@ -50,10 +50,7 @@ def main(
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
-        flags = {"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise ConfigError(f"--{name} {flag}: it takes no value")
+        check_flags({"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code})
         if adapter and dtype != "float32":
             raise ConfigError("--dtype has no effect with --adapter, which is written as trained")
         if trust_remote_code:
@@ -65,6 +62,12 @@ def main(
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"--{name} {flag}: it takes no value")
 
 
 def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False, base: str = "") -> None:

@@ -101,7 +101,7 @@ def test_a_run_does_not_resume_with_another_optimizer(run_folder):
 
 def test_an_average_that_is_not_there(run_folder, tmp_path):
     from spmdrl import checkpoint
-    from spmdrl.export import export, load_full
+    from spmdrl.export import check_flags, load_full
 
     folder = tmp_path / "step"
     Path(folder, "actor").mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_an_average_that_is_not_there(run_folder, tmp_path):
         load_full(folder, "actor", ema=True)
     assert checkpoint.damage(run_folder / "run/checkpoints/step_00000002") is None
     with pytest.raises(ConfigError, match="takes no value"):
-        export(run_folder / "run/checkpoints/step_00000002", tmp_path, "float32", ema="0.9")
+        check_flags({"ema": "0.9"})
 
 
 def test_the_dry_run_shows_what_is_kept(run_folder):
