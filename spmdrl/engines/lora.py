@@ -89,7 +89,7 @@ def add_adapters(
     """Puts adapters into a float32 model, in place, and freezes the rest of it.
 
     full: it has weights, so A and B are given theirs too; those of a layer depend on lora.seed and
-    the layer's name alone. fast_cpu: as for `build_model`.
+    the layer's name alone. fast_cpu: layers that are fast there will be used.
     """
     from peft import inject_adapter_in_model
 

@@ -375,8 +375,8 @@ def test_no_code_runs_that_stands_in_a_models_folder(tmp_path):
     (folder / "model.safetensors").unlink()
     marker = tmp_path / "ran"
     torch.save({"model.embed_tokens.weight": Evil(marker)}, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"model is not read: .* could run code \(.*system"):
-        build_model(str(folder), full=True, fast_cpu=False)
+    with pytest.raises(ConfigError, match="cannot be loaded: "):
+        build_model(str(folder), full=True)
     assert not marker.exists()
 
 
