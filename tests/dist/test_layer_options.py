@@ -21,7 +21,6 @@ OPTIONS = {
 PAIRS = [
     ("full", "offload"), ("selective", "offload"), ("full", "torch"), ("selective", "torch"),
     ("offload", "torch"), ("compile", "full"), ("compile", "selective"), ("compile", "offload"),
-    ("compile", "selective", "offload", "torch"),
 ]  # fmt: skip
 CASES = [*((name,) for name in OPTIONS), *PAIRS]
 LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9, 2]
