@@ -120,7 +120,7 @@ else:
     @pytest.mark.parametrize("reverse", [False, True])
     def test_running_sums_are_those_of_the_cpu(exclusive, reverse):
         dtype = torch.float64 if exclusive == reverse else torch.float32
-        cu_seqlens, mask, g = ragged(exclusive, 3000 if DEVICE == "cuda" else 70)
+        cu_seqlens, mask, g = ragged(int(exclusive), 3000 if DEVICE == "cuda" else 70)
         values = torch.randn(len(mask), generator=g).to(dtype)
         values[mask == 0] = torch.nan
         want = scan.running_sum(values, mask, cu_seqlens, exclusive, reverse)
