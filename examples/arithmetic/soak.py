@@ -28,7 +28,14 @@ from rich.table import Table
 
 CONFIG = "configs/qwen3_tiny_arithmetic_soak_cpu.py"
 RANKS = 2
-MEASURED = ("time", "throughput/", "idle/", "moved/", "memory/")  # by a clock or a scale
+MEASURED = (
+    "time",
+    "throughput/",
+    "idle/",
+    "moved/",
+    "memory/",
+    "checkpoint/",
+)  # by a clock, a scale
 MOST_GROWTH = 0.02  # of resident memory, from the first tenth of the steps to the last
 LONG = 200  # steps, before which memory still grows into its place
 SECONDS_PER_STEP = 20.0  # beyond all limits: a hang
