@@ -35,7 +35,7 @@ MEASURED = (
     "moved/",
     "memory/",
     "checkpoint/",
-)  # by a clock, a scale
+)  # by a clock
 MOST_GROWTH = 0.02  # of resident memory, from the first tenth of the steps to the last
 LONG = 200  # steps, before which memory still grows into its place
 SECONDS_PER_STEP = 20.0  # beyond all limits: a hang
