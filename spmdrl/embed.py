@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from spmdrl.algo.checks import require
+from spmdrl.build import Run, build, close
 from spmdrl.collect import evaluate
 from spmdrl.config import OptimConfig, PpoConfig, TrainConfig
 from spmdrl.engines.engine import TrainEngine
@@ -41,7 +42,7 @@ from spmdrl.roles import Trainer
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.sync import sync
 from spmdrl.topology import Topology
-from spmdrl.trainer import Run, build, close, one_step
+from spmdrl.trainer import one_step
 from spmdrl.types import Sample
 
 

@@ -7,16 +7,16 @@ quantised models: a second for each rank, and lines about libraries that do not 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from typing import Any
 
-HIDDEN: ModuleType | None = None  # in sys.modules: looks as if the package were not installed
+MODULES: dict[str, Any] = sys.modules
 
 
 def hide_torchao() -> None:
-    """For programs, before they import transformers."""
-    sys.modules.setdefault("torchao", HIDDEN)  # type: ignore[arg-type]
+    """For programs, before they import transformers: it looks as if it were not installed."""
+    MODULES.setdefault("torchao", None)
 
 
 def show_torchao() -> None:
-    if sys.modules.get("torchao", HIDDEN) is HIDDEN:
-        sys.modules.pop("torchao", None)
+    if "torchao" in MODULES and MODULES["torchao"] is None:
+        del MODULES["torchao"]

@@ -247,9 +247,10 @@ def explained(error: Exception, folder: Path) -> OSError:
     return OSError(f"{what}{type(error).__name__}: {error}")
 
 
-def check_metric(config: CheckpointConfig, metrics: dict[str, float], evaluated: bool) -> None:
+def check_metric(config: CheckpointConfig, metrics: dict[str, float]) -> None:
     """At a save: raises ConfigError where no step will ever have config.best_metric."""
     name = config.best_metric
+    evaluated = any(other.startswith("eval/") for other in metrics)
     if not config.keep_best or name in metrics or (name.startswith("eval/") and not evaluated):
         return
     raise ConfigError(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from spmdrl.program import Runtime
     from spmdrl.saver import Saver
     from spmdrl.sft_data import SftDataset
+    from spmdrl.stopping import Ending
     from spmdrl.topology import Topology
     from spmdrl.types import Batch
 
@@ -69,16 +70,13 @@ class Run:
 
 def train(config: SftConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is the mean over the batch's response tokens."""
-    from spmdrl.saver import check_metric
-    from spmdrl.stopping import BROKEN, STOP, StopVotes
+    from spmdrl.stopping import Ending
 
     run = build(config, runtime)
     phases, steps = runtime.phases, config.steps
     done, log = resume(run)
     saver = build_saver(run, log)
-    if saver:
-        runtime.stopping.arm(config.checkpoint.grace_s)
-    votes = StopVotes(runtime.topology, lag=0)
+    ending = Ending(config, runtime, saver)
     phases.on_change = log.phase
     phases.take_spans()
     for step in range(done + 1, steps + 1):
@@ -86,28 +84,20 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         metrics = one_step(run)
         if step % max(steps // 20, 1) == 0 or step == steps:
             log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
-        asked = STOP if runtime.stopping.asked is not None else 0
-        wish = votes.agree(BROKEN if saver and saver.failed else asked)
-        stopping = wish == STOP and step < steps
+        ending.vote(step)
         if saver:
             metrics |= saver.take_metrics()
-            if wish == BROKEN:
+            if ending.failed:
                 saver.wait()  # raises
         log.write(step, metrics)
-        if saver and (stopping or step == steps or step % config.checkpoint.every_steps == 0):
-            with phases("checkpoint"):
-                if runtime.is_main and not stopping:
-                    check_metric(config.checkpoint, metrics, evaluated=False)
-            save(run, saver, step, metrics)
-        if stopping:
-            if saver:
-                saver.wait()
-            runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
-            log.line(f"spmdrl: {runtime.stopped}")
+        if saver and ending.saves:
+            save(run, saver, step, metrics, ending)
+        if ending.stops:
+            log.line(f"spmdrl: {ending.stop(step)}")
             break
     else:
         finish(run, saver, log)
-    votes.close()
+    ending.close()
     log.close()
 
 
@@ -171,7 +161,14 @@ def build_saver(run: Run, log: RunLog) -> Saver | None:
     return Saver(root, config.checkpoint, run.runtime.phases, {"actor": run.ranks}, say)
 
 
-def save(run: Run, saver: Saver, step: int, metrics: dict[str, float]) -> None:
+def save(
+    run: Run, saver: Saver, step: int, metrics: dict[str, float], ending: Ending
+) -> None:  # fmt: skip
+    from spmdrl.saver import check_metric
+
+    with run.runtime.phases("checkpoint"):
+        if run.runtime.is_main and not ending.stops:
+            check_metric(run.config.checkpoint, metrics)
     facts = {
         "engines": ["actor"], "order": run.order.state_dict(), "config": as_source(run.config),
         "metrics": metrics,

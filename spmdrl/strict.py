@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from spmdrl.algo.checks import require
 from spmdrl.config import PpoConfig
+from spmdrl.engines.models import meta_model
 from spmdrl.engines.strict import require_none, uncovered
 
 
@@ -63,9 +63,7 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 
 def check_strict_model(hf: PreTrainedConfig, engine: str) -> None:
     """Looks at the model without its weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf)
-    require_none(uncovered(model), f"model type {hf.model_type!r}")
+    require_none(uncovered(meta_model(hf)), f"model type {hf.model_type!r}")
     windows = "sliding_attention" in (getattr(hf.get_text_config(), "layer_types", None) or ())
     require(
         engine != "hf" or not windows,

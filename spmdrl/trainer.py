@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,71 +12,29 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl import checkpoint
-from spmdrl.algo.checks import require
+from spmdrl.build import Run, build, close
 from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.engines import base_of, build_engine
-from spmdrl.engines.engine import TrainEngine
+from spmdrl.describe import describe
 from spmdrl.engines.models import vocab_size_of
-from spmdrl.leftover import Leftover
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.phases import Span
-from spmdrl.placement import Ranks, place, reference_is_base, training_roles
-from spmdrl.plan import describe
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
-from spmdrl.replay import ReplayBuffer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner
-from spmdrl.roles import Roles, Sampler, Trainer
-from spmdrl.rollout import build_engine as build_rollout
-from spmdrl.rollout.mailbox import Mailbox
-from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.routing import Post
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
-from spmdrl.stopping import BROKEN, STOP, StopVotes
+from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
-from spmdrl.topology import Topology, train_degrees
+from spmdrl.topology import Topology
 from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
 from spmdrl.types import Prompt, Sample
-from spmdrl.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
 SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
-
-
-@dataclass
-class Run:
-    """What the loop works with."""
-
-    config: PpoConfig
-    runtime: Runtime
-    roles: Roles
-    prompts: PromptDataset
-    held_out: list[tuple[int, Prompt]]  # the same on every rank
-    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
-    samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-
-    @property
-    def engines(self) -> dict[str, TrainEngine]:
-        """Those on this rank that are trained, so saved and resumed."""
-        return {
-            trainer.name: trainer.engine
-            for trainer in self.roles.trainers
-            if trainer.name != "ref" and trainer.engine is not None
-        }
-
-    @property
-    def is_log(self) -> bool:
-        """The actor's first rank knows all metrics."""
-        return self.roles.actor.topology.rank == 0
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts of the data."""
-        return [self.prompts.prompt(i) for i in self.order.take(count)]
 
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
@@ -94,10 +49,8 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     keep_what_stands()
     for line in roles.weights.describe():
         log.line(line)
-    if config.checkpoint.every_steps > 0:
-        runtime.stopping.arm(config.checkpoint.grace_s)
     saver = build_saver(run, log)
-    votes = StopVotes(runtime.topology, config.async_steps)
+    ending = Ending(config, runtime, saver, lag=config.async_steps)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
     trace.write(done, phases.take_spans())
@@ -111,44 +64,28 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             # a rank that samples ahead stays within async_steps of what the trainers have learnt;
             # before the vote, for which trainers come when their weights are taken
             take_weights(roles, max(step - config.async_steps, met))
-        asked = STOP if runtime.stopping.asked is not None else 0
-        wish = votes.agree(BROKEN if saver and saver.failed else asked)
-        stopping = wish == STOP and step < steps
-        if saver and wish == BROKEN:
-            take_weights(roles, step)
-            saver.wait()  # raises
-        evaluating = (
-            bool(run.held_out)
-            and not stopping
-            and (step == steps or is_due(step, config.eval_every))
-        )
-        saving = saver is not None and (
-            step == steps or stopping or is_due(step, config.checkpoint.every_steps)
-        )
-        if evaluating or saving:
+        ending.vote(step)
+        evaluating = bool(run.held_out) and not ending.stops
+        evaluating &= step == steps or is_due(step, config.eval_every)
+        if evaluating or ending.saves or ending.failed:
             take_weights(roles, step)
             met = step
+        if saver and (evaluating or ending.failed):
+            saver.wait()
+        if evaluating:
+            metrics |= held_out_accuracy(run, step, log)
         if saver:
             metrics |= saver.take_metrics()
-        if evaluating:
-            if saver:
-                saver.wait()
-            metrics |= held_out_accuracy(run, step, log)
         log.write(step, metrics)
-        if saver and saving:
-            with phases("checkpoint"):
-                if run.is_log and not stopping:
-                    check_metric(config.checkpoint, metrics, evaluating)
-            save(run, saver, step, metrics)
-        if saver and stopping:
-            saver.wait()
-            runtime.stopped = f"stopped after step {step} of {steps}; --resume auto goes on"
-            log.line(f"spmdrl: {runtime.stopped}")
+        if saver and ending.saves:
+            save(run, saver, step, metrics, ending)
+        if ending.stops:
+            log.line(f"spmdrl: {ending.stop(step)}")
             break
     if saver:
         saver.wait()
     take_weights(roles, step)
-    votes.close()
+    ending.close()
     roles.post.wait_until_delivered()
     trace.write(step, phases.take_spans())
     log.close()
@@ -182,120 +119,6 @@ def one_step(
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def close(roles: Roles) -> None:
-    if roles.sampler.rewards is not None:
-        roles.sampler.rewards.close()
-    if roles.sampler.here:
-        roles.sampler.engine.shutdown()
-
-
-def build(
-    config: PpoConfig, runtime: Runtime, host: Trainer | None = None, undo: ExitStack | None = None
-) -> Run:
-    """Data first, since its mistakes are cheap to find; then the engines. Collective.
-
-    host: the actor, where it stands already (embed.py); undo: takes away what was started.
-    """
-    undo = undo or ExitStack()
-    topology, phases = runtime.topology, runtime.phases
-    placement = place(config, topology.world)
-    scores = topology.rank in placement.roles["reward"]
-    rewards = RewardRunner(config.reward, config.rewards) if scores else None
-    if rewards is not None:
-        undo.callback(rewards.close)
-    tokenizer, vocab_size = load_tokenizer(config.model), vocab_size_of(config.model)
-    with phases("load data"):
-        prompts = PromptDataset.load(
-            config.data.train, tokenizer, config.data, topology, vocab_size
-        )
-        order = PromptOrder(
-            len(prompts), config.data.prompts_per_step, config.seed, config.data.shuffle
-        )
-        asked = math.ceil(config.data.prompts_per_step * config.rollout.oversample)
-        require(
-            asked <= len(prompts),
-            f"data.prompts_per_step={config.data.prompts_per_step} x rollout.oversample="
-            f"{config.rollout.oversample} = {asked} prompts, but the data has {len(prompts)}",
-        )
-        sources = set(prompts.data_sources)
-        held_out: list[tuple[int, Prompt]] = []
-        if config.data.eval is not None:
-            dataset = PromptDataset.load(
-                config.data.eval, tokenizer, config.data, topology, vocab_size
-            )
-            sources |= set(dataset.data_sources)
-            count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
-            held_out = [(i, dataset.prompt(i)) for i in range(count)]
-        if rewards is not None:
-            rewards.check_sources(sorted(sources))
-    places = Places(topology)
-    trainers: dict[str, Trainer] = {}
-    if host is not None:
-        trainers["actor"] = host
-    for name, role in training_roles(config).items():
-        if name in trainers:
-            continue
-        if name == "ref" and reference_is_base(config, placement):
-            actor = trainers["actor"]
-            trainers[name] = Trainer(name, actor.topology, base_of(actor.engine))
-            continue
-        with phases(f"build {name}"):
-            ranks = places.of(placement.roles[name], **train_degrees(role))
-            kind = "value" if name == "critic" else "policy"
-            engine = build_engine(
-                kind, role.model or config.model, role, ranks, name == "ref", topology,
-                strict=config.strict and name == "actor",
-            )  # fmt: skip
-            if engine is not None:
-                engine.offload()
-            trainers[name] = Trainer(name, ranks, engine)
-    actor = trainers["actor"]
-    with phases("build rollout"):
-        ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        beside = config.actor.lora if config.weights.lora == "adapter" else None
-        rollout = build_rollout(
-            config.model, config.rollout, longest, ranks, topology, config.strict, beside
-        )
-        if rollout is not None:
-            undo.callback(rollout.shutdown)
-    with phases("plan weights"):
-        weights = WeightSync(
-            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            places.of,
-        )  # fmt: skip
-        driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
-        scoring = places.of(placement.roles["reward"], dp=-1)
-        roles = Roles(
-            config, topology, places.of(placement.sampling, dp=-1),
-            places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
-            tokenizer, Sampler(ranks, driver, scoring, rewards), weights,
-            mailbox=Mailbox(topology) if config.async_steps else None,
-            actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
-            prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
-            entropy_coef=config.algo.entropy_coef,
-            replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-            leftover=Leftover(config.rollout) if config.rollout.oversample > 1 else None,
-        )  # fmt: skip
-        if rollout is not None and roles.sleeps:
-            rollout.sleep()
-    return Run(config, runtime, roles, prompts, held_out, order)
-
-
-class Places:
-    """Topologies by their ranks; those of the same ranks share their groups."""
-
-    def __init__(self, everyone: Topology) -> None:
-        self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
-        self.device = everyone.device
-
-    def of(self, ranks: Ranks, **degrees: Any) -> Topology:
-        """Collective over the job."""
-        share = self.known.get(ranks)
-        topology = Topology.build(self.device, ranks, share=share, **degrees)
-        return self.known.setdefault(ranks, topology) if share is None else topology
 
 
 def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
@@ -354,8 +177,13 @@ def build_saver(run: Run, log: RunLog) -> Saver | None:
     return Saver(root, config.checkpoint, phases, trained, say)
 
 
-def save(run: Run, saver: Saver, step: int, metrics: dict[str, float]) -> None:
+def save(
+    run: Run, saver: Saver, step: int, metrics: dict[str, float], ending: Ending
+) -> None:  # fmt: skip
     roles = run.roles
+    with roles.phases("checkpoint"):
+        if run.is_log and not ending.stops:
+            check_metric(run.config.checkpoint, metrics)
     facts = {
         "engines": sorted(trainer.name for trainer in roles.trainers if trainer.name != "ref"),
         "order": run.order.state_dict(),

@@ -18,7 +18,8 @@ from spmdrl.config import (
     TrainConfig,
     WeightsConfig,
 )
-from spmdrl.plan import check, check_sft, describe, memory_of
+from spmdrl.describe import describe, memory_of
+from spmdrl.plan import check, check_sft
 
 LORA = TrainConfig(lora=LoraConfig(rank=8))
 APART = {"actor": LORA, "weights": WeightsConfig(lora="adapter")}

@@ -41,7 +41,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.data import PromptDataset
-from spmdrl.plan import check, check_sft, describe
+from spmdrl.describe import describe
+from spmdrl.plan import check, check_sft
 from spmdrl.sft_data import SftDataset
 from spmdrl.topology import Topology
 

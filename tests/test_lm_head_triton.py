@@ -14,11 +14,15 @@ if READY:
         HOPPER,
         Tiles,
         lm_head_all,
-        lm_head_logprobs,
         tiles_for,
     )
 
     SMALL = Tiles(16, 32, 16, group=2, warps=1, stages=1)
+
+
+def lm_head_logprobs(*args, **kwargs):
+    """Without the top k."""
+    return lm_head_all(*args, **kwargs)[:3]
 
 
 @pytest.fixture(autouse=True)

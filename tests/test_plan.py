@@ -14,7 +14,8 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.plan import check, check_sft, describe, memory_of
+from spmdrl.describe import describe, memory_of
+from spmdrl.plan import check, check_sft
 from spmdrl.topology import resolve_degrees
 
 

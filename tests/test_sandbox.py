@@ -7,6 +7,7 @@ An attack prints ESCAPED where it got what it wanted. Here we look at what it di
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -80,6 +81,7 @@ def wait_until(condition, limit_s: float = 10.0) -> bool:
 
 def attack(program: str, limits: Limits = TIGHT, stdin: str = "") -> Result:
     """Runs it, and asserts what holds after any attack."""
+    gc.collect()  # may close files of other tests
     mine = set(psutil.Process().children(recursive=True))
     fds, began = os.listdir("/proc/self/fd"), time.monotonic()
     result = run_code(textwrap.dedent(program), stdin, limits)
@@ -240,7 +242,7 @@ def test_more_limits_are_results(strong, program, statuses):
     [
         ("import os\nwhile True: os.fork()", {"processes", "cpu", "time"}),
         ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(0.5,)).start()", {"processes"}),
-        ("import os, mmap\nm = mmap.mmap(-1, 100 << 20)\nfor _ in range(3): os.fork()\nx = b'x' * (60 << 20)\nimport time; time.sleep(9)", {"memory", "processes"}),
+        ("import os, mmap\nm = mmap.mmap(-1, 100 << 20)\nfor _ in range(2): os.fork()\nx = b'x' * (60 << 20)\nimport time; time.sleep(9)", {"memory"}),
         ("import os, time\nfor _ in range(4):\n  if not os.fork(): break\nx = bytearray(60 << 20); time.sleep(9)", {"memory"}),
         ("open('a', 'wb').write(b'x' * (3 << 20))", {"disk"}),
         ("for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))", {"disk"}),
@@ -259,10 +261,11 @@ def test_a_limit_over_processes_and_files_is_a_result(strong, program, statuses)
 
 def test_a_fork_bomb_never_has_more_processes_than_allowed(strong):
     seen, done = [0], threading.Event()
+    others = set(sandbox_watch.descendants(os.getpid()))  # that other tests started
 
     def look() -> None:
         while not done.is_set():
-            seen.append(len(sandbox_watch.descendants(os.getpid())))
+            seen.append(len(set(sandbox_watch.descendants(os.getpid())) - others))
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -276,7 +279,7 @@ def test_a_fork_bomb_never_has_more_processes_than_allowed(strong):
         watcher.join()
     assert not left()
     # beside bubblewrap, its init and the program inside
-    assert 3 < max(seen) <= 4 + 4 + 6
+    assert 3 < max(seen) <= 4 + 4 + 3
 
 
 # --- reaching out

@@ -30,10 +30,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
+from spmdrl.describe import parameter_count
 from spmdrl.engines import build_engine
 from spmdrl.engines.models import load_hf_config
 from spmdrl.packing import empty_batch
-from spmdrl.plan import parameter_count
 from spmdrl.program import keep_what_stands, start_process_group
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.types import Batch

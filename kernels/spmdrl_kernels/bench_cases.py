@@ -66,22 +66,33 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
         shapes = {"rms_norm": (TOKENS, 4096), "swiglu": (TOKENS, 14336), "rope": (TOKENS, 32, 128)}
         return [Case(name, form, s, b) for name, s in shapes.items() for b in (False, True)]
 
-    for form in ("ours", "eager"):  # what strict=True costs
-        cases += [Case("product", form, s) for s in ((64, 4096, 4096), (TOKENS, 4096, 4096))]
-        cases += [Case("attention", form, s) for s in ((64, 1, 4096), (4, 2048, 2048))]
-    cases += lm_heads("ours", head_shapes) + layers("ours") + [Case("gae", "ours", (256, 16384))]
-    cases += lm_heads("eager", head_shapes) + layers("eager") + [Case("gae", "eager", (256, 16384))]
+    def strict(form: str) -> list[Case]:
+        """What strict=True costs."""
+        found = [Case("product", form, s) for s in ((64, 4096, 4096), (TOKENS, 4096, 4096))]
+        return found + [Case("attention", form, s) for s in ((64, 1, 4096), (4, 2048, 2048))]
+
+    def others(form: str) -> list[Case]:
+        cases = policy_loss_bench.shapes(gpu=True, form=form, full=full)
+        cases += [(k, form, s) for k, s in copies_bench.shapes_and_forms(True, form, full)]
+        return [Case(*case) for case in cases]
+
     tiled = [(TOKENS, *head) for head in TILED]
-    tops = ("top 8", "top 64", "eager top 64", "compile top 64")
-    cases += [Case("lm_head", form, s) for form in tops for s in tiled]
-    cases += [c for i in range(num_tiles) for c in lm_heads(f"tiles {i}", tiled)]
-    cases += lm_heads("compile", head_shapes) + layers("compile")
+    some = head_shapes if full else tiled  # for forms that are slow to measure
+    gae = (256, 16384)
+    for form in ("ours", "eager"):
+        cases += lm_heads(form, head_shapes) + layers(form) + [Case("gae", form, gae)]
+        cases += others(form) + strict(form)
+    cases += [Case("lm_head", form, s) for form in ("top 8", "top 64") for s in tiled]
+    cases += [Case("lm_head", f"{form} top 64", s) for form in ("eager", "compile")
+              for s in (tiled if full else tiled[:1])]  # fmt: skip
+    cases += lm_heads("compile", some) + layers("compile") + others("compile") + others("foreach")
     if find_spec("liger_kernel"):
-        cases += [Case("lm_head", "liger", s, True) for s in head_shapes]
+        cases += [Case("lm_head", "liger", s, True) for s in some] + others("liger")
         cases += [c for c in layers("liger") if c.kernel != "rope"]
-    cases += copy_cases(gpu=True)
-    cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=True)]
-    return cases + lm_heads("chunked", tiled)
+    for i in range(num_tiles):
+        found = lm_heads(f"tiles {i}", tiled)
+        cases += [c for c in found if full or not c.backward]
+    return cases + lm_heads("chunked", tiled if full else tiled[:1])
 
 
 def cpu_cases() -> list[Case]:
@@ -94,13 +105,12 @@ def cpu_cases() -> list[Case]:
         cases.append(Case("gae", form, (8, 256)))
         cases.append(Case("product", form, (64, 128, 128)))
         cases.append(Case("attention", form, (4, 1, 64)))
-    cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False)]
-    return cases + copy_cases(gpu=False)
-
-
-def copy_cases(gpu: bool) -> list[Case]:
-    forms = ("ours", "eager", "foreach", "compile") if gpu else ("ours", "eager", "foreach")
-    return [Case(k, f, s) for f in forms for k, s in copies_bench.shapes_and_forms(gpu, f)]
+        cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False, form=form)]
+    return cases + [
+        Case(kernel, form, shape)
+        for form in ("ours", "eager", "foreach")
+        for kernel, shape in copies_bench.shapes_and_forms(False, form)
+    ]
 
 
 def build(case: Case, device: torch.device) -> Work:
@@ -280,7 +290,7 @@ def _tiled(number: int) -> Callable[..., Tensor]:
     tiles = lm_head_triton.HOPPER[number]
 
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        found = lm_head_triton.lm_head_logprobs(hidden, weight, targets, tiles=tiles)
+        found = lm_head_triton.lm_head_all(hidden, weight, targets, tiles=tiles)[:3]
         return found[0] + 0.01 * found[1]
 
     return run

@@ -23,15 +23,18 @@ CPU_SHAPES: Shapes = {
 }
 
 
-def shapes_and_forms(gpu: bool, form: str) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_and_forms(
+    gpu: bool, form: str, full: bool = False
+) -> list[tuple[str, tuple[int, ...]]]:  # fmt: skip
     """(kernel, shape) that are measured in this form."""
+    if form not in ("ours", "eager", "foreach", "compile"):
+        return []
     chosen = GPU_SHAPES if gpu else CPU_SHAPES
     found = [(kernel, shape) for kernel, shapes in chosen.items() for shape in shapes]
-    if form == "foreach":
-        return [(kernel, shape) for kernel, shape in found if kernel == "cast_pack"]
-    if form == "compile":  # thousands of tensors are minutes of compilation
-        return [(kernel, shape) for kernel, shape in found if shape[0] != 6000]
-    return found
+    if form == "compile":  # of thousands of tensors it takes minutes
+        found = [(kernel, shape) for kernel, shape in found if shape[0] != 6000]
+    some = form == "foreach" or (form == "compile" and not full)
+    return [(kernel, shape) for kernel, shape in found if kernel == "cast_pack" or not some]
 
 
 def cast_pack(form: str, shape: tuple[int, ...], device: torch.device) -> Run:

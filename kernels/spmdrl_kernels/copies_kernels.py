@@ -11,10 +11,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _read(  # type: ignore[no-untyped-def]
-    address, first, at, inside, KIND: tl.constexpr, MASKED: tl.constexpr, HINT: tl.constexpr
-):
-    """Floats as float32, whole numbers as they are; first, at: offsets in elements."""
+def _elements(address, KIND: tl.constexpr, HINT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A pointer to what lies there, bfloat16 as whole numbers."""
     if KIND == "float32":
         base = address.to(tl.pointer_type(tl.float32))
     elif KIND == "float16":
@@ -27,7 +25,15 @@ def _read(  # type: ignore[no-untyped-def]
         base = address.to(tl.pointer_type(tl.uint32))
     else:
         base = address.to(tl.pointer_type(tl.uint64))
-    base = tl.multiple_of(base, HINT) + first
+    return tl.multiple_of(base, HINT)
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    address, first, at, inside, KIND: tl.constexpr, MASKED: tl.constexpr, HINT: tl.constexpr
+):
+    """Floats as float32, whole numbers as they are; first, at: offsets in elements."""
+    base = _elements(address, KIND, HINT) + first
     if MASKED:
         x = tl.load(base + at, mask=inside, other=0)
     else:
@@ -43,23 +49,11 @@ def _read(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     address, first, at, x, inside, KIND: tl.constexpr, MASKED: tl.constexpr, HINT: tl.constexpr
 ):
-    if KIND == "float32":
-        base = address.to(tl.pointer_type(tl.float32))
-    elif KIND == "float16":
-        base = address.to(tl.pointer_type(tl.float16))
+    base = _elements(address, KIND, HINT) + first
+    if KIND == "float16":
         x = x.to(tl.float16)
     elif KIND == "bfloat16":
-        base = address.to(tl.pointer_type(tl.uint16))
         x = _bfloat16(x).to(tl.uint16)
-    elif KIND == "int16":
-        base = address.to(tl.pointer_type(tl.uint16))
-    elif KIND == "int8":
-        base = address.to(tl.pointer_type(tl.uint8))
-    elif KIND == "int32":
-        base = address.to(tl.pointer_type(tl.uint32))
-    else:
-        base = address.to(tl.pointer_type(tl.uint64))
-    base = tl.multiple_of(base, HINT) + first
     if MASKED:
         tl.store(base + at, x, mask=inside)
     else:

@@ -81,26 +81,6 @@ def aligned(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and step % 16 == 0 and matrix.stride(1) == 1
 
 
-def lm_head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    pi_squared: bool = False,
-    group: dist.ProcessGroup | None = None,
-    first_row: int = 0,
-    tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three of lm_head_all."""
-    return lm_head_all(
-        hidden, weight, targets, temperature, bias, softcap, chunk_bytes, pi_squared, group,
-        first_row, 0, tiles,
-    )[:3]  # fmt: skip
-
-
 def lm_head_all(
     hidden: Tensor,
     weight: Tensor,

@@ -9,7 +9,6 @@ running_sum (num_seqs, length).
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,18 +19,17 @@ Run = Callable[[], object]
 Found = tuple[Run, float, float]  # the run, the least operations and the least bytes it needs
 
 
-def shapes(gpu: bool) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(kernel, form, shape) of every case."""
+def shapes(gpu: bool, form: str, full: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(kernel, form, shape) of every case that is measured in this form."""
+    grpo: list[tuple[str, str, tuple[int, ...]]]
+    grpo = [("grpo", form, (8, 1024, 896, 151936))] if gpu and form in ("ours", "liger") else []
+    if form not in ("ours", "eager", "compile"):
+        return grpo
     sizes = ((1 << 16,), (1 << 24,)) if gpu else ((300,),)
+    if form == "compile" and not full:
+        sizes = sizes[:1]
     rows = (256, 16384) if gpu else (8, 256)
-    forms = ("ours", "eager", "compile") if gpu else ("ours", "eager")
-    cases: list[tuple[str, str, tuple[int, ...]]]
-    cases = [("policy_loss", form, size) for form in forms for size in sizes]
-    cases += [("running_sum", form, rows) for form in forms]
-    if gpu:
-        peers = ("ours", "liger") if find_spec("liger_kernel") else ("ours",)
-        cases += [("grpo", form, (8, 1024, 896, 151936)) for form in peers]
-    return cases
+    return [*[("policy_loss", form, size) for size in sizes], ("running_sum", form, rows), *grpo]
 
 
 def policy_loss(form: str, shape: tuple[int, ...], device: torch.device) -> Found:

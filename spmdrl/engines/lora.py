@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
-from spmdrl.engines.models import load_hf_config
+from spmdrl.engines.models import load_hf_config, meta_model
 from spmdrl.topology import Topology
 from spmdrl.weights.derived import Derived, LowRank
 from spmdrl.weights.names import ADAPTER, Parts
@@ -203,7 +203,7 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     for field in ("rank", "alpha"):
         if getattr(lora, field) < 1:
             raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
-    layers = target_layers(shell(config), lora)
+    layers = target_layers(meta_model(config), lora)
     if lora.adapter is not None:
         check_adapter(name, lora, layers)
 
@@ -244,14 +244,9 @@ def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
         )
 
 
-def shell(config: PreTrainedConfig) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 def adapter_count(config: PreTrainedConfig, lora: LoraConfig) -> int:
     """Parameters of all adapters on a model."""
-    model = shell(config)
+    model: Any = meta_model(config)
     layers = [model.get_submodule(name) for name in target_layers(model, lora)]
     return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 

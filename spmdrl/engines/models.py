@@ -229,6 +229,14 @@ def some_of(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Shapes and layers without memory."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    hf.tie_weights()
+    return hf
+
+
 def without_dropout(hf: PreTrainedModel) -> None:
     """Old and new logprobs must differ by the update alone, so dropout is off in every pass."""
     for module in hf.modules():

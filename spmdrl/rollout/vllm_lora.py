@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
-from spmdrl.engines.lora import shell, target_layers
-from spmdrl.engines.models import load_hf_config
+from spmdrl.engines.lora import target_layers
+from spmdrl.engines.models import load_hf_config, meta_model
 from spmdrl.rollout.engine import WeightMismatch
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, view, whole
@@ -49,7 +49,7 @@ def check_adapter_mode(lora: LoraConfig | None, config: RolloutConfig, hf: Any) 
 
 def engine_args(lora: LoraConfig, model: str) -> dict[str, Any]:
     """What EngineArgs needs."""
-    layers = target_layers(shell(load_hf_config(model)), lora)
+    layers = target_layers(meta_model(load_hf_config(model)), lora)
     leaves = sorted({name.rpartition(".")[2] for name in layers})
     return {
         "enable_lora": True,

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from spmdrl_kernels import invariant
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
+from spmdrl.engines.models import meta_model
 from spmdrl.engines.strict import ROPE_TYPES, require_none, require_sound
 
 LINEAR = (
@@ -146,9 +147,8 @@ def rope_tables(
 
     Raises ConfigError where angles do not depend on the position alone.
     """
-    with torch.device("meta"):
-        modules = AutoModelForCausalLM.from_config(config).modules()
-        found: list[Any] = [m for m in modules if type(m).__name__.endswith("RotaryEmbedding")]
+    modules = meta_model(config).modules()
+    found: list[Any] = [m for m in modules if type(m).__name__.endswith("RotaryEmbedding")]
     if len(found) != 1 or getattr(found[0], "rope_type", None) not in ROPE_TYPES:
         raise ConfigError(
             f"strict=True: {config.model_type} has {len(found)} kinds of position embeddings, "

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -152,6 +153,29 @@ def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):
     )
     assert "exitcode  : 75" in done.output
     assert "exitcode  : 1 " not in done.output
+
+
+def test_without_checkpoints_the_first_signal_ends_the_run(folder):
+    proc = start(folder, 2, *ENDLESS)
+    wait_for(folder, "step 2/1000", proc)
+    os.kill(pids_of(proc, "spmdrl.ppo")[0], signal.SIGTERM)
+    done = finish(proc, folder, LIMIT_S)
+    assert re.search(r"spmdrl: rank 0 on .* was stopped in phase '\w+': SIGTERM;", done.output)
+    assert "the run stops after this step" not in done.output
+    assert "exitcode  : 75" in done.output
+
+
+def test_the_launcher_tells_a_mistake_from_a_failure(folder):
+    """By its exit code; and a mistake is not tried again."""
+    command = [sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "3", "-m", "spmdrl.ppo", "--config", "cfg.py"]  # fmt: skip
+    found = []
+    for more in (["--stepz", "2"], ["--model", "/no/such/model"]):
+        done = subprocess.run(
+            [*command, *more], cwd=folder, timeout=60, text=True, capture_output=True
+        )
+        found.append((done.returncode, done.stderr.count("spmdrl: config error")))
+    assert found == [(2, 1), (2, 1)]
 
 
 def test_ranks_do_not_outlive_torchrun(folder):

@@ -328,6 +328,14 @@ def resumed_on(topology, models, folder, pairs):
 TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
 EXPERTS = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
 BF16 = {"dtype": "bfloat16"}
+
+
+def steady(one):
+    """With the usual eps Adam makes a step of up to lr of a gradient that is all rounding, which
+    differs between layouts."""
+    return *one[:3], replace(one[3], optim=replace(one[3].optim, eps=1e-5))
+
+
 SAVED_AND_LOADED = [  # the last: updates before the checkpoint
     (case("qwen3", "policy", 4, **TENSOR, **PIPELINE), case("qwen3", "policy", 3), 1),
     (case("qwen3", "policy", 2, **PIPELINE), case("qwen3", "policy", 4, **TENSOR), 1),
@@ -350,7 +358,8 @@ SAME_AGAIN = [
 def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
     from spmdrl.export import load_full
 
-    pairs = SAVED_AND_LOADED + SAME_AGAIN
+    moved = [(steady(saved), steady(loaded), count) for saved, loaded, count in SAVED_AND_LOADED]
+    pairs = moved + SAME_AGAIN
     ranks = run_ranks(4, resumed_on, models, str(tmp_path), pairs, timeout_s=240)
     for number, pair in enumerate(pairs):
         saved, went_on, loaded = ranks[0][number]
@@ -359,10 +368,7 @@ def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
         else:
             assert loaded[0] == pytest.approx(went_on[0], rel=1e-5, abs=1e-6), pair
             for name, want in went_on[1].items():
-                away = (loaded[1][name] - want).abs()
-                # Adam makes a step of any size, up to lr, of a gradient that is all rounding
-                assert away.max() < 1e-3, (pair, name)
-                assert (away > 1e-5).sum() <= 3, (pair, name, away.max())
+                torch.testing.assert_close(loaded[1][name], want, rtol=0, atol=1e-5, msg=str(pair))
         name, kind, *_ = pair[0]
         if kind == "policy":
             Path(tmp_path, "hf").unlink(missing_ok=True)

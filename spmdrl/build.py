@@ -1,0 +1,182 @@
+"""What a run works with, made from its config: data, engines, who is where."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.algo.checks import require
+from spmdrl.config import PpoConfig
+from spmdrl.data import PromptDataset, PromptOrder
+from spmdrl.engines import base_of, build_engine
+from spmdrl.engines.engine import TrainEngine
+from spmdrl.engines.models import vocab_size_of
+from spmdrl.leftover import Leftover
+from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
+from spmdrl.program import Runtime, load_tokenizer
+from spmdrl.replay import ReplayBuffer
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.roles import Roles, Sampler, Trainer
+from spmdrl.rollout import build_engine as build_rollout
+from spmdrl.rollout.mailbox import Mailbox
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.routing import Post
+from spmdrl.topology import Topology, train_degrees
+from spmdrl.types import Prompt, Sample
+from spmdrl.weights.sync import WeightSync
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: PpoConfig
+    runtime: Runtime
+    roles: Roles
+    prompts: PromptDataset
+    held_out: list[tuple[int, Prompt]]  # the same on every rank
+    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
+    samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Those on this rank that are trained, so saved and resumed."""
+        return {
+            trainer.name: trainer.engine
+            for trainer in self.roles.trainers
+            if trainer.name != "ref" and trainer.engine is not None
+        }
+
+    @property
+    def is_log(self) -> bool:
+        """The actor's first rank knows all metrics."""
+        return self.roles.actor.topology.rank == 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts of the data."""
+        return [self.prompts.prompt(i) for i in self.order.take(count)]
+
+
+def build(
+    config: PpoConfig, runtime: Runtime, host: Trainer | None = None, undo: ExitStack | None = None
+) -> Run:
+    """Data first, since its mistakes are cheap to find; then the engines. Collective.
+
+    host: the actor, where it stands already (embed.py); undo: takes away what was started.
+    """
+    undo = undo or ExitStack()
+    topology, phases = runtime.topology, runtime.phases
+    placement = place(config, topology.world)
+    scores = topology.rank in placement.roles["reward"]
+    rewards = RewardRunner(config.reward, config.rewards) if scores else None
+    if rewards is not None:
+        undo.callback(rewards.close)
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        prompts, held_out, order = load_prompts(config, tokenizer, rewards, topology)
+    places = Places(topology)
+    trainers = build_trainers(config, runtime, places, placement, host)
+    actor = trainers["actor"]
+    with phases("build rollout"):
+        ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        beside = config.actor.lora if config.weights.lora == "adapter" else None
+        rollout = build_rollout(
+            config.model, config.rollout, longest, ranks, topology, config.strict, beside
+        )
+        if rollout is not None:
+            undo.callback(rollout.shutdown)
+    with phases("plan weights"):
+        weights = WeightSync(
+            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
+            places.of,
+        )  # fmt: skip
+        driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
+        scoring = places.of(placement.roles["reward"], dp=-1)
+        roles = Roles(
+            config, topology, places.of(placement.sampling, dp=-1),
+            places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
+            tokenizer, Sampler(ranks, driver, scoring, rewards), weights,
+            mailbox=Mailbox(topology) if config.async_steps else None,
+            actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
+            prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
+            entropy_coef=config.algo.entropy_coef,
+            replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
+            leftover=Leftover(config.rollout) if config.rollout.oversample > 1 else None,
+        )  # fmt: skip
+        if rollout is not None and roles.sleeps:
+            rollout.sleep()
+    return Run(config, runtime, roles, prompts, held_out, order)
+
+
+def load_prompts(
+    config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
+) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder]:
+    """To train on, held out, and the order of the first. Collective."""
+    data, vocab_size = config.data, vocab_size_of(config.model)
+    prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size)
+    order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
+    asked = math.ceil(data.prompts_per_step * config.rollout.oversample)
+    require(
+        asked <= len(prompts),
+        f"data.prompts_per_step={data.prompts_per_step} x rollout.oversample="
+        f"{config.rollout.oversample} = {asked} prompts, but the data has {len(prompts)}",
+    )
+    sources = set(prompts.data_sources)
+    held_out: list[tuple[int, Prompt]] = []
+    if data.eval is not None:
+        dataset = PromptDataset.load(data.eval, tokenizer, data, topology, vocab_size)
+        sources |= set(dataset.data_sources)
+        count = min(len(dataset), data.max_eval_prompts or len(dataset))
+        held_out = [(i, dataset.prompt(i)) for i in range(count)]
+    if rewards is not None:
+        rewards.check_sources(sorted(sources))
+    return prompts, held_out, order
+
+
+def build_trainers(
+    config: PpoConfig, runtime: Runtime, places: Places, placement: Placement, host: Trainer | None
+) -> dict[str, Trainer]:
+    """By name. Collective."""
+    trainers = {} if host is None else {"actor": host}
+    for name, role in training_roles(config).items():
+        if name in trainers:
+            continue
+        if name == "ref" and reference_is_base(config, placement):
+            actor = trainers["actor"]
+            trainers[name] = Trainer(name, actor.topology, base_of(actor.engine))
+            continue
+        with runtime.phases(f"build {name}"):
+            ranks = places.of(placement.roles[name], **train_degrees(role))
+            kind = "value" if name == "critic" else "policy"
+            engine = build_engine(
+                kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
+                strict=config.strict and name == "actor",
+            )  # fmt: skip
+            if engine is not None:
+                engine.offload()
+            trainers[name] = Trainer(name, ranks, engine)
+    return trainers
+
+
+class Places:
+    """Topologies by their ranks; those of the same ranks share their groups."""
+
+    def __init__(self, everyone: Topology) -> None:
+        self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
+        self.device = everyone.device
+
+    def of(self, ranks: Ranks, **degrees: Any) -> Topology:
+        """Collective over the job."""
+        share = self.known.get(ranks)
+        topology = Topology.build(self.device, ranks, share=share, **degrees)
+        return self.known.setdefault(ranks, topology) if share is None else topology
+
+
+def close(roles: Roles) -> None:
+    if roles.sampler.rewards is not None:
+        roles.sampler.rewards.close()
+    if roles.sampler.here:
+        roles.sampler.engine.shutdown()

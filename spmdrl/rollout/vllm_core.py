@@ -1,0 +1,160 @@
+"""vLLM's EngineCore for one rank of its tensor-parallel group, and what it does to the process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.engines.models import load_hf_config
+from spmdrl.remote_code import has_foreign_code
+from spmdrl.rollout import vllm_fp8, vllm_lora
+from spmdrl.rollout.noise import preserved_rng
+
+
+def build_core(
+    model: str,
+    config: RolloutConfig,
+    max_model_len: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    strict: bool = False,
+    lora: LoraConfig | None = None,
+) -> Any:
+    """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+
+    on_cpu = device.type == "cpu"
+    args = EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        # whoever was not to run code of the model's folder has been refused it before
+        trust_remote_code=has_foreign_code(load_hf_config(model)),
+        dtype=config.dtype,
+        seed=0,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="external_launcher",
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
+        block_size=32 if on_cpu else None,
+        enforce_eager=on_cpu or config.enforce_eager or strict,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_mib << 20 if on_cpu else None,
+        enable_sleep_mode=config.sleep and not on_cpu,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        moe_backend=moe_backend(model, on_cpu),
+        **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
+        **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
+    )
+    if config.quantization == "fp8" and not on_cpu:
+        disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+        os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
+    if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    register_architecture(model)
+    vllm_config = args.create_engine_config()
+    if vllm_config.model_config.use_mla:
+        raise ConfigError(
+            f"rollout.engine='vllm': {model} has multi-head latent attention, for which vLLM "
+            "computes from products of weights that an update does not renew; use "
+            "rollout.engine='hf'"
+        )
+    gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
+    return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+
+
+def moe_backend(model: str, on_cpu: bool) -> Any:
+    """On a GPU, Triton's kernel for experts that are not quantised: the others keep the weights in
+    an order of their own (FlashInfer swaps gate and up), which an update in place would miss."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    text = config.get_text_config()
+    has_experts = any(
+        getattr(text, name, None) for name in ("num_experts", "num_local_experts",
+                                               "n_routed_experts")
+    )  # fmt: skip
+    quantized = getattr(config, "quantization_config", None) is not None
+    return "triton" if has_experts and not quantized and not on_cpu else "auto"
+
+
+def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
+    """vLLM's executor for ranks that a launcher started, told its rank instead of reading RANK.
+
+    The name of the rendezvous, which vLLM never opens since torch.distributed is up, also names
+    shared memory on a CPU: random, so that two engines on one host, be they of one job or of two,
+    do not write into each other's.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0
+
+    return RankExecutor
+
+
+def register_architecture(model: str) -> None:
+    """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s)."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
+        entry = ModelRegistry.models.get(name)
+        if entry is not None:
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def destroy_vllm_groups() -> None:
+    """vLLM's own process groups, made beside the caller's."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """What importing vLLM and building an engine changes for the whole process is taken back.
+
+    Meanwhile no garbage is collected, which is a third of the time otherwise. vLLM's logger stays
+    off: an error reaches us as an exception, which it would precede with a dump of every request.
+    """
+    environment = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    num_threads = torch.get_num_threads()
+    collecting = gc.isenabled()
+    gc.disable()
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    try:
+        with preserved_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # vLLM has configured it meanwhile
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(num_threads)
+        os.environ.clear()
+        os.environ.update(environment)
