@@ -293,6 +293,7 @@ class PpoConfig:
     log_samples: int = 16  # per step, written to samples/
     nan_updates: int = 0  # updates in a row that may be skipped for a loss or a gradient that is
     # not finite; one more ends the run
+    start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
     lost_timeout_s: float = 20.0  # so does one without a sign of life: frozen, or cut off
 
@@ -328,5 +329,6 @@ class SftConfig:
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
+    start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
     lost_timeout_s: float = 20.0

@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FAILED = 1  # a restart may cure it
 BAD_CONFIG = 2  # it will not
@@ -40,3 +41,39 @@ def leave_for_torchrun(text: str) -> None:
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def write_story(story: dict[str, Any], folder: Path) -> None:
+    """A failure into folder/rank_R.json. story: the fields of phases.Story."""
+    if story["exit_code"] != FAILED:
+        return
+    with suppress(OSError):  # the disk may be what is wrong
+        folder.mkdir(parents=True, exist_ok=True)
+        told = {**story, "last_checkpoint": last_checkpoint(folder.parent)}
+        Path(folder, f"rank_{story['rank']}.json").write_text(json.dumps(told, indent=1))
+
+
+def leave_word(story: dict[str, Any], folder: Path) -> str:
+    """The story as it is printed; torchrun gets it as well."""
+    if story["exit_code"] == BAD_CONFIG:
+        text = "config error: {cause}".format(**story)
+        leave_for_torchrun(text)
+        return f"\nspmdrl: {text}"
+    failed = story["exit_code"] == FAILED
+    text = "rank {rank} on {host} {what} in phase '{phase}': {cause}".format(
+        **story, what="failed" if failed else "was stopped"
+    )
+    text += f"; last checkpoint: {last_checkpoint(folder.parent) or 'none'}"
+    leave_for_torchrun(text)
+    if not failed:
+        return f"\nspmdrl: {text}"
+    where = Path(folder, "rank_{rank}.json".format(**story))
+    return f"\nspmdrl: {text}\nspmdrl: details in {where}"
+
+
+def last_checkpoint(run_dir: Path) -> str | None:
+    """By name: what is wrong may be the disk, and to read a whole one takes too long."""
+    with suppress(OSError):
+        found = sorted(run_dir.glob("checkpoints/step_????????"))
+        return str(found[-1]) if found else None
+    return None

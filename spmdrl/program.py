@@ -35,6 +35,7 @@ from spmdrl.config import ConfigError
 from spmdrl.exits import FAILED, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.remote_code import UNREADABLE, reason_of
+from spmdrl.rendezvous import FOREVER, Start
 from spmdrl.rewards.worker import PR_SET_PDEATHSIG
 from spmdrl.stopping import Stopping
 from spmdrl.topology import Topology
@@ -80,20 +81,20 @@ def started(config: Any) -> Iterator[Runtime]:
     stopping = Stopping()
     stopping.listen()
     neighbour = local_neighbour()
-    # a rank may wait for others as long as these get on: the watchdog knows that, a group does not
-    timeout = timedelta(days=7)
+    run_dir = Path(config.run_dir)
+    start = Start(config.start_timeout_s, run_dir / "errors")
     try:
-        device = start_process_group(timeout)
+        device = start_process_group(FOREVER, start)
     except ConfigError as error:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
-    run_dir = Path(config.run_dir)
     connection: Any = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"watchdog/{restarts(topology)}", connection.clone())
+    store = dist.PrefixStore("watchdog", connection.clone())
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         config.lost_timeout_s, neighbour,
     )  # fmt: skip
+    start.done()
     phases = Phases(topology, watchdog)
     stopping.failed = lambda: watchdog.heard
     stopping.on_quit = partial(quit_step, phases, watchdog)
@@ -155,12 +156,12 @@ def prepare_environment() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def start_process_group(timeout: timedelta) -> torch.device:
-    """gloo for CPU tensors everywhere, NCCL for those on GPUs."""
+def start_process_group(timeout: timedelta, start: Start | None = None) -> torch.device:
+    """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         keep_freed_memory()
-        dist.init_process_group("gloo", timeout=timeout, **agents_store())
+        dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -169,26 +170,9 @@ def start_process_group(timeout: timedelta) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **agents_store()
-    )
+    met = start.meet() if start else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **met)
     return device
-
-
-def agents_store() -> dict[str, Any]:
-    """Where torchrun keeps the store over its restarts: each start has keys of its own in it, else
-    ranks would meet at the addresses of those before them."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return {
-        "store": dist.PrefixStore(f"attempt/{attempt}", store),
-        "rank": int(os.environ["RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
-    }
 
 
 def keep_freed_memory() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from spmdrl.exits import BAD_CONFIG, FAILED, leave_for_torchrun
+from spmdrl.exits import FAILED, leave_word, write_story
 
 PERIOD_S = 0.5
 STALLED = "no progress"
@@ -89,22 +89,14 @@ class Watchdog:
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell
             self.done.wait(self.lost_s + 2 * PERIOD_S)
         self.store.compare_set("story", "", json.dumps(story))
-        self._write(story)
-
-    def _write(self, story: dict[str, Any]) -> None:
-        if story["exit_code"] != FAILED:
-            return
-        with suppress(OSError):  # the disk may be what is wrong
-            self.folder.mkdir(parents=True, exist_ok=True)
-            told = {**story, "last_checkpoint": self._last_checkpoint()}
-            Path(self.folder, f"rank_{story['rank']}.json").write_text(json.dumps(told, indent=1))
+        write_story(story, self.folder)
 
     def first_story(self) -> dict[str, Any] | None:
         return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
 
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
-        text = self._leave_word(story)
+        text = leave_word(story, self.folder)
         try:
             if self.store.add("claims", 1) == 1:
                 print(text, file=sys.stderr, flush=True)
@@ -114,30 +106,6 @@ class Watchdog:
                 time.sleep(0.05)
         except RuntimeError:  # no store any more: better told twice than not at all
             print(text, file=sys.stderr, flush=True)
-
-    def _leave_word(self, story: dict[str, Any]) -> str:
-        """The story as it is printed; torchrun gets it as well."""
-        if story["exit_code"] == BAD_CONFIG:
-            text = "config error: {cause}".format(**story)
-            leave_for_torchrun(text)
-            return f"\nspmdrl: {text}"
-        failed = story["exit_code"] == FAILED
-        text = "rank {rank} on {host} {what} in phase '{phase}': {cause}".format(
-            **story, what="failed" if failed else "was stopped"
-        )
-        text += f"; last checkpoint: {self._last_checkpoint() or 'none'}"
-        leave_for_torchrun(text)
-        if not failed:
-            return f"\nspmdrl: {text}"
-        where = Path(self.folder, "rank_{rank}.json".format(**story))
-        return f"\nspmdrl: {text}\nspmdrl: details in {where}"
-
-    def _last_checkpoint(self) -> str | None:
-        """By name: what is wrong may be the disk, and to read a whole one takes too long."""
-        with suppress(OSError):
-            found = sorted(self.folder.parent.glob("checkpoints/step_????????"))
-            return str(found[-1]) if found else None
-        return None
 
     def close(self) -> None:
         """Says goodbye, so that the rank that watches this one does not miss it."""
@@ -230,8 +198,8 @@ class Watchdog:
 
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:
         """Without a store: every rank that comes here says what it knows."""
-        self._write(story)
-        print(self._leave_word(story), file=sys.stderr, flush=True)
+        write_story(story, self.folder)
+        print(leave_word(story, self.folder), file=sys.stderr, flush=True)
         os._exit(FAILED)
 
     def _end(self, story: dict[str, Any]) -> None:

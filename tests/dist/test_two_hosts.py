@@ -121,5 +121,27 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(network, qwen3, tmp_pat
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, STEPS + 1))
 
 
+def test_a_network_that_does_not_connect_is_told(network, qwen3, tmp_path, monkeypatch):
+    """All ranks find the store; the interface that gloo is told to use leads nowhere."""
+    Path(tmp_path, "model").symlink_to(qwen3)
+    write_task(tmp_path)
+    Path(tmp_path, "cfg.py").write_text(CONFIG)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "dummy0")
+    for number, host in enumerate(network.hosts.values()):
+        host.ip("link add dummy0 type veth peer name dummy1")
+        host.ip(f"addr add 10.88.0.{number}/32 dev dummy0")
+        host.ip("link set dummy1 up")
+        host.ip("link set dummy0 up")
+        host.ip("route add 10.88.0.0/24 via 10.77.0.1")
+    head = network.hosts["left"].address
+    sides = [Side(h, tmp_path, head, "--start_timeout_s", "8") for h in network.hosts.values()]
+    for side in sides:
+        assert side.process.wait(90) == 1
+    said = "".join(side.text() for side in sides)
+    cause = r"ranks \[0, 1, 2\] of 3 found no connection to all others within 8 s .*IFNAME"
+    assert re.search(rf"spmdrl: rank \d on \w+ failed in phase 'start': {cause}", said), said
+    assert "start_process_group" in said  # the stack
+
+
 def steps_in(line: str) -> int:
     return int(line.split()[-3])

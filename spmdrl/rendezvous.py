@@ -1,0 +1,131 @@
+"""Ranks find each other, or say who is missing: until the watchdog runs, nobody else would.
+
+    hello     every rank leaves a word that is new, in the store that torchrun names
+    answer    rank 0 finds it and answers with this start's own prefix
+    here      the rank says that it has the prefix; when all have, rank 0 lets everyone go on
+
+torchrun may keep its store over restarts, and its nodes count restarts each for itself: what stands
+there may be of processes that are long gone. These cannot answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdrl.exits import FAILED, leave, leave_word, write_story
+
+PERIOD_S = 0.05
+LINGER_S = 3.0  # rank 0 may be the store's host: the others are to read why first
+# A rank may wait for others as long as these get on: the watchdog knows that, a group does not.
+FOREVER = timedelta(days=7)
+
+
+class Start:
+    """A job's start: all ranks are connected `limit_s` seconds from now, or the process ends.
+
+    torch.distributed waits for as long as a collective may take, which here is days.
+    """
+
+    def __init__(self, limit_s: float, folder: Path) -> None:
+        self.limit_s, self.folder = limit_s, folder
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store: dist.Store | None = None  # the job's, this start's own keys in it
+        self.lookout: dist.Store | None = None  # the same by a connection of its own
+        self.met = False
+        self.timer = threading.Timer(limit_s, self._over)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def meet(self) -> dict[str, Any]:
+        """Returns when all ranks are here, what torch.distributed is to be given."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        at_host: Any = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+            is_master=self.rank == 0 and not agents, timeout=FOREVER, wait_for_workers=False,
+        )  # fmt: skip
+        lookout = at_host.clone()
+        word = secrets.token_hex(8)
+        if self.rank == 0:
+            self._meet_as(word, at_host, lookout)
+            self._answer(at_host)
+        else:
+            at_host.set(f"hello/{self.rank}", word)
+            self._meet_as(at_host.get(f"answer/{word}").decode(), at_host, lookout)
+            assert self.store is not None
+            self.store.set(f"here/{self.rank}", "")
+            self.store.wait(["all here"])
+        self.met = True
+        return {"store": self.store, "rank": self.rank, "world_size": self.world}
+
+    def done(self) -> None:
+        """Connected; from now on the watchdog looks."""
+        self.timer.cancel()
+        assert self.store is not None
+        self.store.set(f"connected/{self.rank}", "")
+
+    def _meet_as(self, word: str, at_host: dist.Store, lookout: dist.Store) -> None:
+        self.store = dist.PrefixStore(f"start/{word}", at_host)
+        self.lookout = dist.PrefixStore(f"start/{word}", lookout)
+        self.word = word
+
+    def _answer(self, at_host: dist.Store) -> None:
+        assert self.store is not None
+        missing = list(range(1, self.world))
+        answered: dict[int, bytes] = {}
+        while missing:
+            for rank in missing:
+                if not at_host.check([f"hello/{rank}"]):
+                    continue
+                hello = at_host.get(f"hello/{rank}")
+                if answered.get(rank) != hello:  # else it has its answer, and is on its way
+                    at_host.set(f"answer/{hello.decode()}", self.word)
+                    answered[rank] = hello
+            missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
+            time.sleep(PERIOD_S if missing else 0)
+        self.store.set("all here", "")
+
+    def _over(self) -> None:
+        """The main thread is blocked, and stays so."""
+        within = f"within {self.limit_s:.0f} s (start_timeout_s)"
+        cause, tells = self._why(within)
+        story = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
+                 "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
+        if self.met:
+            faulthandler.dump_traceback(sys.stderr)
+        text = leave_word(story, self.folder)
+        if tells:
+            write_story(story, self.folder)
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(LINGER_S if self.rank == 0 else 0)
+        leave(FAILED)
+
+    def _why(self, within: str) -> tuple[str, bool]:
+        """And whether it is this rank that says so: of those that know as much, the first."""
+        if self.lookout is None:
+            where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+            return f"rank 0 did not answer at {where}, where all ranks meet, {within}", True
+        key = "connected" if self.met else "here"
+        try:
+            tells = self.lookout.add("told", 1) == 1
+            known = {r for r in range(self.world) if self.lookout.check([f"{key}/{r}"])}
+        except RuntimeError:  # the store's host has gone already, and has told
+            return "the others were gone", False
+        if not self.met:
+            missing = sorted(set(range(1, self.world)) - known)
+            return f"ranks {missing} of {self.world} did not start {within}", tells
+        lone = sorted(set(range(self.world)) - known)
+        return (
+            f"ranks {lone} of {self.world} found no connection to all others {within}: "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name a network that all hosts share"
+        ), tells

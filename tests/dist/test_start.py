@@ -1,0 +1,97 @@
+"""Who does not come to the start is named; who comes again meets nobody of before."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from programs import CONFIG, metrics_of, write_task
+from ranks import free_port
+
+LIMIT_S = 60
+
+
+@pytest.fixture
+def folder(tmp_path, qwen3):
+    Path(tmp_path, "model").symlink_to(qwen3)
+    write_task(tmp_path)
+    Path(tmp_path, "cfg.py").write_text(CONFIG)
+    return tmp_path
+
+
+def spawn(folder: Path, log: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+    with Path(folder, log).open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *command, "--config", "cfg.py", "--data.eval", "None"],
+            cwd=folder, stdout=file, stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("come", "cause"),
+    [
+        ([0, 2], r"rank [02] on \S+ .*: ranks \[1, 3\] of 4 did not start within 6 s"),
+        ([1], r"rank 1 on \S+ .*: rank 0 did not answer at 127\.0\.0\.1:\d+, where all ranks meet"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_once(folder, come, cause):
+    port = str(free_port())
+    ranks = [
+        spawn(folder, f"log{rank}", "-m", "spmdrl.ppo", "--start_timeout_s", "6", RANK=str(rank),
+              LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=port,
+              MASTER_ADDR="127.0.0.1")
+        for rank in come
+    ]  # fmt: skip
+    assert [process.wait(LIMIT_S) for process in ranks] == [1] * len(come)
+    said = "".join(Path(folder, f"log{rank}").read_text() for rank in come)
+    assert len(re.findall("failed in phase 'start'", said)) == 1, said
+    assert re.search(f"spmdrl: {cause}", said), said
+    assert len(list(Path(folder, "run/errors").iterdir())) == 1
+
+
+def test_nodes_that_count_restarts_differently_meet_again(folder):
+    """Plain torchrun: the nodes share a store that outlives the restart, and one counts it."""
+    more = ("--steps", "12", "--checkpoint.every_steps", "2", "--lost_timeout_s", "5")
+    torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+                "--max-restarts", "2", "-m", "spmdrl.ppo")  # fmt: skip
+    nodes = [spawn(folder, f"log{node}", *torchrun, *more) for node in range(2)]
+    try:
+        steps = Path(folder, "run/metrics.jsonl")
+        wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 4, nodes)
+        struck = ranks_of(nodes)
+        os.kill(struck[1], signal.SIGKILL)
+        for node in nodes:
+            assert node.wait(90) == 0, Path(folder, "log0").read_text()[-5000:]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 13))
+    assert "resumed from" in "".join(Path(folder, f"log{node}").read_text() for node in range(2))
+
+
+def ranks_of(nodes: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    found = {}
+    for node in nodes:
+        for child in psutil.Process(node.pid).children():
+            with suppress(psutil.Error):
+                if rank := child.environ().get("RANK"):
+                    found[int(rank)] = child.pid
+    return found
+
+
+def wait_until(condition, nodes: list[subprocess.Popen[bytes]]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        assert all(node.poll() is None for node in nodes)
+        time.sleep(0.05)
