@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +155,35 @@ def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):
     )
     assert "exitcode  : 75" in done.output
     assert "exitcode  : 1 " not in done.output
+
+
+def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(folder):
+    mounts = shutil.which("bwrap") and subprocess.run(["bwrap", "--dev-bind", "/", "/", "true"])
+    if not mounts or mounts.returncode:
+        pytest.skip("no bubblewrap, or no namespaces, to mount a small disk with")
+    small, kept = Path(folder, "run"), Path(folder, "kept")
+    small.mkdir()
+    options = ["--config", "cfg.py", "--checkpoint.every_steps", "1", "--checkpoint.keep", "99",
+               "--steps", "8"]  # fmt: skip
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "spmdrl.ppo"]
+    command = shlex.join([sys.executable, "-m", *ranks, *options])
+    done = subprocess.run(
+        ["bwrap", "--dev-bind", "/", "/", "--size", str(7 << 20), "--tmpfs", str(small),
+         "--", "sh", "-c", f"{command}; echo exit code $?; cp -r run kept"],
+        cwd=folder, timeout=90, text=True, capture_output=True,
+    )  # fmt: skip
+    story = r"spmdrl: rank \d on \S+ failed in phase '\w+': OSError: \[Errno 28\].*No space left"
+    told = re.search(rf"{story}.*last checkpoint: run/checkpoints/step_0000000(\d)", done.stderr)
+    assert told, done.stderr[-5000:]
+    assert "exit code 1\n" in done.stdout
+    last = int(told[1])
+    assert [p.name for p in sorted(Path(kept, "checkpoints").iterdir())] == [
+        f"step_{step:08d}" for step in range(1, last + 1)
+    ]
+    went_on = torchrun(folder, 2, *options, "--run_dir", "kept", "--resume", "auto")
+    assert went_on.code == 0, went_on.output[-5000:]
+    assert f"resumed from kept/checkpoints/step_{last:08d}" in went_on.output
+    assert [row["step"] for row in metrics_of(kept)] == list(range(9))
 
 
 def test_without_checkpoints_the_first_signal_ends_the_run(folder):
