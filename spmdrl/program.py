@@ -112,8 +112,10 @@ def started(config: Any) -> Iterator[Runtime]:
         story = watchdog.first_story() or story
         watchdog.tell(story)
         leave(story["exit_code"])
+    watchdog.progress("end")
+    dist.barrier(group=topology.control)  # a rank may hang while its engine closes: still watched
     watchdog.close()
-    dist.barrier(group=topology.control)
+    dist.barrier(group=topology.control)  # the store's host leaves last
     dist.destroy_process_group()
     if runtime.stopped:
         leave_for_torchrun(runtime.stopped)

@@ -5,7 +5,7 @@ none waits for traffic that is not its own, nothing is pickled or padded. Both e
 Deal what is sent, so a message has no header. Sequences leave in the order in which they were
 packed and arrive in their place: a field is moved as it lies in memory.
 
-Tensors are on the CPU and travel over gloo; engines take a micro-batch to their device.
+Tensors are on the CPU; engines take a micro-batch to their device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.packing import Deal, empty_batch
 from spmdrl.placement import Ranks
 from spmdrl.topology import Topology
 from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
+from spmdrl.wire import Wire, Work
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
@@ -34,8 +34,12 @@ class Post:
 
     topology: Topology  # of the job
     step: int = 0  # that new messages belong to
-    under_way: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
+    under_way: list[tuple[int, Work, Tensor]] = field(default_factory=list)
     moved_bytes: int = 0  # received by this rank since it was last read
+    wire: Wire = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wire = Wire(self.topology)
 
     @property
     def rank(self) -> int:
@@ -46,22 +50,18 @@ class Post:
         if values.numel() == 0:
             return
         values = values.contiguous()
-        work = dist.isend(values, group=self.topology.group, group_dst=to)
-        assert work is not None
-        self.under_way.append((self.step, work, values))
+        self.under_way.append((self.step, self.wire.isend(values, to), values))
 
-    def expect(self, place: Tensor, source: int) -> list[dist.Work]:
+    def expect(self, place: Tensor, source: int) -> list[Work]:
         """What `source` sends next will lie in `place` when the result was waited for."""
         if place.numel() == 0:
             return []
-        work = dist.irecv(place, group=self.topology.group, group_src=source)
-        assert work is not None
         self.moved_bytes += place.nbytes
-        return [work]
+        return [self.wire.irecv(place, source)]
 
     def begin(self, step: int, delivered: int) -> None:
         """What is sent from here on is of `step`. Lets go of what was sent up to step `delivered`,
-        once it has arrived: gloo knows of a message that it has only when it is waited for."""
+        once it has arrived: that is known of a message only when it is waited for."""
         self.step = step
         self.wait_until_delivered(delivered)
 
@@ -125,7 +125,7 @@ def receive_batch(
     cu_seqlens = lengths_to_cu_seqlens(lens)
     places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
     places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
-    works: dict[str, list[dist.Work]] = {name: [] for name in places}
+    works: dict[str, list[Work]] = {name: [] for name in places}
     first = 0
     for sender, part in zip(senders, theirs, strict=True):
         seqs = slice(first, first + len(part))
@@ -241,7 +241,7 @@ def receive_results(
     lens = deal.seq_lens[rows]
     senders = deal.owners[source][rows]
     result = torch.zeros(int(lens.sum()))
-    works: list[tuple[list[dist.Work], Tensor, Tensor]] = []
+    works: list[tuple[list[Work], Tensor, Tensor]] = []
     for sender in senders.unique().tolist():
         places = torch.repeat_interleave(senders == sender, lens)
         if sender == post.rank:

@@ -16,6 +16,8 @@ from spmdrl.chat import Encoder
 from spmdrl.config import DataConfig, SftDataConfig
 from spmdrl.files import BadRow
 
+pytestmark = pytest.mark.clock
+
 ENDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 CORPUS = [
     "the answer is 42 <|im_end",

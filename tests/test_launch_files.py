@@ -21,6 +21,8 @@ from torch.distributed.run import parse_args
 
 from spmdrl import launch
 
+pytestmark = pytest.mark.clock
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -23,6 +23,8 @@ from spmdrl.rewards import functions
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.types import Prompt, Sample
 
+pytestmark = pytest.mark.clock
+
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k"
 
 

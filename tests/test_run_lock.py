@@ -8,6 +8,8 @@ import pytest
 
 from spmdrl import run_lock
 
+pytestmark = pytest.mark.clock
+
 HOLD = """
 import sys, time
 from pathlib import Path

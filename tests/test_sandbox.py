@@ -31,6 +31,8 @@ from spmdrl.rewards.runner import RewardRunner, resolve_reward
 from spmdrl.rewards.sandbox import Limits, Result, SandboxError, ask_value, run_code, run_tests
 from spmdrl.types import Prompt, Sample
 
+pytestmark = pytest.mark.clock
+
 TIGHT = Limits(wall_s=3.0, cpu_s=1.0, memory_mib=128, processes=4, file_mib=2, output_kib=16)
 
 

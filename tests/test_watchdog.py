@@ -13,6 +13,8 @@ import torch.distributed as dist
 from spmdrl import watchdog
 from spmdrl.watchdog import Watchdog
 
+pytestmark = pytest.mark.clock
+
 STALL_S = 1.6
 PHASES = ("rollout", "update_actor")
 

@@ -32,6 +32,7 @@ from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
 from spmdrl.weights.derived import derived_of, rounds_of
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
+from spmdrl.wire import Wire, Work
 
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 FP8 = torch.float8_e4m3fn
@@ -189,14 +190,14 @@ class _Underway:
 
     def __init__(self, bound: _Bound, slot: Tensor, launches: _Launches) -> None:
         self.bound, self.slot, self.launches = bound, slot, launches
-        self.incoming: list[tuple[_Message, dist.Work]] = []
-        self.outgoing: list[dist.Work] = []
+        self.incoming: list[tuple[_Message, Work]] = []
+        self.outgoing: list[Work] = []
 
 
 class Transfer:
     """A plan bound to a rank's tensors. Shards and places may move in memory between runs.
 
-    group: ranks that hand over, as global ranks; on a GPU `block_group`, the peers', gathers.
+    wire: among the ranks that hand over; on a GPU `block_group`, the peers', gathers.
     scales: of every weight, by name, where they travel in FP8; dtype and places are uint8 then.
     """
 
@@ -208,13 +209,13 @@ class Transfer:
         addresses: Callable[[], tuple[int, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
         device: torch.device,
-        group: dist.ProcessGroup,
+        wire: Wire,
         block_group: dist.ProcessGroup | None = None,
         scales: dict[str, Tensor] | None = None,
     ) -> None:
         self.scales = scales
         self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
-        self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
+        self.dtype, self.device, self.wire, self.block_group = dtype, device, wire, block_group
         self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
         self.bound: tuple[int, ...] = ()  # addresses for which the buckets were bound
         self.buckets: list[_Bound] = []
@@ -276,7 +277,7 @@ class Transfer:
             return now
         for m in bound.messages:
             if m.sender != self.plan.me:
-                now.incoming.append((m, self.receive(m)))
+                now.incoming.append((m, self.wire.irecv(m.data, m.sender, m.tag)))
         for m in mine:
             for pack in m.packs:
                 pack()
@@ -302,16 +303,9 @@ class Transfer:
         wait(now.outgoing)
         now.launches.empty(now.bound.messages)
 
-    def receive(self, m: _Message) -> dist.Work:
-        work = dist.irecv(m.data, m.sender, self.group, m.tag)
-        assert work is not None
-        return work
-
     def send(self, m: _Message, now: _Underway) -> None:
         for receiver in m.receivers:
-            work = dist.isend(m.data, receiver, self.group, m.forward_tag)
-            assert work is not None
-            now.outgoing.append(work)
+            now.outgoing.append(self.wire.isend(m.data, receiver, m.forward_tag))
             self.moved += m.data.nbytes
 
     def exchange(self, now: _Underway) -> None:
@@ -319,10 +313,10 @@ class Transfer:
         ops = []
         for m in now.bound.messages:
             if m.tag == HAND_OVER and m.sender != self.plan.me:
-                ops.append(dist.P2POp(dist.irecv, m.data, m.sender, self.group))
+                ops.append(dist.P2POp(dist.irecv, m.data, m.sender, self.wire.group))
             if m.tag == HAND_OVER and m.forward_tag == HAND_OVER:
                 for receiver in m.receivers:
-                    ops.append(dist.P2POp(dist.isend, m.data, receiver, self.group))
+                    ops.append(dist.P2POp(dist.isend, m.data, receiver, self.wire.group))
                     self.moved += m.data.nbytes
         now.outgoing += dist.batch_isend_irecv(ops) if ops else []
 
@@ -460,7 +454,7 @@ def copy_local(copies: list[tuple[Tensor, Tensor]], wire: torch.dtype) -> None:
     plain_copies([to for to, _ in copies], [source for _, source in copies], wire)
 
 
-def wait(works: list[dist.Work]) -> None:
+def wait(works: list[Work]) -> None:
     for work in works:
         work.wait()
 
@@ -473,7 +467,7 @@ def full_tensors(
     dtype: torch.dtype,
     num_bytes: int,
     device: torch.device,
-    group: dist.ProcessGroup,
+    wire: Wire,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full tensor in `dtype`), one at a time, on the ranks of `table`.
 
@@ -487,7 +481,7 @@ def full_tensors(
         needed = [[(0, box)] for _ in table[0]]
         plan = make_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
-        Transfer(plan, lambda: held, lambda full=full: full, tuple, dtype, device, group).run()  # type: ignore[misc]
+        Transfer(plan, lambda: held, lambda full=full: full, tuple, dtype, device, wire).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]
 
@@ -502,10 +496,11 @@ def gathered(
     rounds = rounds_of(weights, bucket_bytes // 2)
     if derived is not None:
         derived.arrange([[weight.name for weight in group] for group in rounds])
+    wire = Wire(topology)
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
         yield from full_tensors(
             group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
-            slot_bytes(bucket_bytes, topology.device), topology.device, topology.group,
+            slot_bytes(bucket_bytes, topology.device), topology.device, wire,
         )  # fmt: skip

@@ -33,6 +33,7 @@ from spmdrl.weights.reshard import (
 )
 from spmdrl.weights.scales import BlockScales
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
+from spmdrl.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class WeightSync:
         self.rounds: list[Round] = []
         self.base_is_there = False
         if self.topology.here:
+            self.wire = Wire(self.topology)
             self.make_transfers()
         if device.type != "cpu":
             self.build_block_groups()
@@ -225,7 +227,7 @@ class WeightSync:
         return Transfer(
             plan, self.shards,
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
-            self.addresses, dtype, self.topology.device, self.topology.group, scales=scales,
+            self.addresses, dtype, self.topology.device, self.wire, scales=scales,
         )  # fmt: skip
 
     def build_block_groups(self) -> None:
@@ -266,7 +268,7 @@ class WeightSync:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
         return full_tensors(
             weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
-            self.topology.device, self.topology.group,
+            self.topology.device, self.wire,
         )  # fmt: skip
 
     def push(self) -> SyncStats:

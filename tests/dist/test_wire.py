@@ -1,0 +1,91 @@
+"""Messages arrive whole and in order, read from memory or over the socket."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import run_ranks
+
+SIZES = [1, 7, 100_000, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 3 << 20, 5, 9 << 20]
+
+
+def content(sender, receiver, number, tag):
+    generator = torch.Generator().manual_seed(hash((sender, receiver, number, tag)) % 2**31)
+    return torch.randint(256, (SIZES[number],), dtype=torch.uint8, generator=generator)
+
+
+def exchanged_on(topology, how):
+    """Everyone sends everyone all sizes under two tags, and spoils what it sent afterwards."""
+    from spmdrl.wire import Wire
+
+    wire, me = Wire(topology), topology.rank
+    others = [rank for rank in topology.ranks if rank != me]
+    readable = sorted(wire.readable), sorted(wire.readers)
+    if how == "socket":
+        wire.readable, wire.readers = {}, set()
+    if how == "mixed":  # ranks 0 and 1 share a machine, the third has one of its own
+        beside = {0: 1, 1: 0}.get(me)
+        wire.readable = {r: pid for r, pid in wire.readable.items() if r == beside}
+        wire.readers &= {beside}
+    sent, come = [], []
+    for number in range(len(SIZES)):
+        for tag in (3, 4):
+            for other in others:
+                values = content(me, other, number, tag)
+                sent.append((values, wire.isend(values, other, tag)))
+                place = torch.zeros(SIZES[number], dtype=torch.uint8)
+                come.append((other, number, tag, place, wire.irecv(place, other, tag)))
+    wrong = 0
+    for other, number, tag, place, work in come:
+        work.wait()
+        wrong += not torch.equal(place, content(other, me, number, tag))
+    for values, work in sent:
+        work.wait()
+        values.zero_()
+    return readable, wrong, len(wire.acks)
+
+
+@pytest.mark.parametrize("how", ["memory", "socket", "mixed"])
+def test_messages_arrive_whole_and_in_order(how):
+    for rank, (readable, wrong, acks) in enumerate(run_ranks(3, exchanged_on, how)):
+        others = [r for r in range(3) if r != rank]
+        assert readable == (others, others)
+        assert wrong == 0
+        assert (acks > 0) == (how == "memory" or (how == "mixed" and rank < 2))
+
+
+def paired_on(topology):
+    from spmdrl.topology import Topology
+    from spmdrl.wire import Wire
+
+    pair = Topology.build(topology.device, ranks=[1, 2], dp=-1)
+    return list(Wire(pair).readable) if pair.here else None
+
+
+def test_ranks_are_named_by_their_numbers_in_the_job():
+    found = run_ranks(3, paired_on)
+    assert found == [None, [2], [1]]
+
+
+def test_memory_that_is_not_there_is_an_error_and_not_garbage():
+    from spmdrl.wire import read_memory
+
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    place = torch.full((16,), 7, dtype=torch.uint8)
+    with pytest.raises(OSError, match=rf"cannot read the memory of process {other.pid}: Bad addr"):
+        read_memory(other.pid, 8, place)
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    with pytest.raises(ConnectionResetError, match=f"closed by peer: no process {other.pid}"):
+        read_memory(other.pid, 8, place)
+    assert (place == 7).all()
+
+
+def test_where_nobody_may_read_all_goes_over_the_socket(monkeypatch):
+    from spmdrl import wire
+
+    monkeypatch.setattr(wire.ctypes, "CDLL", lambda *args, **kwargs: object())
+    assert wire.machine() is None
