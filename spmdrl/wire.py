@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,10 @@ from spmdrl.topology import Topology
 READ_BYTES = 256 << 10  # shorter messages take the socket: two notes cost as much
 READ_TAG = 1 << 16  # beside a message's own
 ACKS = 16  # under way at most
+IOV_MAX = 1024
+MOST_BYTES = 1 << 30  # of a call: the kernel stops short of 2 GiB
 PR_SET_PTRACER = 0x59616D61
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Work(Protocol):
@@ -53,21 +56,30 @@ class Wire:
         read = some(dist.irecv(ack, to, self.group, tag + READ_TAG))
         return _Shown(some(dist.isend(note, to, self.group, tag)), read, (values, note, ack))
 
-    def irecv(self, place: Tensor, source: int, tag: int = 0) -> Work:
-        """The message lies in `place` when the result was waited for."""
-        if source not in self.readable or place.nbytes < READ_BYTES:
+    def irecv(self, place: Tensor | Spans, source: int, tag: int = 0) -> Work:
+        """The message lies in `place` when the result was waited for.
+
+        Spans are for a message that `reads` says is read.
+        """
+        if not self.reads(source, place.nbytes):
+            assert isinstance(place, Tensor)
             return some(dist.irecv(place, source, self.group, tag))
         note = torch.zeros(1, dtype=torch.int64)
         told = some(dist.irecv(note, source, self.group, tag))
 
         def read() -> None:
-            read_memory(self.readable[source], int(note), place)
+            spans = Spans([place]) if isinstance(place, Tensor) else place
+            read_memory(self.readable[source], int(note), spans)
             ack = torch.zeros(1, dtype=torch.uint8)
             self.acks.append(some(dist.isend(ack, source, self.group, tag + READ_TAG)))
             while len(self.acks) > ACKS:
                 self.acks.popleft().wait()
 
         return _ToRead(told, read)
+
+    def reads(self, source: int, num_bytes: int) -> bool:
+        """Whether a message of that size from that rank is read where it lies."""
+        return source in self.readable and num_bytes >= READ_BYTES
 
 
 @dataclass
@@ -101,9 +113,8 @@ def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
 
     Found by trying. Collective.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):  # under Yama only who is named may, and its children: torchrun's
-        libc.prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+    if hasattr(LIBC, "prctl"):  # under Yama only who is named may, and its children: torchrun's
+        LIBC.prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
     word = torch.randint(1 << 62, (1,), generator=_unseeded())
     mine = (machine(), os.getpid(), word.data_ptr(), int(word))
     everyone: list[Any] = [None] * topology.world
@@ -113,7 +124,7 @@ def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
         if pid != os.getpid() and where == mine[0] and where is not None:
             found = torch.zeros(1, dtype=torch.int64)
             try:
-                read_memory(pid, address, found)
+                read_memory(pid, address, Spans([found]))
             except OSError:
                 continue
             if int(found) == value:
@@ -126,7 +137,7 @@ def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
 
 def machine() -> tuple[str, str] | None:
     """Where process ids mean the same; None where memory cannot be read."""
-    if not hasattr(ctypes.CDLL(None), "process_vm_readv"):
+    if not hasattr(LIBC, "process_vm_readv"):
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid")
@@ -138,25 +149,48 @@ class _Span(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def read_memory(pid: int, address: int, place: Tensor) -> None:
-    """place.nbytes from another process into a contiguous CPU tensor. Raises OSError."""
-    assert place.is_contiguous() and place.device.type == "cpu", (place.stride(), place.device)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    done = 0
-    while done < place.nbytes:
-        left = place.nbytes - done
-        to, source = _Span(place.data_ptr() + done, left), _Span(address + done, left)
-        count = libc.process_vm_readv(
-            pid, ctypes.byref(to), ctypes.c_ulong(1), ctypes.byref(source), ctypes.c_ulong(1),
+class Spans:
+    """Contiguous CPU tensors that one message fills, one after the other. They must not move."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        assert all(t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+        self.tensors = tensors
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        pieces = [
+            (t.data_ptr() + first, min(MOST_BYTES, t.nbytes - first))
+            for t in tensors for first in range(0, t.nbytes, MOST_BYTES)
+        ]  # fmt: skip
+        self.runs: list[tuple[int, int, Any]] = []  # (bytes, number, array) of a call
+        run: list[tuple[int, int]] = []
+        size = 0
+        for piece in pieces:
+            if len(run) == IOV_MAX or size + piece[1] > MOST_BYTES:
+                self.runs.append((size, len(run), array_of(run)))
+                run, size = [], 0
+            run.append(piece)
+            size += piece[1]
+        self.runs.append((size, len(run), array_of(run)))
+
+
+def array_of(run: list[tuple[int, int]]) -> ctypes.Array[_Span]:
+    return (_Span * len(run))(*(_Span(address, num_bytes) for address, num_bytes in run))
+
+
+def read_memory(pid: int, address: int, place: Spans) -> None:
+    """place.nbytes of another process, from `address` on. Raises OSError."""
+    for num_bytes, number, array in place.runs:
+        source = _Span(address, num_bytes)
+        count = LIBC.process_vm_readv(
+            pid, array, ctypes.c_ulong(number), ctypes.byref(source), ctypes.c_ulong(1),
             ctypes.c_ulong(0),
         )  # fmt: skip
-        number = ctypes.get_errno()
-        if count < 0 and number == errno.ESRCH:  # the watchdog knows such words from gloo
-            raise ConnectionResetError(number, f"Connection closed by peer: no process {pid}")
-        if count <= 0:
-            raise OSError(number, f"cannot read the memory of process {pid}: {os.strerror(number)}")
-        done += count
+        address += num_bytes
+        if count == num_bytes:
+            continue
+        code = ctypes.get_errno() if count < 0 else errno.EFAULT
+        if code == errno.ESRCH:  # the watchdog knows such words from gloo
+            raise ConnectionResetError(code, f"Connection closed by peer: no process {pid}")
+        raise OSError(code, f"cannot read the memory of process {pid}: {os.strerror(code)}")
 
 
 def _unseeded() -> torch.Generator:

@@ -32,14 +32,14 @@ from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
 from spmdrl.weights.derived import derived_of, rounds_of
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
-from spmdrl.wire import Wire, Work
+from spmdrl.wire import Spans, Wire, Work
 
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 FP8 = torch.float8_e4m3fn
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 8 << 20  # larger ones leave the cache between packing and sending
+CPU_SLOT_BYTES = 16 << 20  # larger ones leave the cache between packing and sending
 CPU_MESSAGE_BYTES = 4 << 20  # smaller ones wake the other end too often
-CPU_ALONE_BYTES = 512 << 10  # a piece of this size is a message by itself
+CPU_ALONE_BYTES = 2 << 20  # a piece of this size is a message by itself
 CPU_SCRATCH_NUMEL = 256 << 10
 
 
@@ -72,6 +72,7 @@ class _Message:
     packs: list[Pack] = field(default_factory=list)  # from shards or parts, one after the other
     packed: list[Tensor] = field(default_factory=list)  # views of it, like shards or parts
     unpacked: list[Tensor] = field(default_factory=list)  # like the places
+    spans: Spans | None = None  # the places, where it is read into them at once
 
     @property
     def last(self) -> int:
@@ -206,7 +207,7 @@ class Transfer:
         plan: Plan,
         shards: Callable[[], Held],  # my parts of the training weights
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
-        addresses: Callable[[], tuple[int, ...]],  # changes where shards or places have moved
+        addresses: Callable[[], tuple[object, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
         device: torch.device,
         wire: Wire,
@@ -217,7 +218,7 @@ class Transfer:
         self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
         self.dtype, self.device, self.wire, self.block_group = dtype, device, wire, block_group
         self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
-        self.bound: tuple[int, ...] = ()  # addresses for which the buckets were bound
+        self.bound: tuple[object, ...] = ()  # addresses for which the buckets were bound
         self.buckets: list[_Bound] = []
         self.slots: list[Tensor] = []
         self.launches = [_Launches(dtype) for _ in plan.buckets]
@@ -263,6 +264,14 @@ class Transfer:
         for number, bound in enumerate(self.buckets):
             for message in bound.messages:
                 message.lie_in(self.slots[number % SLOTS], scratch)
+                message.spans = Spans(message.places) if self.goes_straight(message) else None
+
+    def goes_straight(self, m: _Message) -> bool:
+        """Whether it is read into its places at once, and no slot is needed."""
+        if not self.eager or m.sender == self.plan.me or m.receivers or not m.places:
+            return False
+        lie_so = all(p.is_contiguous() and p.dtype == self.dtype for p in m.places)
+        return lie_so and self.wire.reads(m.sender, m.data.nbytes)
 
     def start(self, bound: _Bound, slot: Tensor, launches: _Launches) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
@@ -277,7 +286,8 @@ class Transfer:
             return now
         for m in bound.messages:
             if m.sender != self.plan.me:
-                now.incoming.append((m, self.wire.irecv(m.data, m.sender, m.tag)))
+                place = m.spans or m.data
+                now.incoming.append((m, self.wire.irecv(place, m.sender, m.tag)))
         for m in mine:
             for pack in m.packs:
                 pack()
@@ -293,7 +303,8 @@ class Transfer:
             for m, work in now.incoming:
                 work.wait()
                 self.send(m, now)
-                copy_all(m.places, m.unpacked)
+                if m.spans is None:
+                    copy_all(m.places, m.unpacked)
             wait(now.outgoing)
             return
         if self.plan.handover:

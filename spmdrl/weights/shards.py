@@ -28,6 +28,14 @@ class Shards(NamedTuple):
     # of the boxes' sizes, where they lie now; to be called under torch.no_grad()
     tensors: Callable[[], list[Tensor]]
     derived: Derived | None = None  # by which it is worked out before it is there
+    weight: Tensor | None = None  # of which `tensors` are views
+
+    def address(self) -> object:
+        """Another one where the tensors have moved."""
+        if self.weight is None:
+            return [tensor.data_ptr() for tensor in self.tensors()]
+        weight = self.weight
+        return (weight._local_tensor if isinstance(weight, DTensor) else weight).data_ptr()
 
 
 def shards_of(weight: Tensor) -> Shards:
@@ -39,9 +47,9 @@ def shards_of(weight: Tensor) -> Shards:
         return [weight.to_local() if sharded else weight]  # type: ignore[attr-defined]
 
     box = held_box(weight)
-    return Shards(
-        tuple(weight.shape), () if box is None else (box,), local if box is not None else list
-    )
+    if box is None:
+        return Shards(tuple(weight.shape), (), list)
+    return Shards(tuple(weight.shape), (box,), local, weight=weight)
 
 
 def shards_by_part(weights: Mapping[str, Tensor], parts: Parts) -> dict[str, Shards]:
@@ -66,7 +74,7 @@ def _shards_of_part(weight: Tensor, part: Part) -> Shards:
         lies = weight.to_local() if isinstance(weight, DTensor) else weight
         return [view(lies, within, common).view(sizes(box))]
 
-    return Shards(part.shape, (box,), local)
+    return Shards(part.shape, (box,), local, weight=weight)
 
 
 @torch.no_grad()

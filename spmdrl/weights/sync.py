@@ -256,9 +256,9 @@ class WeightSync:
         return lying(self.named)
 
     @torch.no_grad()
-    def addresses(self) -> tuple[int, ...]:
+    def addresses(self) -> tuple[object, ...]:
         """Offloading and sleeping move weights, which the transfer then looks up anew."""
-        shards = [t.data_ptr() for held in self.named.values() for t in held.tensors()]
+        shards = [held.address() for held in self.named.values()]
         places = [held[name].data_ptr() for held, name in self.holders]  # type: ignore[union-attr]
         return (*shards, *places)
 

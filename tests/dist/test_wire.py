@@ -57,6 +57,26 @@ def test_messages_arrive_whole_and_in_order(how):
         assert (acks > 0) == (how == "memory" or (how == "mixed" and rank < 2))
 
 
+def scattered_on(topology):
+    """One message into more tensors than one call takes."""
+    from spmdrl.wire import Spans, Wire
+
+    wire, count = Wire(topology), 2500
+    values = torch.arange(count * 64, dtype=torch.int32)
+    if topology.rank == 0:
+        assert not wire.reads(1, values.nbytes // 10) and wire.reads(1, values.nbytes)
+        wire.isend(values, 1).wait()
+        return True
+    # every other row, so that none lies beside the next
+    rows = list(torch.zeros(2 * count, 64, dtype=torch.int32)[::2])
+    wire.irecv(Spans(rows), 0).wait()
+    return torch.equal(torch.stack(rows).flatten(), values)
+
+
+def test_a_message_is_read_into_many_places():
+    assert run_ranks(2, scattered_on) == [True, True]
+
+
 def paired_on(topology):
     from spmdrl.topology import Topology
     from spmdrl.wire import Wire
@@ -71,21 +91,22 @@ def test_ranks_are_named_by_their_numbers_in_the_job():
 
 
 def test_memory_that_is_not_there_is_an_error_and_not_garbage():
-    from spmdrl.wire import read_memory
+    from spmdrl import wire
 
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     place = torch.full((16,), 7, dtype=torch.uint8)
+    spans = wire.Spans([place[:5], place[5:]])
     with pytest.raises(OSError, match=rf"cannot read the memory of process {other.pid}: Bad addr"):
-        read_memory(other.pid, 8, place)
+        wire.read_memory(other.pid, 8, spans)
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     with pytest.raises(ConnectionResetError, match=f"closed by peer: no process {other.pid}"):
-        read_memory(other.pid, 8, place)
+        wire.read_memory(other.pid, 8, spans)
     assert (place == 7).all()
 
 
 def test_where_nobody_may_read_all_goes_over_the_socket(monkeypatch):
     from spmdrl import wire
 
-    monkeypatch.setattr(wire.ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.setattr(wire, "LIBC", object())  # another system: no such call
     assert wire.machine() is None
