@@ -19,9 +19,16 @@ REQUEUE = 75  # stopped by a signal, in order: start it again (sysexits.h: EX_TE
 
 def leave(code: int) -> NoReturn:
     """Ends the process now: engines and gloo threads may be in any state."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
+
+
+def say(text: str) -> None:
+    """To the terminal, if there still is one."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def exit_config(error: Exception) -> NoReturn:
@@ -40,7 +47,8 @@ def leave_for_torchrun(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def write_story(story: dict[str, Any], folder: Path) -> None:

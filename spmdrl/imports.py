@@ -1,4 +1,4 @@
-"""A package that is here for one option, kept out of every rank that does not use it.
+"""What a program sees to before it imports torch and transformers.
 
 torchao has our 8-bit optimizer. transformers and vLLM import it wherever it is installed, for
 quantised models: a second for each rank, and lines about libraries that do not load.
@@ -6,14 +6,22 @@ quantised models: a second for each rank, and lines about libraries that do not 
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 MODULES: dict[str, Any] = sys.modules
 
 
+def before_torch() -> None:
+    """For programs."""
+    hide_torchao()
+    # a rank that ends takes a store along, of which every other's torch shows a C++ stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def hide_torchao() -> None:
-    """For programs, before they import transformers: it looks as if it were not installed."""
+    """It looks as if it were not installed."""
     MODULES.setdefault("torchao", None)
 
 

@@ -13,7 +13,7 @@ import fire
 from spmdrl.cli import converted, load_config
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.exits import exit_config
-from spmdrl.imports import hide_torchao
+from spmdrl.imports import before_torch
 
 
 def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
@@ -33,7 +33,7 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
     except ConfigError as error:
         exit_config(error)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
-    hide_torchao()
+    before_torch()
     from spmdrl.plan import check
     from spmdrl.program import started
     from spmdrl.trainer import dry_run as show_plan

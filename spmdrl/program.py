@@ -92,7 +92,7 @@ def started(config: Any) -> Iterator[Runtime]:
     store = dist.PrefixStore("watchdog", connection.clone())
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
-        config.lost_timeout_s, neighbour,
+        config.lost_timeout_s, neighbour, near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"],
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spmdrl.exits import FAILED, leave, leave_word, write_story
+from spmdrl.exits import FAILED, leave, leave_word, say, write_story
 
 PERIOD_S = 0.05
 LINGER_S = 3.0  # rank 0 may be the store's host: the others are to read why first
@@ -32,7 +32,7 @@ FOREVER = timedelta(days=7)
 
 
 class Start:
-    """A job's start: all ranks are connected `limit_s` seconds from now, or the process ends.
+    """A job's start: ranks meet within `limit_s`, and then connect within it, or the process ends.
 
     torch.distributed waits for as long as a collective may take, which here is days.
     """
@@ -40,12 +40,13 @@ class Start:
     def __init__(self, limit_s: float, folder: Path) -> None:
         self.limit_s, self.folder = limit_s, folder
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.store: dist.Store | None = None  # the job's, this start's own keys in it
+        self.at_host: dist.Store | None = None  # the job's
+        self.store: dist.Store | None = None  # this start's own keys in it
         self.lookout: dist.Store | None = None  # the same by a connection of its own
         self.met = False
-        self.timer = threading.Timer(limit_s, self._over)
-        self.timer.daemon = True
-        self.timer.start()
+        self.deciding = threading.Lock()
+        self.timer: threading.Timer | None = None  # the one that may end the process
+        self._limit(True)
 
     def meet(self) -> dict[str, Any]:
         """Returns when all ranks are here, what torch.distributed is to be given."""
@@ -54,7 +55,7 @@ class Start:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
             is_master=self.rank == 0 and not agents, timeout=FOREVER, wait_for_workers=False,
         )  # fmt: skip
-        lookout = at_host.clone()
+        lookout = self.at_host = at_host.clone()
         word = secrets.token_hex(8)
         if self.rank == 0:
             self._meet_as(word, at_host, lookout)
@@ -65,14 +66,25 @@ class Start:
             assert self.store is not None
             self.store.set(f"here/{self.rank}", "")
             self.store.wait(["all here"])
-        self.met = True
+        self._limit(True, met=True)
         return {"store": self.store, "rank": self.rank, "world_size": self.world}
 
     def done(self) -> None:
         """Connected; from now on the watchdog looks."""
-        self.timer.cancel()
+        self._limit(False)
         assert self.store is not None
         self.store.set(f"connected/{self.rank}", "")
+
+    def _limit(self, another: bool, met: bool = False) -> None:
+        """What was to be done has been, in time; another limit begins."""
+        with self.deciding:
+            self.met = met
+            if self.timer is not None:
+                self.timer.cancel()
+            self.timer = threading.Timer(self.limit_s, self._over) if another else None
+            if self.timer is not None:
+                self.timer.daemon = True
+                self.timer.start()
 
     def _meet_as(self, word: str, at_host: dist.Store, lookout: dist.Store) -> None:
         self.store = dist.PrefixStore(f"start/{word}", at_host)
@@ -97,8 +109,25 @@ class Start:
 
     def _over(self) -> None:
         """The main thread is blocked, and stays so."""
+        with self.deciding:
+            if self.timer is not threading.current_thread():
+                return  # the limit was kept at the last moment
+            try:
+                self._tell()
+            finally:
+                time.sleep(LINGER_S if self.rank == 0 else 0)
+                leave(FAILED)
+
+    def _tell(self) -> None:
         within = f"within {self.limit_s:.0f} s (start_timeout_s)"
-        cause, tells = self._why(within)
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        found = [(f"the store at {where} did not answer {within}", True)]
+        # a store whose host is frozen or cut off answers nobody, and has no time limit
+        asking = threading.Thread(target=lambda: found.append(self._why(within)), daemon=True)
+        if self.at_host is not None:
+            asking.start()
+            asking.join(LINGER_S)
+        cause, tells = found[-1]
         story = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
                  "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
         if self.met:
@@ -106,17 +135,15 @@ class Start:
         text = leave_word(story, self.folder)
         if tells:
             write_story(story, self.folder)
-            print(text, file=sys.stderr, flush=True)
-        time.sleep(LINGER_S if self.rank == 0 else 0)
-        leave(FAILED)
+            say(text)
 
     def _why(self, within: str) -> tuple[str, bool]:
         """And whether it is this rank that says so: of those that know as much, the first."""
-        if self.lookout is None:
-            where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-            return f"rank 0 did not answer at {where}, where all ranks meet, {within}", True
+        assert self.at_host is not None
         key = "connected" if self.met else "here"
         try:
+            if self.lookout is None:
+                return f"rank 0 did not start {within}", self._is_first_since()
             tells = self.lookout.add("told", 1) == 1
             known = {r for r in range(self.world) if self.lookout.check([f"{key}/{r}"])}
         except RuntimeError:  # the store's host has gone already, and has told
@@ -129,3 +156,14 @@ class Start:
             f"ranks {lone} of {self.world} found no connection to all others {within}: "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name a network that all hosts share"
         ), tells
+
+    def _is_first_since(self) -> bool:
+        """Without rank 0 there is no word for this start: what was told is told by time."""
+        assert self.at_host is not None
+        now = time.time()
+        if self.at_host.check(["no rank 0"]):
+            told = float(self.at_host.get("no rank 0"))
+            if now - told < self.limit_s:
+                return False
+        self.at_host.set("no rank 0", str(now))
+        return True

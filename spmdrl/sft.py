@@ -17,7 +17,7 @@ import fire
 from spmdrl.cli import as_source, load_config
 from spmdrl.config import ConfigError, SftConfig
 from spmdrl.exits import exit_config
-from spmdrl.imports import hide_torchao
+from spmdrl.imports import before_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def main(config: str = "", **overrides: Any) -> None:
         value = load_config(config, SftConfig, overrides)
     except ConfigError as error:
         exit_config(error)
-    hide_torchao()
+    before_torch()
     from spmdrl.program import started  # torch comes in here, see spmdrl/ppo.py
 
     with started(value) as runtime:

@@ -24,10 +24,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from spmdrl.exits import FAILED, leave_word, write_story
+from spmdrl.exits import FAILED, leave_word, say, write_story
 
 PERIOD_S = 0.5
 STALLED = "no progress"
+GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
 DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
@@ -60,20 +61,24 @@ class Watchdog:
     store: a connection of its own (Store.clone), since calls on a store block each other.
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
-    unless another rank gets on, for which this one may be waiting.
+    unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
+    host the store, is on this host.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
-        lost_s: float = 20.0, neighbour: int | None = None,
+        lost_s: float = 20.0, neighbour: int | None = None, near_store: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
         self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
+        self.near_store = near_store
         self.host = socket.gethostname()
         self.phase, self.phase_since = "start", time.monotonic()
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
+        self.began, self.woke = time.time(), time.monotonic()
         self.heard = False  # of a failure
+        self.beside: Beat | None = None  # the neighbour's last
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -99,13 +104,13 @@ class Watchdog:
         text = leave_word(story, self.folder)
         try:
             if self.store.add("claims", 1) == 1:
-                print(text, file=sys.stderr, flush=True)
+                say(text)
                 self.store.set("told", "1")
             end = time.monotonic() + 2
             while not self.store.check(["told"]) and time.monotonic() < end:
                 time.sleep(0.05)
         except RuntimeError:  # no store any more: better told twice than not at all
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def close(self) -> None:
         """Says goodbye, so that the rank that watches this one does not miss it."""
@@ -118,7 +123,6 @@ class Watchdog:
         told, others, others_since = self.phase_since, b"", time.monotonic()
         peer = (self.rank + 1) % self.world
         peer_text, peer_since = "", time.monotonic()
-        beside: Beat | None = None  # of the neighbour
         while not self.done.wait(PERIOD_S):
             try:
                 count += 1
@@ -127,7 +131,7 @@ class Watchdog:
                 story = self.first_story()
                 text = self._beat_of(peer)
                 if self.neighbour is not None:
-                    beside = Beat.read(self._beat_of(self.neighbour))
+                    self.beside = Beat.read(self._beat_of(self.neighbour))
                 if self.phase_since != told and count % 8 == 0:
                     told = self.phase_since
                     self.store.set("progress", f"{self.rank} {told}")
@@ -137,11 +141,13 @@ class Watchdog:
                         others, others_since = seen, time.monotonic()
             except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
                 self.broken += "imed out" not in str(error)
-                if beside is not None and self._is_gone(beside):
-                    self._end_alone(self._lost(self.neighbour, beside, DIED.format(beside.pid)))
+                if self.beside is not None and self._state(self.beside) in GONE:
+                    died = DIED.format(self.beside.pid)
+                    self._end_alone(self._lost(self.neighbour, self.beside, died))
                 continue
             now = self.reached = time.monotonic()
             self.broken = 0
+            peer_since = max(peer_since, self.woke)
             if story is not None:
                 self.heard = True
                 story_since = story_since or now
@@ -150,8 +156,9 @@ class Watchdog:
                 continue
             if text != peer_text or text in ("", "bye"):
                 peer_text, peer_since = text, now
-            if beside is not None and self._is_gone(beside):
-                self.report(self._lost(self.neighbour, beside, DIED.format(beside.pid)))
+            if self.beside is not None and self._state(self.beside) in GONE:
+                died = DIED.format(self.beside.pid)
+                self.report(self._lost(self.neighbour, self.beside, died))
             elif now - peer_since > self.lost_s:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
                 self.report(self._lost(peer, Beat.read(peer_text), silent))
@@ -165,15 +172,15 @@ class Watchdog:
         key = f"beat/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
-    def _is_gone(self, beat: Beat) -> bool:
-        """Whether the process of a rank on this host has ended without a goodbye."""
+    def _state(self, beat: Beat) -> str:
+        """Of a rank's process on this host, as ps has it; "" where there is none, ? elsewhere."""
         if beat.host != self.host:
-            return False
+            return "?"
         try:
             stat = Path(f"/proc/{beat.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            return True
-        return stat.rpartition(")")[2].split()[0] in "ZX"
+            return ""
+        return stat.rpartition(")")[2].split()[0]
 
     def _is_last(self, others: bytes, silent_s: float) -> bool:
         """Whether the job has stopped, as far as this rank can tell. Who has stood still longest
@@ -185,22 +192,49 @@ class Watchdog:
     def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
         host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
         return {"rank": rank, "host": host, "phase": phase, "cause": cause, "exit_code": FAILED,
-                "pid": pid, "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
+                "pid": pid, "by": self.host,
+                "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
 
     def _guard(self) -> None:
         """Reads from a store whose host vanished may block for ever; this thread never reads it."""
+        looked = time.monotonic()
         while not self.done.wait(PERIOD_S):
-            silent_s = time.monotonic() - self.reached
-            if silent_s > self.lost_s or self.broken > 2 * GRACE_S / PERIOD_S:
+            now = time.monotonic()
+            if now - looked > self.lost_s / 2:  # this process was stopped itself, maybe all were
+                self.reached = self.woke = now
+            looked = now
+            silent_s = now - self.reached
+            refused = self.broken > 2 * GRACE_S / PERIOD_S
+            if silent_s <= self.lost_s and not refused:
+                continue
+            beside = self.beside
+            if beside is not None and self._state(beside) in STOPPED:  # it is the store's host
+                frozen = f"its process {beside.pid} is stopped, for {silent_s:.0f} s as it seems"
+                self._end_alone(self._lost(self.neighbour, beside, frozen))
+            # a rank beside that of the store knows more: it comes first
+            if silent_s > self.lost_s + (GRACE_S if self.near_store else 0) or refused:
                 gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
                 own = Beat(0, os.getpid(), self.host, self.phase)
                 self._end_alone(self._lost(self.rank, own, gone))
 
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:
-        """Without a store: every rank that comes here says what it knows."""
+        """Without a store a rank says what it knows, unless one of this host has spoken: the story
+        is told then, and that rank's end no story of its own."""
+        if self._is_told():
+            os._exit(FAILED)
         write_story(story, self.folder)
-        print(leave_word(story, self.folder), file=sys.stderr, flush=True)
+        say(leave_word(story, self.folder))
+        self._end_frozen(story)
         os._exit(FAILED)
+
+    def _is_told(self) -> bool:
+        for path in self.folder.glob("rank_*.json"):
+            with suppress(OSError, json.JSONDecodeError):  # it is being written
+                told = json.loads(path.read_text())
+                by = told.get("by", told["host"])
+                if path.stat().st_mtime > self.began and by == self.host:
+                    return True
+        return False
 
     def _end(self, story: dict[str, Any]) -> None:
         if STALLED in story["cause"]:
@@ -214,6 +248,8 @@ class Watchdog:
         """A stopped process does not hear torchrun's SIGTERM, for which torchrun waits 30 s."""
         pid = story.get("pid", 0)
         if not pid or story["host"] != self.host or story["rank"] == self.rank:
+            return
+        if STALLED in story["cause"]:  # it hears, and is to show its stack
             return
         with suppress(OSError):
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -3,7 +3,7 @@
 On one host gloo's socket copies everything twice and keeps both ends at it. A rank may read another
 process's memory instead (process_vm_readv(2), cross-memory attach in MPI libraries): the sender
 says where a message lies, the receiver reads it, which is one copy, and says that it has. Where the
-kernel refuses, as between containers, messages go over gloo.
+kernel refuses, as between containers or where Yama lets only root trace, messages go over gloo.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ READ_TAG = 1 << 16  # beside a message's own
 ACKS = 16  # under way at most
 IOV_MAX = 1024
 MOST_BYTES = 1 << 30  # of a call: the kernel stops short of 2 GiB
-PR_SET_PTRACER = 0x59616D61
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,7 +38,10 @@ class Work(Protocol):
 class Wire:
     """Messages among the ranks of a topology, which are named by their numbers in the job.
 
-    Both ends of a message are of one size, contiguous, and called in the same order for each tag.
+    Both ends of a message are of one size, contiguous, and called in the same order for each tag;
+    a rank waits for those from one source with one tag in that order. What was sent is there to be
+    reused when the receiver has waited for it: ranks that send each other something wait for what
+    comes before they wait for what goes.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -47,6 +49,8 @@ class Wire:
         self.group = topology.group
         self.readable, self.readers = neighbours(topology)
         self.acks: deque[dist.Work] = deque()
+        self.told: Counter[tuple[int, int]] = Counter()  # messages by source and tag
+        self.read: Counter[tuple[int, int]] = Counter()
 
     def isend(self, values: Tensor, to: int, tag: int = 0) -> Work:
         """`values` must not change before the result was waited for."""
@@ -66,16 +70,25 @@ class Wire:
             return some(dist.irecv(place, source, self.group, tag))
         note = torch.zeros(1, dtype=torch.int64)
         told = some(dist.irecv(note, source, self.group, tag))
+        number = self.told[source, tag]
+        self.told[source, tag] += 1
 
         def read() -> None:
+            assert self.read[source, tag] == number, f"message {number} of {source} out of turn"
+            self.read[source, tag] += 1
             spans = Spans([place]) if isinstance(place, Tensor) else place
             read_memory(self.readable[source], int(note), spans)
             ack = torch.zeros(1, dtype=torch.uint8)
             self.acks.append(some(dist.isend(ack, source, self.group, tag + READ_TAG)))
-            while len(self.acks) > ACKS:
-                self.acks.popleft().wait()
+            self.settle(ACKS)
 
         return _ToRead(told, read)
+
+    def settle(self, left: int = 0) -> None:
+        """Until what this rank has read is known to be, but for the last few messages. To be called
+        before a wire is dropped: gloo would lose what is under way, and what comes after it."""
+        while len(self.acks) > left:
+            self.acks.popleft().wait()
 
     def reads(self, source: int, num_bytes: int) -> bool:
         """Whether a message of that size from that rank is read where it lies."""
@@ -97,10 +110,13 @@ class _Shown:
 class _ToRead:
     told: dist.Work
     read: Callable[[], None]
+    done: bool = False
 
     def wait(self) -> None:
-        self.told.wait()
-        self.read()
+        if not self.done:
+            self.told.wait()
+            self.read()
+            self.done = True
 
 
 def some(work: dist.Work | None) -> dist.Work:
@@ -113,8 +129,6 @@ def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
 
     Found by trying. Collective.
     """
-    if hasattr(LIBC, "prctl"):  # under Yama only who is named may, and its children: torchrun's
-        LIBC.prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
     word = torch.randint(1 << 62, (1,), generator=_unseeded())
     mine = (machine(), os.getpid(), word.data_ptr(), int(word))
     everyone: list[Any] = [None] * topology.world
@@ -139,8 +153,11 @@ def machine() -> tuple[str, str] | None:
     """Where process ids mean the same; None where memory cannot be read."""
     if not hasattr(LIBC, "process_vm_readv"):
         return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.readlink("/proc/self/ns/pid")
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.readlink("/proc/self/ns/pid")
+    except OSError:  # a container that hides them
+        return None
 
 
 class _Span(ctypes.Structure):

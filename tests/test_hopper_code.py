@@ -106,7 +106,7 @@ def compile_lm_heads(module) -> None:
         rows, size, vocab = shape
         leaves = [torch.zeros(n, size, dtype=dtype, requires_grad=True) for n in (rows, vocab)]
         targets = torch.zeros(rows, dtype=torch.int64)
-        logprobs, entropy, _ = module.lm_head_logprobs(
+        logprobs, entropy, *_ = module.lm_head_all(
             *leaves, targets, 0.7, None, softcap, pi_squared=True, tiles=tiles
         )
         torch.autograd.grad((logprobs + entropy).sum(), leaves)

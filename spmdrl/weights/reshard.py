@@ -515,3 +515,4 @@ def gathered(
             group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
             slot_bytes(bucket_bytes, topology.device), topology.device, wire,
         )  # fmt: skip
+    wire.settle()

@@ -347,6 +347,10 @@ class WeightSync:
                 lines += ["in FP8:", *describe(group.fp8.plan)]
             if group.opaque:
                 lines.append(f"  as full tensors: {[w.name for w in group.opaque[:5]]} ...")
+        if lines and self.topology.device.type == "cpu":
+            lines.append(
+                f"  read from memory: {len(self.wire.readable)} of {self.topology.world - 1} ranks"
+            )
         return lines
 
 

@@ -73,9 +73,10 @@ def test_an_exception_on_one_rank_ends_all_with_one_story(folder, site):
 @pytest.mark.parametrize("store", ["agent's", "rank 0's"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
+    """One of three: the others' ends are no stories."""
     if store == "rank 0's":  # as the launch scripts have it: it may die with the rank
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "2")
+    proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"])
     wait_for(folder, "saved run/checkpoints/step_00000002", proc)
     victim = pids_of(proc, "spmdrl.ppo")[rank]
     os.kill(victim, signal.SIGKILL)
@@ -246,15 +247,48 @@ spmdrl.step.add_advantages = broken
     assert "passed over, 2 in a row" in done.output
 
 
-def test_a_frozen_rank_is_named(folder):
-    proc = start(folder, 2, *ENDLESS, "--lost_timeout_s", "6")
+@pytest.mark.parametrize(("rank", "cause"), [
+    (1, r"no sign of life for (\d+) s"),
+    (0, r"its process \d+ is stopped, for (\d+) s as it seems"),  # which has the store
+])  # fmt: skip
+def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
+    if rank == 0:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "6", before=["--standalone"])
     wait_for(folder, "step 2/1000", proc)
-    frozen = pids_of(proc, "spmdrl.ppo")[1]
-    os.kill(frozen, signal.SIGSTOP)
-    done = finish(proc, folder, 6 + LIMIT_S)
+    os.kill(pids_of(proc, "spmdrl.ppo")[rank], signal.SIGSTOP)
+    done = finish(proc, folder, 6 + LIMIT_S)  # torchrun gives one that hears nothing 30 s
     assert done.code == 1
-    assert "spmdrl: rank 1 on " in done.output
-    assert re.search("no sign of life for [67] s", done.output)
+    [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
+    found = re.match(f"spmdrl: rank {rank} on .*: {cause}", told)
+    assert found, told
+    assert 6 <= int(found[1]) < 10
+
+
+def test_a_job_that_was_stopped_and_woken_goes_on(folder):
+    """As Slurm suspends one: nobody was there to beat, and nobody is lost."""
+    proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "4", "--checkpoint.every_steps", "5")
+    wait_for(folder, "step 2/1000", proc)
+    ranks = pids_of(proc, "spmdrl.ppo")
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(7)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    begun = last_step(folder)
+    end = time.monotonic() + 60
+    while last_step(folder) < begun + 20:
+        assert time.monotonic() < end, Path(folder, "log").read_text()[-4000:]
+        time.sleep(0.1)
+    os.kill(ranks[0], signal.SIGTERM)
+    done = finish(proc, folder, 60)
+    assert "failed in phase" not in done.output
+
+
+def last_step(folder: Path) -> int:
+    rows = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    return json.loads(rows[-1])["step"] if rows else -1
 
 
 def test_too_many_invalid_rewards_stop_the_run_and_are_shown(folder):

@@ -39,16 +39,16 @@ def spawn(folder: Path, log: str, *command: str, **env: str) -> subprocess.Popen
 @pytest.mark.parametrize(
     ("come", "cause"),
     [
-        ([0, 2], r"rank [02] on \S+ .*: ranks \[1, 3\] of 4 did not start within 6 s"),
-        ([1], r"rank 1 on \S+ .*: rank 0 did not answer at 127\.0\.0\.1:\d+, where all ranks meet"),
+        ([0, 2], r"rank [02] on \S+ .*: ranks \[1, 3\] of 4 did not start within 15 s"),
+        ([1], r"rank 1 on \S+ .*: the store at 127\.0\.0\.1:\d+ did not answer within 15 s"),
     ],
 )
 def test_ranks_that_do_not_come_are_named_once(folder, come, cause):
     port = str(free_port())
     ranks = [
-        spawn(folder, f"log{rank}", "-m", "spmdrl.ppo", "--start_timeout_s", "6", RANK=str(rank),
+        spawn(folder, f"log{rank}", "-m", "spmdrl.ppo", "--start_timeout_s", "15", RANK=str(rank),
               LOCAL_RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=port,
-              MASTER_ADDR="127.0.0.1")
+              MASTER_ADDR="127.0.0.1", TORCHELASTIC_ERROR_FILE="/dev/full")
         for rank in come
     ]  # fmt: skip
     assert [process.wait(LIMIT_S) for process in ranks] == [1] * len(come)
@@ -56,6 +56,33 @@ def test_ranks_that_do_not_come_are_named_once(folder, come, cause):
     assert len(re.findall("failed in phase 'start'", said)) == 1, said
     assert re.search(f"spmdrl: {cause}", said), said
     assert len(list(Path(folder, "run/errors").iterdir())) == 1
+
+
+def test_a_store_that_freezes_at_the_start_holds_nobody(folder):
+    port = free_port()
+    ranks = [
+        spawn(folder, f"log{rank}", "-m", "spmdrl.ppo", "--start_timeout_s", "12", RANK=str(rank),
+              LOCAL_RANK=str(rank), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3", MASTER_PORT=str(port),
+              MASTER_ADDR="127.0.0.1")
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        store = psutil.Process(ranks[0].pid)
+        connected = {psutil.CONN_ESTABLISHED}
+        wait_until(  # its own two connections, and two of rank 1
+            lambda: sum(c.laddr.port == port and c.status in connected
+                        for c in store.net_connections()) >= 4, ranks,
+        )  # fmt: skip
+        time.sleep(1)
+        store.suspend()
+        assert ranks[1].wait(30) == 1
+    finally:
+        for process in ranks:
+            process.kill()
+    said = Path(folder, "log1").read_text()
+    assert re.search(r"spmdrl: rank 1 on .*: the store at \S+ did not answer within 12 s", said), (
+        said
+    )
 
 
 def test_nodes_that_count_restarts_differently_meet_again(folder):

@@ -48,8 +48,25 @@ def exchanged_on(topology, how):
     return readable, wrong, len(wire.acks)
 
 
+def can_read() -> bool:
+    """Whether the kernel lets a process read its sibling's memory; Yama and seccomp may not."""
+    return run_ranks(2, readable_on) == [[1], [0]]
+
+
+def readable_on(topology):
+    from spmdrl.wire import Wire
+
+    return list(Wire(topology).readable)
+
+
+@pytest.fixture(scope="module")
+def may_read():
+    if not can_read():
+        pytest.skip("the kernel forbids to read another process's memory")
+
+
 @pytest.mark.parametrize("how", ["memory", "socket", "mixed"])
-def test_messages_arrive_whole_and_in_order(how):
+def test_messages_arrive_whole_and_in_order(how, may_read):
     for rank, (readable, wrong, acks) in enumerate(run_ranks(3, exchanged_on, how)):
         others = [r for r in range(3) if r != rank]
         assert readable == (others, others)
@@ -73,8 +90,49 @@ def scattered_on(topology):
     return torch.equal(torch.stack(rows).flatten(), values)
 
 
-def test_a_message_is_read_into_many_places():
+def test_a_message_is_read_into_many_places(may_read):
     assert run_ranks(2, scattered_on) == [True, True]
+
+
+def waited_for_on(topology):
+    """Whether a sender waits for its reader; what comes of waits out of turn, and twice."""
+    import time
+
+    from spmdrl.wire import Wire
+
+    wire, size = Wire(topology), 1 << 20
+    if topology.rank == 0:
+        values = torch.ones(size, dtype=torch.uint8)
+        begin = time.monotonic()
+        wire.isend(values, 1).wait()
+        waited = time.monotonic() - begin
+        values.zero_()
+        both = [torch.full((size,), i, dtype=torch.uint8) for i in (2, 3)]
+        for work in [wire.isend(values, 1) for values in both]:
+            work.wait()
+        return waited
+    place = torch.zeros(size, dtype=torch.uint8)
+    work = wire.irecv(place, 0)
+    time.sleep(1)
+    work.wait()
+    work.wait()
+    found = [int(place.min())]
+    places = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    first, second = (wire.irecv(place, 0) for place in places)
+    try:
+        second.wait()
+    except AssertionError as error:
+        found.append(str(error))
+    first.wait()
+    second.read()
+    wire.settle()
+    return [*found, *(int(place.min()) for place in places), len(wire.acks)]
+
+
+def test_a_sender_waits_for_its_reader_and_readers_for_their_turn(may_read):
+    waited, found = run_ranks(2, waited_for_on)
+    assert waited > 0.5
+    assert found == [1, "message 2 of 0 out of turn", 2, 3, 0]
 
 
 def paired_on(topology):
@@ -85,12 +143,12 @@ def paired_on(topology):
     return list(Wire(pair).readable) if pair.here else None
 
 
-def test_ranks_are_named_by_their_numbers_in_the_job():
+def test_ranks_are_named_by_their_numbers_in_the_job(may_read):
     found = run_ranks(3, paired_on)
     assert found == [None, [2], [1]]
 
 
-def test_memory_that_is_not_there_is_an_error_and_not_garbage():
+def test_memory_that_is_not_there_is_an_error_and_not_garbage(may_read):
     from spmdrl import wire
 
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
