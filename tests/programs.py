@@ -51,6 +51,14 @@ def write_task(folder: Path) -> None:
         Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
 
 
+def set_up(folder: Path, model: Path) -> Path:
+    """The task, cfg.py and the model, which is linked."""
+    Path(folder, "model").symlink_to(model)
+    write_task(folder)
+    Path(folder, "cfg.py").write_text(CONFIG)
+    return folder
+
+
 def make_arithmetic(folder: Path) -> None:
     """The arithmetic example's data and untrained model, in folder/runs/arithmetic."""
     script = ROOT / "examples" / "arithmetic" / "make_assets.py"

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, finish, metrics_of, start, torchrun, wait_for, write_task
+from programs import CONFIG, finish, metrics_of, set_up, start, torchrun, wait_for
 
 LIMIT_S = 10
 ENDLESS = ("--config", "cfg.py", "--steps", "1000")
@@ -40,10 +40,7 @@ SITES = {
 
 @pytest.fixture
 def folder(tmp_path, qwen3):
-    Path(tmp_path, "model").symlink_to(qwen3)
-    write_task(tmp_path)
-    Path(tmp_path, "cfg.py").write_text(CONFIG)
-    return tmp_path
+    return set_up(tmp_path, qwen3)
 
 
 @pytest.mark.parametrize("site", SITES)

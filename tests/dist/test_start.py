@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from programs import CONFIG, metrics_of, write_task
+from programs import metrics_of, set_up
 from ranks import free_port
 
 LIMIT_S = 60
@@ -21,10 +21,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def folder(tmp_path, qwen3):
-    Path(tmp_path, "model").symlink_to(qwen3)
-    write_task(tmp_path)
-    Path(tmp_path, "cfg.py").write_text(CONFIG)
-    return tmp_path
+    return set_up(tmp_path, qwen3)
 
 
 def spawn(folder: Path, log: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
