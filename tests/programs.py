@@ -101,6 +101,15 @@ def launch(folder: str, command: list[str], env: dict[str, str]) -> None:
     main(command)
 
 
+def pids_of(launcher: int, module: str) -> list[int]:
+    """The ranks' processes in rank order: children of torchrun that run `module`."""
+    out = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(launcher)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    return [int(line.split()[0]) for line in out.splitlines() if module in line]
+
+
 def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
     """Waits; over the limit every rank shows its stack (SIGABRT) and the test fails."""
     begin = time.monotonic()

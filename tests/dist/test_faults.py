@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, finish, metrics_of, set_up, start, torchrun, wait_for
+from programs import CONFIG, finish, metrics_of, pids_of, set_up, start, torchrun, wait_for
 
 LIMIT_S = 10
 ENDLESS = ("--config", "cfg.py", "--steps", "1000")
@@ -75,13 +74,14 @@ def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"])
     wait_for(folder, "saved run/checkpoints/step_00000002", proc)
-    victim = pids_of(proc, "spmdrl.ppo")[rank]
+    victim = pids_of(proc.pid, "spmdrl.ppo")[rank]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1
     assert f"Signal 9 (SIGKILL) received by PID {victim}" in done.output.split("Root Cause")[-1]
     told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
     assert len(told) == 1, done.output[-4000:]  # the neighbour, which only felt it, says nothing
+    assert "Exception raised from" not in done.output  # a C++ stack of each store that is gone
     assert told[0].startswith(f"spmdrl: rank {rank} on ")
     assert f"its process {victim} ended without a word" in told[0]
     assert "; last checkpoint: run/checkpoints/step_0000000" in told[0]
@@ -96,7 +96,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
         "--eval_every", "4", before=["--max-restarts", "1"],
     )  # fmt: skip
     wait_for(folder, "step 6/12", proc)
-    os.kill(pids_of(proc, "spmdrl.ppo")[1], signal.SIGKILL)
+    os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], signal.SIGKILL)
     done = finish(proc, folder, 120)
     assert done.code == 0, done.output[-4000:]
     assert done.output.count("resumed from run/checkpoints/step_00000004: 4 steps done") == 1
@@ -108,7 +108,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_to_be_started_again(folder, num
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--tensorboard", "True")
     wait_for(folder, "step 2/1000", proc)
     if number == signal.SIGUSR1:  # torchrun would die of it: of ranks, one alone hears it
-        os.kill(pids_of(proc, "spmdrl.ppo")[1], number)
+        os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], number)
     else:
         os.kill(proc.pid, number)
     done = finish(proc, folder, LIMIT_S)
@@ -129,7 +129,7 @@ def test_a_second_ctrl_c_ends_at_once(folder):
                  "--rewards.timeout_s", "200")  # fmt: skip
     wait_for(folder, "weights:", proc)
     time.sleep(2)
-    ranks = pids_of(proc, "spmdrl.ppo")
+    ranks = pids_of(proc.pid, "spmdrl.ppo")
     os.kill(proc.pid, signal.SIGINT)
     wait_for(folder, "SIGINT: the run stops after this step", proc)
     time.sleep(1.5)
@@ -146,7 +146,7 @@ def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):
                  "--rewards.timeout_s", "200", "--checkpoint.grace_s", "2")  # fmt: skip
     wait_for(folder, "weights:", proc)
     time.sleep(2)
-    os.kill(pids_of(proc, "spmdrl.ppo")[1], signal.SIGUSR1)
+    os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], signal.SIGUSR1)
     done = finish(proc, folder, LIMIT_S)
     assert "was stopped in phase 'reward': SIGUSR1, and the step had not ended after 2 s" in (
         done.output
@@ -187,7 +187,7 @@ def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(folder):
 def test_without_checkpoints_the_first_signal_ends_the_run(folder):
     proc = start(folder, 2, *ENDLESS)
     wait_for(folder, "step 2/1000", proc)
-    os.kill(pids_of(proc, "spmdrl.ppo")[0], signal.SIGTERM)
+    os.kill(pids_of(proc.pid, "spmdrl.ppo")[0], signal.SIGTERM)
     done = finish(proc, folder, LIMIT_S)
     assert re.search(r"spmdrl: rank 0 on .* was stopped in phase '\w+': SIGTERM;", done.output)
     assert "the run stops after this step" not in done.output
@@ -210,7 +210,7 @@ def test_the_launcher_tells_a_mistake_from_a_failure(folder):
 def test_ranks_do_not_outlive_torchrun(folder):
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900")
     wait_for(folder, "step 2/1000", proc)
-    ranks = pids_of(proc, "spmdrl.ppo")
+    ranks = pids_of(proc.pid, "spmdrl.ppo")
     os.kill(proc.pid, signal.SIGKILL)
     end = time.monotonic() + LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
@@ -253,20 +253,20 @@ def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "6", before=["--standalone"])
     wait_for(folder, "step 2/1000", proc)
-    os.kill(pids_of(proc, "spmdrl.ppo")[rank], signal.SIGSTOP)
+    os.kill(pids_of(proc.pid, "spmdrl.ppo")[rank], signal.SIGSTOP)
     done = finish(proc, folder, 6 + LIMIT_S)  # torchrun gives one that hears nothing 30 s
     assert done.code == 1
     [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
     found = re.match(f"spmdrl: rank {rank} on .*: {cause}", told)
     assert found, told
-    assert 6 <= int(found[1]) < 10
+    assert int(found[1]) in (6, 7)
 
 
 def test_a_job_that_was_stopped_and_woken_goes_on(folder):
     """As Slurm suspends one: nobody was there to beat, and nobody is lost."""
     proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "4", "--checkpoint.every_steps", "5")
     wait_for(folder, "step 2/1000", proc)
-    ranks = pids_of(proc, "spmdrl.ppo")
+    ranks = pids_of(proc.pid, "spmdrl.ppo")
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(7)
@@ -344,14 +344,3 @@ def test_dry_run_prints_the_plan(folder):
                   "reward of its ground truth '11' as the answer: 1.02"):  # fmt: skip
         assert done.output.count(words) == 1, (words, done.output)
     assert not Path(folder, "run/metrics.jsonl").exists()
-
-
-def pids_of(proc: BaseProcess, module: str) -> list[int]:
-    """The ranks' processes in rank order: children of torchrun that run `module`."""
-    out = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(proc.pid)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return [int(line.split()[0]) for line in out.splitlines() if module in line]

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, finish, metrics_of, start, torchrun, wait_for, write_task
-from test_faults import FAULT, LIMIT_S, pids_of
+from programs import CONFIG, finish, metrics_of, pids_of, start, torchrun, wait_for, write_task
+from test_faults import FAULT, LIMIT_S
 
 # every role: critic, reference, two mini-batches, an evaluation after every step
 ALL_ROLES = CONFIG.replace("    eval_every=0,\n", "    eval_every=1,\n").replace(
@@ -176,7 +176,7 @@ def test_a_killed_sampler_ends_the_trainers(folder):
         "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
-    victim = pids_of(proc, "spmdrl.ppo")[1]
+    victim = pids_of(proc.pid, "spmdrl.ppo")[1]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1

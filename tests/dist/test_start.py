@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from programs import metrics_of, set_up
+from programs import metrics_of, pids_of, set_up
 from ranks import free_port
 
 LIMIT_S = 60
@@ -92,8 +91,8 @@ def test_nodes_that_count_restarts_differently_meet_again(folder):
     try:
         steps = Path(folder, "run/metrics.jsonl")
         wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 4, nodes)
-        struck = ranks_of(nodes)
-        os.kill(struck[1], signal.SIGKILL)
+        [struck] = pids_of(nodes[1].pid, "spmdrl.ppo")
+        os.kill(struck, signal.SIGKILL)
         for node in nodes:
             assert node.wait(90) == 0, Path(folder, "log0").read_text()[-5000:]
     finally:
@@ -101,16 +100,6 @@ def test_nodes_that_count_restarts_differently_meet_again(folder):
             node.kill()
     assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 13))
     assert "resumed from" in "".join(Path(folder, f"log{node}").read_text() for node in range(2))
-
-
-def ranks_of(nodes: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    found = {}
-    for node in nodes:
-        for child in psutil.Process(node.pid).children():
-            with suppress(psutil.Error):
-                if rank := child.environ().get("RANK"):
-                    found[int(rank)] = child.pid
-    return found
 
 
 def wait_until(condition, nodes: list[subprocess.Popen[bytes]]) -> None:
