@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,12 @@ DIED = "its process {} ended without a word: killed, or out of memory (see dmesg
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
+
+
+def wait_for(happened: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -103,14 +110,17 @@ class Watchdog:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
         text = leave_word(story, self.folder)
         try:
-            if self.store.add("claims", 1) == 1:
-                say(text)
-                self.store.set("told", "1")
-            end = time.monotonic() + 2
-            while not self.store.check(["told"]) and time.monotonic() < end:
-                time.sleep(0.05)
+            first = self.store.add("claims", 1) == 1
         except RuntimeError:  # no store any more: better told twice than not at all
+            first = True
+        if first:
             say(text)
+        with suppress(RuntimeError):
+            if first:
+                self.store.set("told", "1")
+                # others may be about to tell it too, and this rank may take the store along
+                wait_for(lambda: self.store.add("claims", 0) == self.world, 1.0)
+            wait_for(lambda: self.store.check(["told"]), 2.0)
 
     def close(self) -> None:
         """Says goodbye, so that the rank that watches this one does not miss it."""

@@ -2,8 +2,9 @@
 
 On one host gloo's socket copies everything twice and keeps both ends at it. A rank may read another
 process's memory instead (process_vm_readv(2), cross-memory attach in MPI libraries): the sender
-says where a message lies, the receiver reads it, which is one copy, and says that it has. Where the
-kernel refuses, as between containers or where Yama lets only root trace, messages go over gloo.
+says where a message lies, the receiver reads it, which is one copy, and says that it has
+(spmdrl.lines). Where the kernel refuses, as between containers or where Yama lets only root trace,
+messages go over gloo.
 """
 
 from __future__ import annotations
@@ -11,21 +12,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.lines import READ, SHOWN, Line, all_say, machine, unseeded_number
 from spmdrl.topology import Topology
 
-READ_BYTES = 256 << 10  # shorter messages take the socket: two notes cost as much
-READ_TAG = 1 << 16  # beside a message's own
-ACKS = 16  # under way at most
+READ_BYTES = 64 << 10  # shorter messages take gloo's socket
 IOV_MAX = 1024
 MOST_BYTES = 1 << 30  # of a call: the kernel stops short of 2 GiB
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -38,85 +36,101 @@ class Work(Protocol):
 class Wire:
     """Messages among the ranks of a topology, which are named by their numbers in the job.
 
-    Both ends of a message are of one size, contiguous, and called in the same order for each tag;
-    a rank waits for those from one source with one tag in that order. What was sent is there to be
-    reused when the receiver has waited for it: ranks that send each other something wait for what
-    comes before they wait for what goes.
+    Both ends of a message are of one size, contiguous, and called in the same order for each tag.
+    What was sent is there to be reused when the receiver has waited for it: ranks that send each
+    other something wait for what comes before they wait for what goes.
     """
 
     def __init__(self, topology: Topology) -> None:
         """Collective over the topology."""
-        self.group = topology.group
+        self.group, self.lines = topology.group, topology.lines.by_rank
         self.readable, self.readers = neighbours(topology)
-        self.acks: deque[dist.Work] = deque()
-        self.told: Counter[tuple[int, int]] = Counter()  # messages by source and tag
-        self.read: Counter[tuple[int, int]] = Counter()
 
-    def isend(self, values: Tensor, to: int, tag: int = 0) -> Work:
-        """`values` must not change before the result was waited for."""
-        if to not in self.readers or values.nbytes < READ_BYTES:
+    def isend(self, values: Tensor | Spans, to: int, tag: int = 0) -> Work:
+        """`values` must not change before the result was waited for.
+
+        Spans are for a receiver that has an Apart for the message.
+        """
+        if isinstance(values, Tensor) and not self.shows(to, values.nbytes):
             return some(dist.isend(values, to, self.group, tag))
-        note, ack = torch.tensor([values.data_ptr()]), torch.zeros(1, dtype=torch.uint8)
-        read = some(dist.irecv(ack, to, self.group, tag + READ_TAG))
-        return _Shown(some(dist.isend(note, to, self.group, tag)), read, (values, note, ack))
+        line = self.lines[to]
+        number = line.said[SHOWN, tag]
+        line.said[SHOWN, tag] += 1
+        address = -values.address if isinstance(values, Spans) else values.data_ptr()
+        line.say(SHOWN, tag, number, address)
+        return _Shown(line, tag, number, values)
 
-    def irecv(self, place: Tensor | Spans, source: int, tag: int = 0) -> Work:
+    def irecv(
+        self,
+        place: Tensor | Spans,
+        source: int,
+        tag: int = 0,
+        apart: Callable[[], Apart] | None = None,
+    ) -> Work:
         """The message lies in `place` when the result was waited for.
 
-        Spans are for a message that `reads` says is read.
+        Spans are for a message that `reads` says is read. apart: what to do where it lies in many
+        places at the sender too.
         """
         if not self.reads(source, place.nbytes):
             assert isinstance(place, Tensor)
             return some(dist.irecv(place, source, self.group, tag))
-        note = torch.zeros(1, dtype=torch.int64)
-        told = some(dist.irecv(note, source, self.group, tag))
-        number = self.told[source, tag]
-        self.told[source, tag] += 1
-
-        def read() -> None:
-            assert self.read[source, tag] == number, f"message {number} of {source} out of turn"
-            self.read[source, tag] += 1
-            spans = Spans([place]) if isinstance(place, Tensor) else place
-            read_memory(self.readable[source], int(note), spans)
-            ack = torch.zeros(1, dtype=torch.uint8)
-            self.acks.append(some(dist.isend(ack, source, self.group, tag + READ_TAG)))
-            self.settle(ACKS)
-
-        return _ToRead(told, read)
-
-    def settle(self, left: int = 0) -> None:
-        """Until what this rank has read is known to be, but for the last few messages. To be called
-        before a wire is dropped: gloo would lose what is under way, and what comes after it."""
-        while len(self.acks) > left:
-            self.acks.popleft().wait()
+        line = self.lines[source]
+        number = line.asked[SHOWN, tag]
+        line.asked[SHOWN, tag] += 1
+        spans = Spans([place]) if isinstance(place, Tensor) else place
+        return _ToRead(line, self.readable[source], tag, number, spans, apart)
 
     def reads(self, source: int, num_bytes: int) -> bool:
         """Whether a message of that size from that rank is read where it lies."""
         return source in self.readable and num_bytes >= READ_BYTES
 
+    def shows(self, to: int, num_bytes: int) -> bool:
+        """Whether a message of that size is read by that rank where it lies."""
+        return to in self.readers and num_bytes >= READ_BYTES
+
+
+@dataclass
+class Apart:
+    """How the tensors of a message are taken that lie apart at the sender: a run at a time."""
+
+    row: Tensor  # where a run lies, one tensor after the other; of the sender's dtype
+    runs: list[tuple[list[int], Callable[[], object]]]  # (elements of each, what takes them)
+
 
 @dataclass
 class _Shown:
-    said: dist.Work
-    read: dist.Work
-    kept: tuple[Tensor, ...]
+    line: Line
+    tag: int
+    number: int
+    values: Tensor | Spans | None
 
     def wait(self) -> None:
-        self.said.wait()
-        self.read.wait()
+        if self.values is not None:
+            self.line.hear(READ, self.tag, self.number)
+            self.values = None
 
 
 @dataclass
 class _ToRead:
-    told: dist.Work
-    read: Callable[[], None]
-    done: bool = False
+    line: Line
+    pid: int
+    tag: int
+    number: int
+    spans: Spans | None
+    apart: Callable[[], Apart] | None
 
     def wait(self) -> None:
-        if not self.done:
-            self.told.wait()
-            self.read()
-            self.done = True
+        if self.spans is None:
+            return
+        address = self.line.hear(SHOWN, self.tag, self.number)
+        if address > 0:
+            read_memory(self.pid, address, self.spans)
+        else:
+            assert self.apart is not None
+            read_apart(self.pid, -address, self.apart())
+        self.line.say(READ, self.tag, self.number)
+        self.spans = None
 
 
 def some(work: dist.Work | None) -> dist.Work:
@@ -127,37 +141,27 @@ def some(work: dist.Work | None) -> dist.Work:
 def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
     """(process ids of ranks whose memory this one can read, ranks that can read this one's).
 
-    Found by trying. Collective.
+    Found by trying, among those with a line. Collective.
     """
-    word = torch.randint(1 << 62, (1,), generator=_unseeded())
-    mine = (machine(), os.getpid(), word.data_ptr(), int(word))
-    everyone: list[Any] = [None] * topology.world
-    dist.all_gather_object(everyone, mine, group=topology.control)
-    readable = {}
-    for rank, (where, pid, address, value) in zip(topology.ranks, everyone, strict=True):
-        if pid != os.getpid() and where == mine[0] and where is not None:
-            found = torch.zeros(1, dtype=torch.int64)
-            try:
-                read_memory(pid, address, Spans([found]))
-            except OSError:
-                continue
-            if int(found) == value:
-                readable[rank] = pid
-    can_read: list[Any] = [None] * topology.world
-    dist.all_gather_object(can_read, sorted(readable), group=topology.control)
+    here, secret = machine(), torch.tensor([unseeded_number()])
+    mine = (os.getpid(), secret.data_ptr(), int(secret))
+    found = all_say(mine, topology.ranks, topology.control)
+    lines = topology.lines.by_rank if here is not None else {}
+    readable = {rank: found[rank][0] for rank in lines if can_read(*found[rank])}
+    theirs = all_say(set(readable), topology.ranks, topology.control)
     me = dist.get_rank()
-    return readable, {r for r, them in zip(topology.ranks, can_read, strict=True) if me in them}
+    return readable, {rank for rank in lines if me in theirs[rank]}
 
 
-def machine() -> tuple[str, str] | None:
-    """Where process ids mean the same; None where memory cannot be read."""
+def can_read(pid: int, address: int, secret: int) -> bool:
     if not hasattr(LIBC, "process_vm_readv"):
-        return None
+        return False
+    found = torch.zeros(1, dtype=torch.int64)
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot, os.readlink("/proc/self/ns/pid")
-    except OSError:  # a container that hides them
-        return None
+        read_memory(pid, address, Spans([found]))
+    except OSError:
+        return False
+    return int(found) == secret
 
 
 class _Span(ctypes.Structure):
@@ -167,7 +171,7 @@ class _Span(ctypes.Structure):
 
 
 class Spans:
-    """Contiguous CPU tensors that one message fills, one after the other. They must not move."""
+    """Contiguous CPU tensors of a message, one after the other. They must not move."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         assert all(t.is_contiguous() and t.device.type == "cpu" for t in tensors)
@@ -177,41 +181,53 @@ class Spans:
             (t.data_ptr() + first, min(MOST_BYTES, t.nbytes - first))
             for t in tensors for first in range(0, t.nbytes, MOST_BYTES)
         ]  # fmt: skip
-        self.runs: list[tuple[int, int, Any]] = []  # (bytes, number, array) of a call
-        run: list[tuple[int, int]] = []
-        size = 0
-        for piece in pieces:
-            if len(run) == IOV_MAX or size + piece[1] > MOST_BYTES:
-                self.runs.append((size, len(run), array_of(run)))
-                run, size = [], 0
-            run.append(piece)
-            size += piece[1]
-        self.runs.append((size, len(run), array_of(run)))
-
-
-def array_of(run: list[tuple[int, int]]) -> ctypes.Array[_Span]:
-    return (_Span * len(run))(*(_Span(address, num_bytes) for address, num_bytes in run))
+        self.table = (_Span * len(pieces))(*(_Span(*piece) for piece in pieces))
+        self.address = ctypes.addressof(self.table)
+        self.runs: list[tuple[int, int, int]] = []  # (bytes, first, number) of a call
+        first = size = 0
+        for at, (_, num_bytes) in enumerate(pieces):
+            if at - first == IOV_MAX or size + num_bytes > MOST_BYTES:
+                self.runs.append((size, first, at - first))
+                first, size = at, 0
+            size += num_bytes
+        self.runs.append((size, first, len(pieces) - first))
 
 
 def read_memory(pid: int, address: int, place: Spans) -> None:
     """place.nbytes of another process, from `address` on. Raises OSError."""
-    for num_bytes, number, array in place.runs:
-        source = _Span(address, num_bytes)
-        count = LIBC.process_vm_readv(
-            pid, array, ctypes.c_ulong(number), ctypes.byref(source), ctypes.c_ulong(1),
-            ctypes.c_ulong(0),
-        )  # fmt: skip
+    for num_bytes, first, number in place.runs:
+        read(pid, span_of(place.table, first), number, _Span(address, num_bytes), 1, num_bytes)
         address += num_bytes
-        if count == num_bytes:
-            continue
-        code = ctypes.get_errno() if count < 0 else errno.EFAULT
-        if code == errno.ESRCH:  # the watchdog knows such words from gloo
-            raise ConnectionResetError(code, f"Connection closed by peer: no process {pid}")
-        raise OSError(code, f"cannot read the memory of process {pid}: {os.strerror(code)}")
 
 
-def _unseeded() -> torch.Generator:
-    """The run's own random numbers are left alone."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+def read_apart(pid: int, address: int, apart: Apart) -> None:
+    """Tensors of another process that its Spans' table at `address` tells of. Raises OSError."""
+    table = (_Span * sum(len(lengths) for lengths, _ in apart.runs))()
+    num_bytes = ctypes.sizeof(table)
+    here = _Span(ctypes.addressof(table), num_bytes)
+    read(pid, here, 1, _Span(address, num_bytes), 1, num_bytes)
+    first = 0
+    for lengths, take in apart.runs:
+        num_bytes = sum(lengths) * apart.row.itemsize
+        here = _Span(apart.row.data_ptr(), num_bytes)
+        read(pid, here, 1, span_of(table, first), len(lengths), num_bytes)
+        take()
+        first += len(lengths)
+
+
+def span_of(table: Any, number: int) -> Any:
+    return _Span.from_buffer(table, number * ctypes.sizeof(_Span))
+
+
+def read(pid: int, to: _Span, num_to: int, source: _Span, num_source: int, num_bytes: int) -> None:
+    """to, source: the first of as many, one after the other. Raises OSError."""
+    count = LIBC.process_vm_readv(
+        pid, ctypes.byref(to), ctypes.c_ulong(num_to), ctypes.byref(source),
+        ctypes.c_ulong(num_source), ctypes.c_ulong(0),
+    )  # fmt: skip
+    if count == num_bytes:
+        return
+    code = ctypes.get_errno() if count < 0 else errno.EFAULT
+    if code == errno.ESRCH:  # the watchdog knows such words from gloo
+        raise ConnectionResetError(code, f"Connection closed by peer: no process {pid}")
+    raise OSError(code, f"cannot read the memory of process {pid}: {os.strerror(code)}")

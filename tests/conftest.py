@@ -1,5 +1,8 @@
 import os
+import random
+import sys
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from ranks import ENGINE_ENV
@@ -7,6 +10,19 @@ from tiny import save_qwen3
 
 for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (0)")
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """What a test draws depends on its name and --seed, not on the tests before it."""
+    seed = crc32(request.node.nodeid.encode()) ^ request.config.getoption("--seed")
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def one_thread():
     torch.set_num_threads(1)
-    torch.seed()
 
 
 def in_company(function, rows):
@@ -48,11 +47,13 @@ def test_a_row_of_a_layer_has_its_bits_in_any_company(name, size):
         "log_softmax": (invariant.log_softmax, lambda x: x.log_softmax(-1)),
         "silu": (invariant.silu, silu),
         "rms_norm": (lambda x: invariant.rms_norm(x, weight, 1e-6),
-                     lambda x: torch.nn.functional.rms_norm(x, (size,), weight, 1e-6)),
+                     lambda x: torch.nn.functional.rms_norm(x, (size,), weight.to(x), 1e-6)),
     }[name]  # fmt: skip
     x = torch.randn(77, size) * 4
     got = in_company(ours, x)
-    torch.testing.assert_close(got, plain(x), rtol=2e-5, atol=2e-5)
+    # a sum's rounding is that of its parts, not of what is left of them
+    atol = 2e-7 * float(x.abs().sum(-1).max()) if name == "tree_sum" else 2e-5
+    torch.testing.assert_close(got.double(), plain(x.double()), rtol=2e-5, atol=atol)
 
 
 def test_zeros_at_the_end_change_no_bit_of_a_sum_of_blocks():

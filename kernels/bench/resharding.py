@@ -24,9 +24,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from spmdrl.imports import before_torch
+
+before_torch()
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 
 LIMIT_S, RUNS, BUCKET_MIB = 90, 7, 64
 LARGE = [(2048, 1024)] * 24  # 100 MB in bfloat16

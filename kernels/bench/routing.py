@@ -19,16 +19,20 @@ import time
 from collections.abc import Callable
 
 import fire
-import torch
-import torch.distributed as dist
 
-from spmdrl.collectives import all_gather_rows
-from spmdrl.packing import deal, empty_batch
-from spmdrl.phases import Phases
-from spmdrl.program import keep_freed_memory
-from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch
-from spmdrl.topology import Topology
-from spmdrl.types import Batch
+from spmdrl.imports import before_torch
+
+before_torch()
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from spmdrl.collectives import all_gather_rows  # noqa: E402
+from spmdrl.packing import deal, empty_batch  # noqa: E402
+from spmdrl.phases import Phases  # noqa: E402
+from spmdrl.program import keep_freed_memory  # noqa: E402
+from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch  # noqa: E402
+from spmdrl.topology import Topology  # noqa: E402
+from spmdrl.types import Batch  # noqa: E402
 
 LIMIT_S = 300
 

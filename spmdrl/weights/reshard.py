@@ -2,7 +2,8 @@
 
 What goes from one rank to another in a bucket is cut into messages: a large piece is one by itself,
 small ones share one. A message lies in the bucket's memory, its slot, unless it lies ready: in a
-shard that need not be cast, or in the engine's parameter, where it is cast to and received. On a
+shard that need not be cast, or in the engine's parameter, where it is cast to and received; or
+unless it is left to its receiver to take it from the shards. On a
 CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while the
 next is packed and the next bucket's are on their way. On a GPU what a bucket packs, copies in place
 and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
@@ -32,15 +33,18 @@ from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
 from spmdrl.weights.derived import derived_of, rounds_of
 from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
-from spmdrl.wire import Spans, Wire, Work
+from spmdrl.wire import IOV_MAX, Apart, Spans, Wire, Work
 
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 FP8 = torch.float8_e4m3fn
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 16 << 20  # larger ones leave the cache between packing and sending
-CPU_MESSAGE_BYTES = 4 << 20  # smaller ones wake the other end too often
-CPU_ALONE_BYTES = 2 << 20  # a piece of this size is a message by itself
-CPU_SCRATCH_NUMEL = 256 << 10
+CPU_SLOT_BYTES = 16 << 20  # half and twice of it, and of the next two, are no better
+CPU_MESSAGE_BYTES = 2 << 20
+CPU_ALONE_BYTES = 1 << 20  # a piece of this size is a message by itself
+CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
+# To pack small tensors takes a rank twice as long as another to read them packed, and the latter as
+# long again to take them itself: of so many messages of them, it does so with one.
+LEFT_EVERY, LEFT_DTYPE = 5, torch.float32
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
@@ -73,6 +77,8 @@ class _Message:
     packed: list[Tensor] = field(default_factory=list)  # views of it, like shards or parts
     unpacked: list[Tensor] = field(default_factory=list)  # like the places
     spans: Spans | None = None  # the places, where it is read into them at once
+    left: Spans | None = None  # the shards, where the receiver takes it from them
+    apart: Apart | None = None  # how it is taken from shards
 
     @property
     def last(self) -> int:
@@ -86,6 +92,7 @@ class _Message:
     def lie_in(self, slot: Tensor | None, scratch: Tensor | None) -> None:
         """Makes the views, which for small tensors cost as much as the copies."""
         self.memory, self.packs, self.packed, self.unpacked = self.ready, [], [], []
+        self.apart = None
         if slot is not None and self.ready is None:
             self.memory = slot[self.first : self.last]
         if self.memory is None:
@@ -144,6 +151,17 @@ def casts(
         copies += [partial(copy_all, views(row, numbers, run), run), partial(to.copy_, row)]
         first += len(row)
     return copies
+
+
+def runs_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, end) of as many as fit into the scratch together."""
+    first = filled = 0
+    for number, length in enumerate(lengths):
+        if filled + length > CPU_SCRATCH_NUMEL or number - first == IOV_MAX:
+            yield first, number
+            first, filled = number, 0
+        filled += length
+    yield first, len(lengths)
 
 
 class _Launches:
@@ -221,6 +239,7 @@ class Transfer:
         self.bound: tuple[object, ...] = ()  # addresses for which the buckets were bound
         self.buckets: list[_Bound] = []
         self.slots: list[Tensor] = []
+        self.scratch: Tensor | None = None
         self.launches = [_Launches(dtype) for _ in plan.buckets]
         self.moved = 0  # bytes that this rank sent, so far
 
@@ -258,13 +277,16 @@ class Transfer:
         ]
         messages = [m for bound in self.buckets for m in bound.messages]
         cast = next((s.dtype for m in messages for s in m.shards if s.dtype != self.dtype), None)
-        scratch = None
+        self.scratch = None
         if self.eager and cast is not None:
-            scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=cast)
+            self.scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=cast)
         for number, bound in enumerate(self.buckets):
             for message in bound.messages:
-                message.lie_in(self.slots[number % SLOTS], scratch)
+                message.lie_in(self.slots[number % SLOTS], self.scratch)
                 message.spans = Spans(message.places) if self.goes_straight(message) else None
+        may_be_left = [m for m in messages if self.may_be_left(m)]
+        for number, message in enumerate(may_be_left):
+            message.left = Spans(message.shards) if number % LEFT_EVERY == LEFT_EVERY // 2 else None
 
     def goes_straight(self, m: _Message) -> bool:
         """Whether it is read into its places at once, and no slot is needed."""
@@ -272,6 +294,28 @@ class Transfer:
             return False
         lie_so = all(p.is_contiguous() and p.dtype == self.dtype for p in m.places)
         return lie_so and self.wire.reads(m.sender, m.data.nbytes)
+
+    def may_be_left(self, m: _Message) -> bool:
+        """Whether its receiver can take it from many small shards and cast it."""
+        if not self.eager or len(m.shards) < 2 or m.places or len(m.receivers) != 1:
+            return False
+        small = max(shard.numel() for shard in m.shards) <= CPU_SCRATCH_NUMEL
+        lie_so = all(s.is_contiguous() and s.dtype == LEFT_DTYPE for s in m.shards)
+        return small and lie_so and self.wire.shows(m.receivers[0], m.data.nbytes)
+
+    def taken(self, m: _Message) -> Apart:
+        """How m is taken from its sender's shards."""
+        if m.apart is not None:
+            return m.apart
+        if self.scratch is None or self.scratch.dtype != LEFT_DTYPE:
+            self.scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=LEFT_DTYPE)
+        m.apart = Apart(self.scratch, [])
+        targets = m.places if m.spans is not None else list(m.data.split(m.lengths))
+        for first, end in runs_of(m.lengths):
+            lengths = m.lengths[first:end]
+            rows = views(self.scratch[: sum(lengths)], lengths, targets[first:end])
+            m.apart.runs.append((lengths, partial(copy_all, targets[first:end], rows)))
+        return m.apart
 
     def start(self, bound: _Bound, slot: Tensor, launches: _Launches) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
@@ -287,10 +331,12 @@ class Transfer:
         for m in bound.messages:
             if m.sender != self.plan.me:
                 place = m.spans or m.data
-                now.incoming.append((m, self.wire.irecv(place, m.sender, m.tag)))
+                work = self.wire.irecv(place, m.sender, m.tag, partial(self.taken, m))
+                now.incoming.append((m, work))
         for m in mine:
-            for pack in m.packs:
-                pack()
+            if m.left is None:
+                for pack in m.packs:
+                    pack()
             self.send(m, now)
             copy_all(m.places, m.unpacked)
         copy_local(bound.local, self.dtype)
@@ -316,8 +362,9 @@ class Transfer:
 
     def send(self, m: _Message, now: _Underway) -> None:
         for receiver in m.receivers:
-            now.outgoing.append(self.wire.isend(m.data, receiver, m.forward_tag))
-            self.moved += m.data.nbytes
+            values = m.data if m.left is None else m.left
+            now.outgoing.append(self.wire.isend(values, receiver, m.forward_tag))
+            self.moved += m.data.nbytes  # of what arrives, where a receiver takes float32 too
 
     def exchange(self, now: _Underway) -> None:
         """What is handed over in a bucket, at once."""
@@ -515,4 +562,3 @@ def gathered(
             group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
             slot_bytes(bucket_bytes, topology.device), topology.device, wire,
         )  # fmt: skip
-    wire.settle()

@@ -95,9 +95,8 @@ def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: in
 
 
 @pytest.fixture(scope="module")
-def results(qwen3: Any) -> dict[Any, Any]:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
+def results(qwen3: Any, pytestconfig: pytest.Config) -> dict[Any, Any]:
+    seed = pytestconfig.getoption("--seed")
     [alone] = run_calls(1, [(results_on, (str(qwen3), ALONE, seed))])
     [pairs] = run_calls(2, [(results_on, (str(qwen3), PAIRS, seed))], timeout_s=230)
     found = {(1, case): [each] for case, each in zip(ALONE, alone[0], strict=True)}

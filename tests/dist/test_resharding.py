@@ -62,6 +62,7 @@ class Trainer:
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
+    from spmdrl import wire
     from spmdrl.collectives import level_group_count
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
     from spmdrl.rollout.engine import WeightMismatch
@@ -90,6 +91,7 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
         reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
         reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
+        wire.READ_BYTES, reshard.LEFT_EVERY = 256, 2
         weights = sync.WeightSync(
             actor,
             actor_ranks,
@@ -114,6 +116,10 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
             "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
             "costs": [transfer.plan.cost for transfer in weights.transfers],
+            "left": sum(
+                message.left is not None for transfer in weights.transfers
+                for bound in transfer.buckets for message in bound.messages
+            ),
             "refused": refuses_infinity(weights) if case.quantization else "",
         })  # fmt: skip
         if rollout is not None:
@@ -192,7 +198,9 @@ def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
         Case([0], [0, 1], moe, engine="vllm", tp=2),
         Case([0, 1], [1], moe),
     ]
-    prove(2, cases)
+    ranks = prove(2, cases)
+    left = [[result["left"] > 0 for result in found] for found in zip(*ranks, strict=True)]
+    assert left[4] == [True, False], "its receiver takes some from the shards"
 
 
 def test_three_ranks(qwen3: Path, odd: str) -> None:
