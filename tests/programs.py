@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranks import SERVER, become, free_port
+from ranks import SERVER, become, free_port, wait_all
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -83,12 +85,16 @@ def start(
     """torchrun in a session of its own, output to folder/log. before: options of torchrun."""
     command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *before,
                "-m", program, *map(str, args)]  # fmt: skip
-    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said
-    process = SERVER.Process(target=launch, args=(str(folder), command, env))
+    process = SERVER.Process(target=launch, args=(str(folder), command, environment()))
     process.start()
     return process
+
+
+def environment() -> dict[str, str]:
+    """A user's: without what the tests have set for engines."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def launch(folder: str, command: list[str], env: dict[str, str]) -> None:
@@ -128,6 +134,38 @@ def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
 
 def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 180, **kwargs: str) -> Done:
     return finish(start(folder, ranks, *args, **kwargs), folder, timeout_s)
+
+
+def train(
+    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", timeout_s: float = 180
+) -> Done:
+    """As `torchrun`, where only the numbers matter: the ranks are processes that have imported
+    torch already, started as by Slurm with their number in the environment. The code is that of the
+    first rank that failed.
+    """
+    begin = time.monotonic()
+    Path(folder, "log").write_text("")
+    alike = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    procs = []
+    for rank in range(ranks):
+        env = environment() | alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        run = (str(folder), program, list(map(str, args)), env)
+        procs.append(SERVER.Process(target=run_module, args=run))
+        procs[-1].start()
+    finished = wait_all(procs, timeout_s, kill_after_s=60)
+    text = Path(folder, "log").read_text()
+    assert finished, f"over {timeout_s} s:\n{text[-8000:]}"
+    codes = [process.exitcode for process in procs]
+    return Done(next(filter(None, codes), 0), text, time.monotonic() - begin)
+
+
+def run_module(folder: str, program: str, args: list[str], env: dict[str, str]) -> None:
+    os.chdir(folder)
+    become(Path("log"), env)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.argv[1:] = args
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120) -> None:

@@ -39,7 +39,7 @@ ENGINE_ENV = {
 Call = tuple[Callable[..., Any], tuple]  # a function of a test module and its arguments
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch.distributed.run", "spmdrl.engines.fsdp", "spmdrl.step"])
+SERVER.set_forkserver_preload(["tests.preload"])  # found from the project's root
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list:
@@ -83,15 +83,18 @@ def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProc
     return procs
 
 
-def wait_all(procs: list[BaseProcess], timeout_s: float) -> bool:
-    """Waits for all, or until one fails; on a time-out asks each for its stack. Ends them all."""
+def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5) -> bool:
+    """Waits for all, or until one fails; on a time-out asks each for its stack. Ends them all.
+
+    kill_after_s: how long the others may go on after one has failed.
+    """
     end = time.monotonic() + timeout_s
     failed_at = None
     while any(p.exitcode is None for p in procs):
         now = time.monotonic()
         if any(p.exitcode not in (None, 0) for p in procs):
             failed_at = failed_at or now
-        if now > end or (failed_at and now > failed_at + 5):
+        if now > end or (failed_at and now > failed_at + kill_after_s):
             break
         time.sleep(0.05)
     alive = [p for p in procs if p.exitcode is None]
@@ -115,7 +118,7 @@ def become(log: Path, env: dict[str, str]) -> None:
     """What a forked process takes over: its environment, and a file for all it prints."""
     os.environ.clear()
     os.environ.update(env)
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 

@@ -5,7 +5,7 @@ three seeds.
 """
 
 import pytest
-from programs import ROOT, make_arithmetic, metrics_of, torchrun
+from programs import ROOT, make_arithmetic, metrics_of, train
 
 GRPO, PPO = (ROOT / f"configs/qwen3_tiny_arithmetic_{name}_cpu.py" for name in ("grpo", "ppo"))
 ALGORITHMS = {
@@ -26,7 +26,7 @@ def arithmetic(tmp_path_factory):
     make_arithmetic(folder)
     config = str(ROOT / "configs/qwen3_tiny_arithmetic_sft_cpu.py")
     steps = ["--steps", "130", "--actor.optim.decay_steps", "130"]
-    done = torchrun(folder, 2, "--config", config, *steps, program="spmdrl.sft")
+    done = train(folder, 2, "--config", config, *steps, program="spmdrl.sft")
     assert done.code == 0, done.output[-4000:]
     return folder
 
@@ -35,7 +35,7 @@ def arithmetic(tmp_path_factory):
 def test_held_out_accuracy_at_least_doubles(arithmetic, name):
     config, *overrides = ALGORITHMS[name]
     run = ["--config", str(config), "--run_dir", name, *overrides, *BUDGET]
-    done = torchrun(arithmetic, 2, *run)
+    done = train(arithmetic, 2, *run)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / name)
     before, after = rows[0]["eval/accuracy"], rows[-1]["eval/accuracy"]

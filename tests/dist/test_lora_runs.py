@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import CONFIG, metrics_of, torchrun, write_task
+from programs import CONFIG, metrics_of, train, write_task
 
 LORA = CONFIG.replace(
     "    actor=TrainConfig(",
@@ -39,7 +39,7 @@ def folder(tmp_path_factory, qwen3):
 def run(folder, name, ranks, *args, **kwargs):
     config = "sft.py" if kwargs else "cfg.py"
     where = () if kwargs else ("--run_dir", name)
-    done = torchrun(folder, ranks, "--config", config, *where, *args, **kwargs)
+    done = train(folder, ranks, "--config", config, *where, *args, **kwargs)
     assert done.code == 0, done.output[-4000:]
     return metrics_of(folder / name)
 

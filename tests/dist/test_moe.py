@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny_megatron
 import torch
-from programs import CONFIG, metrics_of, torchrun, write_task
+from programs import CONFIG, metrics_of, train, write_task
 from ranks import run_ranks
 from test_engine_ranks import CONFIG as TRAIN
 from test_engine_ranks import whole_batch
@@ -240,7 +240,7 @@ def runs(models, tmp_path_factory):
         "megatron": ["--actor.engine", "megatron", "--actor.expert_parallel", "2"],
     }
     for name, args in engines.items():
-        done = torchrun(folder, 2, *common, *args, "--run_dir", name)
+        done = train(folder, 2, *common, *args, "--run_dir", name)
         assert done.code == 0, done.output[-6000:]
         export(folder / name / "checkpoints/step_00000002", folder / f"exported_{name}")
     return folder

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, finish, metrics_of, pids_of, start, torchrun, wait_for, write_task
+from programs import CONFIG, finish, metrics_of, pids_of, start, train, wait_for, write_task
 from test_faults import FAULT, LIMIT_S
 
 # every role: critic, reference, two mini-batches, an evaluation after every step
@@ -30,7 +30,7 @@ def folder(tmp_path_factory, qwen3):
 
 
 def rows_of(folder, name, ranks, *args):
-    done = torchrun(folder, ranks, "--config", "cfg.py", "--steps", "3", "--run_dir", name, *args)
+    done = train(folder, ranks, "--config", "cfg.py", "--steps", "3", "--run_dir", name, *args)
     assert done.code == 0, done.output[-4000:]
     return [
         {k: v for k, v in row.items() if not k.startswith(TIMED)}
@@ -75,12 +75,12 @@ def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
     weights.check proves that the engines hold the trainers' weights after every push."""
     args = ["--config", "cfg.py", "--run_dir", "vllm", "--rollout.engine", "vllm",
             "--weights.check", "--eval_every", "0", "--checkpoint.every_steps", "4"]  # fmt: skip
-    done = torchrun(
+    done = train(
         folder, 3, *args, "--steps", "4", "--async_steps", "2",
         "--placement", '{"actor":"1","rollout":"2","reward":"0"}',
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
-    done = torchrun(
+    done = train(
         folder, 3, *args, "--steps", "5", "--resume", "auto",
         "--placement", '{"actor":"0,2","rollout":"1-2","critic":"1"}',
     )  # fmt: skip
@@ -95,9 +95,7 @@ def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
 def test_sampling_ahead_stays_within_its_bound(folder):
     args = ["--steps", "5", "--eval_every", "0", "--rollout.max_tokens", "60",
             "--placement", '{"actor":"0","rollout":"1"}']  # fmt: skip
-    done = torchrun(
-        folder, 2, "--config", "cfg.py", "--run_dir", "ahead", "--async_steps", "2", *args
-    )
+    done = train(folder, 2, "--config", "cfg.py", "--run_dir", "ahead", "--async_steps", "2", *args)
     assert done.code == 0, done.output[-4000:]
     rows = [json.loads(line) for line in Path(folder, "ahead/metrics.jsonl").open()][1:]
     assert len(rows) == 5
@@ -123,7 +121,7 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
     args = ["--config", "cfg.py", "--run_dir", "partial", "--rollout.oversample", "1.5",
             "--rollout.max_num_seqs", "8", "--checkpoint.every_steps", "2",
             "--eval_every", "0"]  # fmt: skip
-    done = torchrun(folder, 2, *args, "--steps", "2")
+    done = train(folder, 2, *args, "--steps", "2")
     assert done.code == 0, done.output[-4000:]
     import torch
 
@@ -134,7 +132,7 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
     left = saved[0]["prompts"].tolist()
     assert left
     assert len(left) * 4 == len(saved[0]["questions"]) + sum(len(s["samples"]) for s in saved)
-    done = torchrun(folder, 3, *args, "--steps", "3", "--resume", "auto")
+    done = train(folder, 3, *args, "--steps", "3", "--resume", "auto")
     assert done.code == 0, done.output[-4000:]
     rows = [json.loads(line) for line in Path(folder, "partial/metrics.jsonl").open()][1:]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -157,7 +155,7 @@ def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, modul
     victim = 0 if site == "training side" else 1
     fault = FAULT.format(module=module, name=name).replace('"1"', f'"{victim}"')
     Path(folder, "bad.py").write_text(ALL_ROLES + fault)
-    done = torchrun(
+    done = train(
         folder, 2, "--config", "bad.py", "--run_dir", f"bad {phase}", "--eval_every", "0",
         "--data.eval", "None", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
     )  # fmt: skip

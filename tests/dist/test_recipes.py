@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, ROOT, make_arithmetic, metrics_of, torchrun, write_task
+from programs import CONFIG, ROOT, make_arithmetic, metrics_of, train, write_task
 
 RECIPES = sorted(p.stem.split("_")[3] for p in Path(ROOT, "configs").glob("*arithmetic*_cpu.py"))
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
@@ -26,7 +26,7 @@ def arithmetic(tmp_path_factory):
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "sft"])
 def test_recipe_runs_end_to_end(arithmetic, recipe):
     (config,) = Path(ROOT, "configs").glob(f"*arithmetic_{recipe}*_cpu.py")
-    done = torchrun(arithmetic, 2, "--config", str(config), "--run_dir", f"run_{recipe}", *SMALL)
+    done = train(arithmetic, 2, "--config", str(config), "--run_dir", f"run_{recipe}", *SMALL)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / f"run_{recipe}")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -55,7 +55,7 @@ def folder(tmp_path_factory, qwen3):
 
 
 def run(folder, ranks, name, *args):
-    done = torchrun(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+    done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
     assert done.code == 0, done.output[-4000:]
     return metrics_of(folder / name)
 
@@ -79,7 +79,7 @@ def test_dynamic_sampling_fills_the_step_with_unequal_groups(folder):
 
 def test_dynamic_sampling_gives_up_after_its_rounds(folder):
     Path(folder, "same.py").write_text(SPREAD.replace("% 5 == 0", "% 5 == 9"))
-    done = torchrun(
+    done = train(
         folder, 2, "--config", "same.py", "--run_dir", "same", "--algo.dynamic_sampling", "2"
     )
     assert done.code == 0, done.output[-4000:]
@@ -173,7 +173,7 @@ def test_a_mini_batch_of_nothing_makes_no_update(folder):
     Path(folder, "broken.py").write_text(broken)
     args = ["--config", "broken.py", "--run_dir", "broken", "--algo.mini_batches", "8",
             "--rewards.max_invalid_fraction", "1.0", "--steps", "3"]  # fmt: skip
-    done = torchrun(folder, 2, *args)
+    done = train(folder, 2, *args)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(folder / "broken")
     assert any(row["reward/invalid"] >= 4 for row in rows[1:])

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from programs import finish, metrics_of, pids_of, start, torchrun, wait_for
+from programs import finish, metrics_of, pids_of, start, train, wait_for
 
 CONFIG = """
 from spmdrl.config import *
@@ -33,7 +33,7 @@ def folder(tmp_path, qwen3):
 
 
 def sft(folder, ranks, *args):
-    done = torchrun(folder, ranks, "--config", "cfg.py", *args, program="spmdrl.sft")
+    done = train(folder, ranks, "--config", "cfg.py", *args, program="spmdrl.sft")
     assert done.code == 0, done.output[-4000:]
     return done.output
 

@@ -2,7 +2,7 @@
 
 import json
 
-from programs import CONFIG, finish, metrics_of, start, write_task
+from programs import CONFIG, metrics_of, train, write_task
 from tiny import save_qwen3
 
 SETTINGS = """
@@ -38,8 +38,8 @@ def test_strict_runs(tmp_path):
     }
     done = {}
     for name, (ranks, config, *args) in runs.items():
-        process = start(tmp_path, ranks, "--config", config, "--run_dir", name, *args)
-        done[name] = finish(process, tmp_path, timeout_s=300)
+        args = ["--config", config, "--run_dir", name, *args]
+        done[name] = train(tmp_path, ranks, *args, timeout_s=300)
     for name in ("two", "one"):
         assert done[name].code == 0, done[name].output[-6000:]
         rows = metrics_of(tmp_path / name)
