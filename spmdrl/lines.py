@@ -2,23 +2,28 @@
 
 gloo's messages pass through a thread at either end, which for a few bytes costs more than all else:
 0.15 ms of a processor on ours. A note costs a tenth. Ranks on other hosts have no line.
+
+A socket takes some 280 notes that nobody has looked at. So that ranks which wait for each other in
+a circle get on, one that waits looks at all of its lines, also those of other topologies.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import select
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -29,65 +34,105 @@ Note = tuple[int, int, int]  # kind, tag, number
 SHOWN, READ, AGREED = 1, 2, 3
 NOTE = struct.Struct("=iiqq")  # kind, tag, number, value
 HELLO = struct.Struct("=iq")  # caller's rank, the secret of the one called
+PEER = struct.Struct("=iII")  # process, user and group at the other end (unix(7), SO_PEERCRED)
 CALL_S = 5.0  # for what is there already
-MOST_S = 14 * 24 * 3600.0  # that poll(2) takes
+MOST_S = 24 * 24 * 3600.0  # poll(2) counts milliseconds in 32 bits
+
+
+class Switchboard:
+    """All lines of a process, of which any may have something to be heard while one is awaited."""
+
+    def __init__(self) -> None:
+        self.lines: WeakValueDictionary[int, Line] = WeakValueDictionary()  # by their socket
+        self.ready = select.poll()
+
+    def add(self, line: Line) -> None:
+        self.lines[line.sock.fileno()] = line
+        self.ready.register(line.sock, select.POLLIN)
+
+    def wait(self, line: Line, until: float, room: bool = False) -> None:
+        """Until any line has something to be heard, or this one has room for more.
+
+        until: of time.monotonic(). Raises TimeoutError past it.
+        """
+        left = until - time.monotonic()
+        if left < 0:
+            raise TimeoutError(f"rank {line.rank} has said nothing for {line.limit_s:.0f} s")
+        self.ready.register(line.sock, select.POLLIN | (select.POLLOUT if room else 0))
+        for number, events in self.ready.poll(min(left, MOST_S) * 1e3):
+            other = self.lines.get(number)
+            if other is None:
+                self.ready.unregister(number)  # nobody's any more
+            elif events & ~select.POLLOUT:
+                other.listen()
+        if room and not line.ended:
+            self.ready.register(line.sock, select.POLLIN)
+
+
+BOARD = Switchboard()
 
 
 class Line:
     """Between this rank and another of its host."""
 
-    def __init__(self, sock: socket.socket, rank: int, limit_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, rank: int, limit_s: float, board: Switchboard = BOARD
+    ) -> None:
         """limit_s: for how long to wait for a note, at most."""
-        self.sock, self.rank, self.limit_s = sock, rank, min(limit_s, MOST_S)
+        self.sock, self.rank, self.limit_s, self.board = sock, rank, limit_s, board
         self.heard: dict[Note, int] = {}  # values of notes that nobody here has asked for
-        self.said: Counter[tuple[int, int]] = Counter()  # notes by kind and tag
-        self.asked: Counter[tuple[int, int]] = Counter()
+        self.shown: Counter[int] = Counter()  # messages so far, by tag (spmdrl.wire)
+        self.told: Counter[int] = Counter()
         self.rest = b""  # of a note
-        self.ready = select.poll()
+        self.ended = False
         sock.setblocking(False)
+        board.add(self)
 
     def say(self, kind: int, tag: int, number: int, value: int = 0) -> None:
-        """The socket takes hundreds of notes that the other rank has not looked at."""
-        left = memoryview(NOTE.pack(kind, tag, number, value))
+        """Returns before the other rank has looked at it, unless hundreds are waiting for that.
+
+        Raises as `hear`.
+        """
+        left, until = memoryview(NOTE.pack(kind, tag, number, value)), 0.0
         while left:
             try:
                 left = left[self.sock.send(left) :]
             except BlockingIOError:
-                self.wait(select.POLLIN | select.POLLOUT)
-            except BrokenPipeError as error:
+                until = until or time.monotonic() + self.limit_s
+                self.board.wait(self, until, room=True)
+            except (BrokenPipeError, ConnectionResetError) as error:
                 raise self.lost() from error
 
     def hear(self, kind: int, tag: int, number: int) -> int:
         """The note's value. Raises TimeoutError, or ConnectionResetError where the rank ended."""
-        while (kind, tag, number) not in self.heard:
+        note, until = (kind, tag, number), 0.0
+        while note not in self.heard:
+            if self.ended:
+                raise self.lost()
             if not self.listen():
-                self.wait(select.POLLIN)
-        return self.heard.pop((kind, tag, number))
+                until = until or time.monotonic() + self.limit_s
+                self.board.wait(self, until)
+        return self.heard.pop(note)
 
     def listen(self) -> bool:
-        """Whether there was something to be heard."""
+        """Whether there was something to be heard, if only an end."""
         try:
             data = self.sock.recv(1 << 14)
         except BlockingIOError:
             return False
-        except ConnectionResetError as error:
-            raise self.lost() from error
+        except ConnectionResetError:
+            data = b""
         if not data:
-            raise self.lost()
+            if not self.ended:
+                self.board.ready.unregister(self.sock)  # it would be ready for ever
+            self.ended = True
+            return True
         data = self.rest + data
         whole = len(data) - len(data) % NOTE.size
         self.rest = data[whole:]
         for kind, tag, number, value in NOTE.iter_unpack(data[:whole]):
             self.heard[kind, tag, number] = value
         return True
-
-    def wait(self, events: int) -> None:
-        self.ready.register(self.sock, events)
-        found = self.ready.poll(self.limit_s * 1e3)
-        if not found:
-            raise TimeoutError(f"rank {self.rank} has said nothing for {self.limit_s:.0f} s")
-        if events & select.POLLOUT and found[0][1] & select.POLLIN:
-            self.listen()  # it may be waiting for room as well
 
     def lost(self) -> ConnectionResetError:
         # the watchdog knows such words from gloo
@@ -125,8 +170,9 @@ class _Word:
     """What a rank says of itself when lines are laid."""
 
     where: Host
+    pid: int
     secret: int
-    door: bytes  # name of its socket
+    door: str  # name of its socket
 
 
 def lay_lines(ranks: Sequence[int], group: dist.ProcessGroup, limit_s: float) -> Lines:
@@ -134,24 +180,24 @@ def lay_lines(ranks: Sequence[int], group: dist.ProcessGroup, limit_s: float) ->
 
     limit_s: for how long to wait for a note, at most.
     """
-    me, here = dist.get_rank(), machine()
-    secret = unseeded_number()
+    me = dist.get_rank()
     with socket.socket(socket.AF_UNIX) as door:
-        if here is not None:
-            door.bind("")  # a free name of Linux's abstract namespace, which needs no file
-            door.listen(len(ranks))
-        mine = _Word(here, secret, door.getsockname() if here is not None else b"")
+        here, name = machine(), open_door(door, len(ranks))
+        mine = _Word(here if name else None, os.getpid(), secrets.randbits(62), name)
         words = all_say(mine, ranks, group)
-        beside = {r for r, word in words.items() if r != me and here and word.where == here}
-        called = {rank: call(words[rank], me) for rank in sorted(beside) if rank > me}
+        beside = {
+            rank: word for rank, word in words.items()
+            if rank != me and mine.where is not None and word.where == mine.where
+        }  # fmt: skip
+        called = {rank: call(word, me) for rank, word in beside.items() if rank > me}
         socks = {rank: sock for rank, sock in called.items() if sock is not None}
         reached = all_say(set(socks), ranks, group)
-        callers = {rank for rank, theirs in reached.items() if me in theirs}
-        while callers - socks.keys():
-            rank, sock = answer(door, callers, secret)
-            socks[rank] = sock
-    complete = all(b in reached[a] for i, a in enumerate(ranks) for b in ranks[i + 1 :])
-    return Lines(ranks, {r: Line(sock, r, limit_s) for r, sock in socks.items()}, complete)
+        callers = {rank: beside[rank].pid for rank in beside if me in reached[rank]}
+        socks |= answer(door, callers, mine.secret)
+    both = all_say(set(socks), ranks, group)  # a line has two ends
+    lines = {r: Line(sock, r, limit_s) for r, sock in socks.items() if me in both[r]}
+    complete = all(a in both[b] and b in both[a] for a in ranks for b in ranks if a < b)
+    return Lines(ranks, lines, complete)
 
 
 def all_say(mine: T, ranks: Sequence[int], group: dist.ProcessGroup) -> dict[int, T]:
@@ -170,34 +216,55 @@ def machine() -> Host:
         return None
 
 
-def unseeded_number() -> int:
-    """The run's own random numbers are left alone."""
-    generator = torch.Generator()
-    generator.seed()
-    return int(torch.randint(1 << 62, (1,), generator=generator))
+def open_door(door: socket.socket, callers: int) -> str:
+    """Its name; "" where the system or its policy has no such sockets."""
+    name = f"\0spmdrl-{secrets.token_hex(16)}"  # abstract: needs no file
+    try:
+        door.bind(name)
+        door.listen(callers)
+    except OSError:
+        return ""
+    return name
 
 
 def call(word: _Word, me: int) -> socket.socket | None:
-    """A connection to a rank's door; None where it is of another network namespace."""
+    """A connection to a rank's door; None where it is of another network namespace, or somebody
+    else on this host keeps it busy."""
     sock = socket.socket(socket.AF_UNIX)
     try:
+        sock.setblocking(False)
         sock.connect(word.door)
+        if at_the_other_end(sock) == word.pid:
+            sock.sendall(HELLO.pack(me, word.secret))
+            return sock
     except OSError:
-        sock.close()
-        return None
-    sock.sendall(HELLO.pack(me, word.secret))
-    return sock
+        pass
+    sock.close()
+    return None
 
 
-def answer(door: socket.socket, callers: set[int], secret: int) -> tuple[int, socket.socket]:
-    """The next of the callers, which are all there. Others on this host may have found the door."""
-    door.settimeout(CALL_S)
-    while True:
-        sock, _ = door.accept()
-        sock.settimeout(CALL_S)
+def answer(door: socket.socket, callers: dict[int, int], secret: int) -> dict[int, socket.socket]:
+    """Connections by rank. callers: processes by rank, which have called; any other is not let in.
+
+    Where somebody else was quicker and the door is full, callers may be missing.
+    """
+    found: dict[int, socket.socket] = {}
+    until = time.monotonic() + CALL_S
+    while callers.keys() - found.keys() and time.monotonic() < until:
+        door.settimeout(max(0.001, until - time.monotonic()))
         with suppress(OSError):
-            said = sock.recv(HELLO.size)
-            rank, word = HELLO.unpack(said) if len(said) == HELLO.size else (-1, 0)
-            if rank in callers and word == secret:
-                return rank, sock
-        sock.close()
+            sock, _ = door.accept()
+            if at_the_other_end(sock) in callers.values():
+                sock.settimeout(CALL_S)
+                said = sock.recv(HELLO.size)
+                rank, word = HELLO.unpack(said) if len(said) == HELLO.size else (-1, 0)
+                if rank in callers and word == secret:
+                    found[rank] = sock
+                    continue
+            sock.close()
+    return found
+
+
+def at_the_other_end(sock: socket.socket) -> int:
+    """A process."""
+    return PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[0]

@@ -68,9 +68,9 @@ def seconds_of(spans: list[Span]) -> dict[str, float]:
 class Phases:
     """Times phases and makes one rank's failure everyone's.
 
-    Agreements are made on topology.control, a group of its own, so that a rank that fails amid
-    another group's collective cannot garble it. There the others stay blocked, and the watchdog,
-    which learns of the failure first, ends them. `on_change` hears each phase's name.
+    Agreements are made on lines or on topology.control, a group of its own, so that a rank that
+    fails amid another group's collective cannot garble it. There the others stay blocked, and the
+    watchdog, which learns of the failure first, ends them. `on_change` hears each phase's name.
     """
 
     def __init__(

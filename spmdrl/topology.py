@@ -34,10 +34,10 @@ class Topology:
     # but for a host's (from_megatron)
     mesh: DeviceMesh
     group: dist.ProcessGroup  # these ranks; takes CPU tensors too
-    control: dist.ProcessGroup  # these ranks again: gloo, for agreements at the end of phases
+    control: dist.ProcessGroup  # these ranks again: gloo, for what ranks tell each other
     device: torch.device
     host: str
-    lines: Lines  # to those of this host
+    lines: Lines  # to those on this host; agreements at the end of phases, if it has all
     # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
     sharding: DeviceMesh | None = None
 

@@ -118,9 +118,9 @@ class Watchdog:
         with suppress(RuntimeError):
             if first:
                 self.store.set("told", "1")
-                # others may be about to tell it too, and this rank may take the store along
-                wait_for(lambda: self.store.add("claims", 0) == self.world, 1.0)
             wait_for(lambda: self.store.check(["told"]), 2.0)
+            # others may be about to tell it too, and this rank may take the store along
+            wait_for(lambda: self.store.add("claims", 0) >= self.world, 1.0)
 
     def close(self) -> None:
         """Says goodbye, so that the rank that watches this one does not miss it."""

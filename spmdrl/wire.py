@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.lines import READ, SHOWN, Line, all_say, machine, unseeded_number
+from spmdrl.lines import READ, SHOWN, Line, all_say
 from spmdrl.topology import Topology
 
 READ_BYTES = 64 << 10  # shorter messages take gloo's socket
@@ -54,9 +55,14 @@ class Wire:
         if isinstance(values, Tensor) and not self.shows(to, values.nbytes):
             return some(dist.isend(values, to, self.group, tag))
         line = self.lines[to]
-        number = line.said[SHOWN, tag]
-        line.said[SHOWN, tag] += 1
-        address = -values.address if isinstance(values, Spans) else values.data_ptr()
+        number = line.shown[tag]
+        line.shown[tag] += 1
+        if isinstance(values, Spans):
+            assert len(values.table) == len(values.tensors)
+            address = -values.address
+        else:
+            assert values.is_contiguous() and values.device.type == "cpu"
+            address = values.data_ptr()
         line.say(SHOWN, tag, number, address)
         return _Shown(line, tag, number, values)
 
@@ -76,8 +82,8 @@ class Wire:
             assert isinstance(place, Tensor)
             return some(dist.irecv(place, source, self.group, tag))
         line = self.lines[source]
-        number = line.asked[SHOWN, tag]
-        line.asked[SHOWN, tag] += 1
+        number = line.told[tag]
+        line.told[tag] += 1
         spans = Spans([place]) if isinstance(place, Tensor) else place
         return _ToRead(line, self.readable[source], tag, number, spans, apart)
 
@@ -143,10 +149,10 @@ def neighbours(topology: Topology) -> tuple[dict[int, int], set[int]]:
 
     Found by trying, among those with a line. Collective.
     """
-    here, secret = machine(), torch.tensor([unseeded_number()])
+    secret = torch.tensor([secrets.randbits(62)])
     mine = (os.getpid(), secret.data_ptr(), int(secret))
     found = all_say(mine, topology.ranks, topology.control)
-    lines = topology.lines.by_rank if here is not None else {}
+    lines = topology.lines.by_rank
     readable = {rank: found[rank][0] for rank in lines if can_read(*found[rank])}
     theirs = all_say(set(readable), topology.ranks, topology.control)
     me = dist.get_rank()

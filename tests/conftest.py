@@ -1,6 +1,7 @@
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -23,6 +24,14 @@ def seeded(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No run of torchrun outlives the test that started it."""
+    yield
+    if "programs" in sys.modules:
+        sys.modules["programs"].end_left()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from pathlib import Path
 from ranks import SERVER, become, free_port, wait_all
 
 ROOT = Path(__file__).parents[1]
+RUNNING: list[BaseProcess] = []  # since the test began
 CONFIG = """
 from spmdrl.config import *
 
@@ -88,7 +89,18 @@ def start(
     Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said
     process = SERVER.Process(target=launch, args=(str(folder), command, environment()))
     process.start()
+    RUNNING.append(process)
     return process
+
+
+def end_left() -> None:
+    """A test that failed between `start` and `finish` leaves its run to nobody."""
+    while RUNNING:
+        process = RUNNING.pop()
+        if process.exitcode is None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks end with it
+            process.join(10)
 
 
 def environment() -> dict[str, str]:

@@ -1,12 +1,12 @@
 """Carries a plan out: packs, sends, gathers and copies into place, two buckets at a time.
 
 What goes from one rank to another in a bucket is cut into messages: a large piece is one by itself,
-small ones share one. A message lies in the bucket's memory, its slot, unless it lies ready: in a
-shard that need not be cast, or in the engine's parameter, where it is cast to and received; or
-unless it is left to its receiver to take it from the shards. On a
-CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while the
-next is packed and the next bucket's are on their way. On a GPU what a bucket packs, copies in place
-and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
+small ones share one. A message lies in the bucket's memory, its slot, or where it need not be
+copied: in a shard that is not cast, in the engine's parameter, where it is cast to and received.
+Between ranks of one host some are not packed at all: the receiver reads the shards and casts them.
+On a CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while
+the next is packed and the next bucket's are on their way. On a GPU what a bucket packs, copies in
+place and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
 
 Weights that the engine keeps in FP8 are quantised while they are packed, by whoever holds them, and
 travel as a byte each. A shard may end within a block of 128 x 128: the ranks have agreed on every
@@ -38,12 +38,12 @@ from spmdrl.wire import IOV_MAX, Apart, Spans, Wire, Work
 HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
 FP8 = torch.float8_e4m3fn
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 16 << 20  # half and twice of it, and of the next two, are no better
+CPU_SLOT_BYTES = 16 << 20  # this and the next two: neither half nor twice as much is quicker
 CPU_MESSAGE_BYTES = 2 << 20
 CPU_ALONE_BYTES = 1 << 20  # a piece of this size is a message by itself
 CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
-# To pack small tensors takes a rank twice as long as another to read them packed, and the latter as
-# long again to take them itself: of so many messages of them, it does so with one.
+# Of the messages of small tensors every fifth is left to its receiver, which has time: to pack one
+# takes twice as long as to read it, and to read and cast its shards about as long as to pack it.
 LEFT_EVERY, LEFT_DTYPE = 5, torch.float32
 
 
@@ -364,7 +364,7 @@ class Transfer:
         for receiver in m.receivers:
             values = m.data if m.left is None else m.left
             now.outgoing.append(self.wire.isend(values, receiver, m.forward_tag))
-            self.moved += m.data.nbytes  # of what arrives, where a receiver takes float32 too
+            self.moved += m.data.nbytes
 
     def exchange(self, now: _Underway) -> None:
         """What is handed over in a bucket, at once."""

@@ -41,6 +41,8 @@ class SyncStats:
     """Of one push, on this rank; bytes are those it sent to other ranks. Sum them over ranks.
 
     Without the scales of FP8 blocks, which are reduced over all ranks: 1/4096 of what they scale.
+    Weights count in the engine's dtype, also where a rank of the same host reads another's float32
+    shards and casts them.
     """
 
     planned_bytes: int

@@ -2,14 +2,28 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks, start_ranks, wait_all
 
-from spmdrl.lines import HELLO, Line, answer, lay_lines
+from spmdrl.lines import (
+    HELLO,
+    NOTE,
+    Line,
+    Switchboard,
+    _Word,
+    answer,
+    call,
+    lay_lines,
+    machine,
+    open_door,
+)
 
 # ---- agreements
 
@@ -56,7 +70,8 @@ def test_ranks_of_several_hosts_agree_over_gloo():
 @pytest.fixture
 def pair():
     ends = socket.socketpair()
-    lines = [Line(end, rank, 0.5) for rank, end in enumerate(ends)]
+    # each as if in a process of its own
+    lines = [Line(end, rank, 0.5, Switchboard()) for rank, end in enumerate(ends)]
     yield lines
     for end in ends:
         end.close()
@@ -93,6 +108,50 @@ def test_both_may_say_more_than_a_socket_takes(pair):
     assert found == {0: sum(range(count)), 1: sum(range(count))}
 
 
+def test_ranks_that_wait_in_a_circle_get_on():
+    """0 says more to 1 than a socket takes, and then what 2 waits for, for whom 1 waits."""
+    boards, lines, count = [Switchboard() for _ in range(3)], {}, 3000
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        for me, them, end in zip((one, other), (other, one), socket.socketpair(), strict=True):
+            lines[me, them] = Line(end, them, 30.0, boards[me])
+    found = {}
+
+    def first():
+        for number in range(count):
+            lines[0, 1].say(1, 0, number)
+        lines[0, 2].say(1, 0, 0, 5)
+
+    def second():
+        found[1] = lines[1, 2].hear(1, 0, 0)
+        found[0] = [lines[1, 0].hear(1, 0, number) for number in range(count)]
+
+    def third():
+        lines[2, 1].say(1, 0, 0, lines[2, 0].hear(1, 0, 0) + 1)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second, third)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {1: 6, 0: [0] * count}
+
+
+def test_an_end_elsewhere_does_not_disturb():
+    board, ends = Switchboard(), [socket.socketpair() for _ in range(3)]
+    lines = [Line(here, rank, 0.5, board) for rank, (here, _) in enumerate(ends)]
+    ends[1][1].close()
+    del lines[2]
+    ends[2][0].close()  # as when a topology is dropped
+    begin, used = time.monotonic(), time.thread_time()
+    with pytest.raises(TimeoutError, match="rank 0"):
+        lines[0].hear(1, 0, 0)
+    assert time.monotonic() - begin > 0.4 and time.thread_time() - used < 0.2
+    ends[0][1].sendall(NOTE.pack(1, 0, 0, 7))
+    assert lines[0].hear(1, 0, 0) == 7
+    with pytest.raises(ConnectionResetError, match="rank 1"):
+        lines[1].hear(1, 0, 0)
+
+
 def test_silence_and_an_end_are_told_with_the_rank(pair):
     here, there = pair
     begin = time.monotonic()
@@ -107,29 +166,82 @@ def test_silence_and_an_end_are_told_with_the_rank(pair):
             what()
 
 
-def test_a_stranger_at_the_door_is_not_let_in():
+STRANGER = """
+import socket, sys, time
+found = []
+for _ in range(int(sys.argv[2])):
+    found.append(socket.socket(socket.AF_UNIX))
+    found[-1].setblocking(False)
+    try:
+        found[-1].connect(chr(0) + sys.argv[1])
+        found[-1].send(bytes.fromhex(sys.argv[3]))
+    except OSError as error:
+        pass
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def strangers_at(name, number, said=b""):
+    command = [sys.executable, "-c", STRANGER, name[1:], str(number), said.hex()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "there\n"
+    return process
+
+
+def test_strangers_at_the_door_are_not_let_in_and_cost_no_time():
+    """Others on this host, who may even know the word."""
+    secret = 12345
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind("")
-        door.listen(8)
-        strangers = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        name = open_door(door, 8)
+        strangers = [strangers_at(name, 2, HELLO.pack(3, secret)), strangers_at(name, 3)]
+        word = _Word(machine(), os.getpid(), secret, name)
+        friend = call(word, 3)
+        assert call(replace(word, pid=strangers[0].pid), 3) is None, "somebody else's door"
+        begin = time.monotonic()
+        found = answer(door, {3: os.getpid()}, secret)
+        assert time.monotonic() - begin < 1
+        found[3].sendall(b"welcome")
+        assert friend.recv(7) == b"welcome"
+        found[3].close(), friend.close()
         for stranger in strangers:
-            stranger.connect(door.getsockname())
-        for stranger, said in zip(strangers, [b"hello", HELLO.pack(3, 11), b""], strict=False):
-            stranger.sendall(said)
-        strangers[2].close()
-        strangers[3].sendall(HELLO.pack(9, 12345))  # the word, and nobody that is expected
-        friend = socket.socket(socket.AF_UNIX)
-        friend.connect(door.getsockname())
-        friend.sendall(HELLO.pack(3, 12345))
-        rank, sock = answer(door, {1, 3}, 12345)
-        sock.sendall(b"welcome")
-        assert rank == 3 and friend.recv(7) == b"welcome"
-        for stranger in (strangers[0], strangers[1], strangers[3]):
-            assert stranger.recv(1) == b""
-        sock.close()
-        friend.close()
-        for stranger in strangers:
-            stranger.close()
+            stranger.kill(), stranger.wait()
+
+
+def test_a_door_that_others_keep_busy_is_no_line(monkeypatch):
+    from spmdrl import lines as module
+
+    monkeypatch.setattr(module, "CALL_S", 0.5)
+    with socket.socket(socket.AF_UNIX) as door:
+        name = open_door(door, 1)
+        stranger = strangers_at(name, 5)
+        begin = time.monotonic()
+        assert call(_Word(machine(), os.getpid(), 1, name), 3) is None
+        assert answer(door, {3: os.getpid()}, 1) == {}
+        assert time.monotonic() - begin < 2
+        stranger.kill(), stranger.wait()
+
+
+def shut_out_on(topology, how):
+    """Rank 0 cannot open a door, or hears nobody at it."""
+    from spmdrl import lines as module
+    from spmdrl.topology import Topology
+
+    if topology.rank == 0 and how == "no door":
+        module.open_door = lambda door, callers: ""
+    if topology.rank == 2 and how == "deaf":
+        module.answer = lambda door, callers, secret: {}
+    built = Topology.build(topology.device, dp=-1)
+    low = built.lowest(7 - topology.rank)
+    return sorted(built.lines.by_rank), built.lines.complete, low
+
+
+@pytest.mark.parametrize(
+    ("how", "lines"), [("no door", [[], [2], [1]]), ("deaf", [[1], [0], []])], ids=lambda x: x
+)
+def test_ranks_do_without_a_line_that_cannot_be_laid(how, lines):
+    found = run_ranks(3, shut_out_on, how)
+    assert found == [(each, False, 5) for each in lines]
 
 
 # ---- a rank that ends
@@ -141,13 +253,16 @@ def left_on(topology, path):
     try:
         topology.lowest(1)
     except ConnectionResetError as error:
-        Path(path).write_text(str(error))
+        Path(path, str(topology.rank)).write_text(str(error))
 
 
 def test_who_waits_for_a_rank_that_ended_is_told(tmp_path):
-    procs = start_ranks(2, [(left_on, (str(tmp_path / "told"),))], str(tmp_path))
-    assert wait_all(procs, 60)
-    assert "Connection closed by peer: rank 1" in (tmp_path / "told").read_text()
+    """Of four, two wait for it; the other two for those, whom here nobody ends."""
+    procs = start_ranks(4, [(left_on, (str(tmp_path),))], str(tmp_path))
+    wait_all(procs, 60)
+    told = {path.name: path.read_text() for path in tmp_path.glob("[0-9]")}
+    assert "Connection closed by peer: rank 1" in told["2"]
+    assert all("Connection closed by peer: rank" in text for text in told.values())
 
 
 def number_of_files_on(topology):

@@ -48,7 +48,7 @@ def exchanged_on(topology, how):
         work.wait()
         values.zero_()
     lines = wire.lines.values()
-    return readable, wrong, sum(x.said.total() for x in lines), sum(len(x.heard) for x in lines)
+    return readable, wrong, sum(x.shown.total() for x in lines), sum(len(x.heard) for x in lines)
 
 
 def can_read() -> bool:
