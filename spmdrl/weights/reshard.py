@@ -42,9 +42,9 @@ CPU_SLOT_BYTES = 16 << 20  # this and the next two: neither half nor twice as mu
 CPU_MESSAGE_BYTES = 2 << 20
 CPU_ALONE_BYTES = 1 << 20  # a piece of this size is a message by itself
 CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
-# Of the messages of small tensors every fifth is left to its receiver, which has time: to pack one
+# Of the messages of small tensors every third is left to its receiver, which has time: to pack one
 # takes twice as long as to read it, and to read and cast its shards about as long as to pack it.
-LEFT_EVERY, LEFT_DTYPE = 5, torch.float32
+LEFT_EVERY, LEFT_DTYPE = 3, torch.float32
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
