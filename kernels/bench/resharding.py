@@ -31,7 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-LIMIT_S, RUNS, BUCKET_MIB = 90, 7, 64
+LIMIT_S, RUNS, BUCKET_MIB = 90, 31, 64
 LARGE = [(2048, 1024)] * 24  # 100 MB in bfloat16
 SMALL = [(64, 64)] * 6000  # experts' matrices: 49 MB
 
