@@ -12,7 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, finish, metrics_of, pids_of, set_up, start, torchrun, wait_for
+from programs import (
+    CONFIG,
+    end_left,
+    finish,
+    metrics_of,
+    pids_of,
+    set_up,
+    start,
+    torchrun,
+    wait_for,
+)
 
 LIMIT_S = 10
 ENDLESS = ("--config", "cfg.py", "--steps", "1000")
@@ -211,7 +221,8 @@ def test_ranks_do_not_outlive_torchrun(folder):
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900")
     wait_for(folder, "step 2/1000", proc)
     ranks = pids_of(proc.pid, "spmdrl.ppo")
-    os.kill(proc.pid, signal.SIGKILL)
+    end_left()  # as after a test that failed: SIGKILL to torchrun, which is a group by itself
+    assert proc.exitcode == -signal.SIGKILL
     end = time.monotonic() + LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < end, Path(folder, "log").read_text()[-4000:]
