@@ -47,16 +47,17 @@ class Wire:
         self.group, self.lines = topology.group, topology.lines.by_rank
         self.readable, self.readers = neighbours(topology)
 
-    def isend(self, values: Tensor | Spans, to: int, tag: int = 0) -> Work:
+    def isend(
+        self, values: Tensor | Spans, to: int, tag: int = 0, number: int | None = None
+    ) -> Work:
         """`values` must not change before the result was waited for.
 
-        Spans are for a receiver that has an Apart for the message.
+        Spans are for a receiver that has an Apart for the message. number: see `number`.
         """
         if isinstance(values, Tensor) and not self.shows(to, values.nbytes):
             return some(dist.isend(values, to, self.group, tag))
         line = self.lines[to]
-        number = line.shown[tag]
-        line.shown[tag] += 1
+        number = self.number(to, tag) if number is None else number
         if isinstance(values, Spans):
             assert len(values.table) == len(values.tensors)
             address = -values.address
@@ -65,6 +66,12 @@ class Wire:
             address = values.data_ptr()
         line.say(SHOWN, tag, number, address)
         return _Shown(line, tag, number, values)
+
+    def number(self, to: int, tag: int) -> int:
+        """Of the next message that `shows`, where it may leave after those that come after it."""
+        line = self.lines[to]
+        line.shown[tag] += 1
+        return line.shown[tag] - 1
 
     def irecv(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,13 +57,13 @@ class Layout:
     scales: list[tuple[str, Box]] = field(default_factory=list)
     scale_places: list[Place] = field(default_factory=list)
 
-    def holders(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Where every parameter is found that has a place: quicker to ask than the modules."""
+    def addresses(self) -> Callable[[], Iterator[int]]:
+        """Of every parameter that has a place: others where the engine has moved them."""
         unique = dict.fromkeys((place.module, place.name) for place in self.places)
-        return [
-            (module._parameters if name in module._parameters else module._buffers, name)
-            for module, name in unique
-        ]
+        names = [name for _, name in unique]
+        # quicker to ask than the modules
+        holders = [m._parameters if name in m._parameters else m._buffers for m, name in unique]
+        return lambda: map(Tensor.data_ptr, map(getitem, holders, names))  # type: ignore[arg-type]
 
 
 class ByName:

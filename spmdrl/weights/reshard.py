@@ -42,9 +42,9 @@ CPU_SLOT_BYTES = 16 << 20  # this and the next two: neither half nor twice as mu
 CPU_MESSAGE_BYTES = 2 << 20
 CPU_ALONE_BYTES = 1 << 20  # a piece of this size is a message by itself
 CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
-# Of the messages of small tensors every third is left to its receiver, which has time: to pack one
-# takes twice as long as to read it, and to read and cast its shards about as long as to pack it.
-LEFT_EVERY, LEFT_DTYPE = 3, torch.float32
+# Of a bucket's messages of small tensors the first are left to their receivers, which would wait
+# for packed ones: to pack takes twice as long as to read, and to read and cast shards about as long
+LEFT_SHARE, LEFT_DTYPE = 0.25, torch.float32
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
@@ -54,7 +54,6 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
 
 
 Held = dict[str, list[tuple[Box, Tensor]]]  # by a weight's name, what a rank holds of it
-Pack = Callable[[], object]
 T = TypeVar("T")
 
 
@@ -73,12 +72,12 @@ class _Message:
     ready: Tensor | None = None  # where it lies, if not in the slot
     parts: list[Part] = field(default_factory=list)  # quantised into it, instead of shards
     memory: Tensor | None = None  # where it lies, while there is a slot
-    packs: list[Pack] = field(default_factory=list)  # from shards or parts, one after the other
     packed: list[Tensor] = field(default_factory=list)  # views of it, like shards or parts
     unpacked: list[Tensor] = field(default_factory=list)  # like the places
     spans: Spans | None = None  # the places, where it is read into them at once
     left: Spans | None = None  # the shards, where the receiver takes it from them
     apart: Apart | None = None  # how it is taken from shards
+    numbers: dict[int, int] = field(default_factory=dict)  # by receiver, where it reads memory
 
     @property
     def last(self) -> int:
@@ -89,10 +88,9 @@ class _Message:
         assert self.memory is not None
         return self.memory
 
-    def lie_in(self, slot: Tensor | None, scratch: Tensor | None) -> None:
+    def lie_in(self, slot: Tensor | None) -> None:
         """Makes the views, which for small tensors cost as much as the copies."""
-        self.memory, self.packs, self.packed, self.unpacked = self.ready, [], [], []
-        self.apart = None
+        self.memory, self.packed, self.unpacked, self.apart = self.ready, [], [], None
         if slot is not None and self.ready is None:
             self.memory = slot[self.first : self.last]
         if self.memory is None:
@@ -100,57 +98,23 @@ class _Message:
         if self.parts:
             like = [part.tensor for part in self.parts]
             self.packed = views(self.memory.view(FP8), self.lengths, like)
-            self.packs = [
-                partial(part.quantize, row)
-                for part, row in zip(self.parts, self.packed, strict=True)
-            ]
         if self.shards:
             self.packed = views(self.memory, self.lengths, self.shards)
-            self.packs = casts(self.memory, self.lengths, self.shards, self.packed, scratch)
         if self.places:
             self.unpacked = views(self.memory, self.lengths, self.places)
+
+    def pack(self) -> None:
+        """On a CPU; on a GPU a bucket's messages are packed at once."""
+        if self.parts:
+            for part, row in zip(self.parts, self.packed, strict=True):
+                part.quantize(row)
+        else:
+            copy_all(self.packed, self.shards)
 
 
 def views(memory: Tensor, lengths: list[int], like: list[Tensor]) -> list[Tensor]:
     parts = memory.split(lengths) if len(lengths) > 1 else [memory]
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-def casts(
-    memory: Tensor,
-    lengths: list[int],
-    shards: list[Tensor],
-    packed: list[Tensor],
-    scratch: Tensor | None,
-) -> list[Pack]:
-    """On a CPU a cast of many or of strided tensors takes twice as long as one in a row.
-
-    They are first put in a row in the scratch, in their own dtype.
-    """
-    direct: list[Pack] = [partial(copy_all, packed, shards)]
-    in_a_row = len(shards) == 1 and shards[0].is_contiguous()
-    if scratch is None or in_a_row or any(shard.dtype != scratch.dtype for shard in shards):
-        return direct
-    runs: list[list[Tensor]] = [[]]  # each fits into the scratch
-    filled = 0
-    for shard in shards:
-        for block in shard.split(max(1, len(scratch) * len(shard) // shard.numel())):
-            if block.numel() > len(scratch):
-                return direct
-            if filled + block.numel() > len(scratch):
-                runs.append([])
-                filled = 0
-            runs[-1].append(block)
-            filled += block.numel()
-    copies: list[Pack] = []
-    first = 0
-    for run in runs:
-        numbers = [block.numel() for block in run]
-        row = scratch[: sum(numbers)]
-        to = memory[first : first + len(row)]
-        copies += [partial(copy_all, views(row, numbers, run), run), partial(to.copy_, row)]
-        first += len(row)
-    return copies
 
 
 def runs_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -275,18 +239,16 @@ class Transfer:
             torch.empty(most, dtype=self.dtype, device=self.device)
             for _ in range(min(SLOTS, len(self.buckets)))
         ]
-        messages = [m for bound in self.buckets for m in bound.messages]
-        cast = next((s.dtype for m in messages for s in m.shards if s.dtype != self.dtype), None)
-        self.scratch = None
-        if self.eager and cast is not None:
-            self.scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=cast)
         for number, bound in enumerate(self.buckets):
-            for message in bound.messages:
-                message.lie_in(self.slots[number % SLOTS], self.scratch)
-                message.spans = Spans(message.places) if self.goes_straight(message) else None
-        may_be_left = [m for m in messages if self.may_be_left(m)]
-        for number, message in enumerate(may_be_left):
-            message.left = Spans(message.shards) if number % LEFT_EVERY == LEFT_EVERY // 2 else None
+            may_be_left: dict[int, list[_Message]] = {}  # by receiver
+            for m in bound.messages:
+                m.lie_in(self.slots[number % SLOTS])
+                m.spans = Spans(m.places) if self.goes_straight(m) else None
+                if self.may_be_left(m):
+                    may_be_left.setdefault(m.receivers[0], []).append(m)
+            for found in may_be_left.values():
+                for m in found[: round(LEFT_SHARE * len(found))]:
+                    m.left = Spans(m.shards)
 
     def goes_straight(self, m: _Message) -> bool:
         """Whether it is read into its places at once, and no slot is needed."""
@@ -307,7 +269,7 @@ class Transfer:
         """How m is taken from its sender's shards."""
         if m.apart is not None:
             return m.apart
-        if self.scratch is None or self.scratch.dtype != LEFT_DTYPE:
+        if self.scratch is None:
             self.scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=LEFT_DTYPE)
         m.apart = Apart(self.scratch, [])
         targets = m.places if m.spans is not None else list(m.data.split(m.lengths))
@@ -334,9 +296,13 @@ class Transfer:
                 work = self.wire.irecv(place, m.sender, m.tag, partial(self.taken, m))
                 now.incoming.append((m, work))
         for m in mine:
+            m.numbers = {
+                to: self.wire.number(to, m.forward_tag)
+                for to in m.receivers if self.wire.shows(to, m.data.nbytes)
+            }  # fmt: skip
+        for m in sorted(mine, key=lambda m: m.left is None):
             if m.left is None:
-                for pack in m.packs:
-                    pack()
+                m.pack()
             self.send(m, now)
             copy_all(m.places, m.unpacked)
         copy_local(bound.local, self.dtype)
@@ -363,7 +329,8 @@ class Transfer:
     def send(self, m: _Message, now: _Underway) -> None:
         for receiver in m.receivers:
             values = m.data if m.left is None else m.left
-            now.outgoing.append(self.wire.isend(values, receiver, m.forward_tag))
+            number = m.numbers.get(receiver)
+            now.outgoing.append(self.wire.isend(values, receiver, m.forward_tag, number))
             self.moved += m.data.nbytes
 
     def exchange(self, now: _Underway) -> None:

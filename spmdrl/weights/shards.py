@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, combinations
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,12 +31,21 @@ class Shards(NamedTuple):
     derived: Derived | None = None  # by which it is worked out before it is there
     weight: Tensor | None = None  # of which `tensors` are views
 
-    def address(self) -> object:
-        """Another one where the tensors have moved."""
-        if self.weight is None:
-            return [tensor.data_ptr() for tensor in self.tensors()]
-        weight = self.weight
-        return (weight._local_tensor if isinstance(weight, DTensor) else weight).data_ptr()
+
+class Addresses:
+    """Where shards lie. A transfer asks before each run, so there is no Python per tensor in it."""
+
+    def __init__(self, named: Mapping[str, Shards]) -> None:
+        weights = {id(s.weight): s.weight for s in named.values() if s.weight is not None}
+        self.sharded = [w for w in weights.values() if isinstance(w, DTensor)]
+        self.full = [w for w in weights.values() if not isinstance(w, DTensor)]
+        self.others = [s.tensors for s in named.values() if s.weight is None]
+
+    def __call__(self) -> Iterator[int]:
+        """Others where tensors have moved. To be called under torch.no_grad()."""
+        local = map(attrgetter("_local_tensor"), self.sharded)
+        others = (tensor for tensors in self.others for tensor in tensors())
+        return map(Tensor.data_ptr, chain(local, self.full, others))
 
 
 def shards_of(weight: Tensor) -> Shards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,7 +32,7 @@ from spmdrl.weights.reshard import (
     slot_bytes,
 )
 from spmdrl.weights.scales import BlockScales
-from spmdrl.weights.shards import Shards, agree_on_shards, lying
+from spmdrl.weights.shards import Addresses, Shards, agree_on_shards, lying
 from spmdrl.wire import Wire
 
 
@@ -127,7 +127,7 @@ class WeightSync:
             apart = self.adapter_apart
             self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
         self.derived: Derived | None = derived_of(self.named)
-        self.holders: list[tuple[Mapping[str, Tensor | None], str]] = []
+        self.shards_lie = Addresses(self.named)
         self.rounds: list[Round] = []
         self.base_is_there = False
         if self.topology.here:
@@ -165,7 +165,7 @@ class WeightSync:
         opaque = {name for _, names, _, _ in layouts for name in names}
         quantized = {name for _, _, names, _ in layouts for name in names}
         found = [regions for regions, _, _, _ in layouts]
-        self.holders = layout.holders()
+        self.places_lie = layout.addresses()
         if quantized:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
         for group, once in self.grouped(weights):
@@ -258,11 +258,9 @@ class WeightSync:
         return lying(self.named)
 
     @torch.no_grad()
-    def addresses(self) -> tuple[object, ...]:
+    def addresses(self) -> tuple[int, ...]:
         """Offloading and sleeping move weights, which the transfer then looks up anew."""
-        shards = [held.address() for held in self.named.values()]
-        places = [held[name].data_ptr() for held, name in self.holders]  # type: ignore[union-attr]
-        return (*shards, *places)
+        return (*self.shards_lie(), *self.places_lie())
 
     def full_tensors(
         self, weights: list[Weight], dtype: torch.dtype | None = None

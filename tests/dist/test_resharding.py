@@ -92,7 +92,7 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
         reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
         reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
-        wire.READ_BYTES, reshard.LEFT_EVERY = 256, 2
+        wire.READ_BYTES, reshard.LEFT_SHARE = 256, 0.5
         weights = sync.WeightSync(
             actor,
             actor_ranks,
