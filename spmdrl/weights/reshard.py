@@ -1,11 +1,8 @@
 """Carries a plan out: packs, sends, gathers and copies into place, two buckets at a time.
 
-What goes from one rank to another in a bucket is cut into messages: a large piece is one by itself,
-small ones share one. A message lies in the bucket's memory, its slot, or where it need not be
-copied: in a shard that is not cast, in the engine's parameter, where it is cast to and received.
-Between ranks of one host some are not packed at all: the receiver reads the shards and casts them.
 On a CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while
-the next is packed and the next bucket's are on their way. On a GPU what a bucket packs, copies in
+the next is packed and the next bucket's are on their way. Between ranks of one host some are not
+packed at all: the receiver reads the shards and casts them. On a GPU what a bucket packs, copies in
 place and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
 
 Weights that the engine keeps in FP8 are quantised while they are packed, by whoever holds them, and
@@ -18,29 +15,25 @@ same bits wherever it is quantised. Elements are not moved to complete blocks, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from spmdrl_kernels.copies import Copies, Part, Quantized, plain_copies
+from spmdrl_kernels.copies import Copies, Quantized, plain_copies
 from torch import Tensor
 
 from spmdrl.topology import Topology
-from spmdrl.weights.boxes import Box, intersect, numel, slab, view, whole
+from spmdrl.weights.boxes import numel, whole
 from spmdrl.weights.derived import derived_of, rounds_of
-from spmdrl.weights.plan import Bucket, Plan, Weight, make_plan
+from spmdrl.weights.messages import HAND_OVER, Binder, Bound, Held, Message, copy_all, views
+from spmdrl.weights.plan import Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, lying
 from spmdrl.wire import IOV_MAX, Apart, Spans, Wire, Work
 
-HAND_OVER, GATHER, PASS_ON = 71, 72, 73  # tags; gathered: what a rank held, what it was handed
-FP8 = torch.float8_e4m3fn
 SLOTS = 2  # buckets under way
-CPU_SLOT_BYTES = 16 << 20  # this and the next two: neither half nor twice as much is quicker
-CPU_MESSAGE_BYTES = 2 << 20
-CPU_ALONE_BYTES = 1 << 20  # a piece of this size is a message by itself
+CPU_SLOT_BYTES = 16 << 20
 CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
 # Of a bucket's messages of small tensors the first are left to their receivers, which would wait
 # for packed ones: to pack takes twice as long as to read, and to read and cast shards about as long
@@ -53,68 +46,7 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
     return min(share, CPU_SLOT_BYTES) if device.type == "cpu" else share
 
 
-Held = dict[str, list[tuple[Box, Tensor]]]  # by a weight's name, what a rank holds of it
 T = TypeVar("T")
-
-
-@dataclass
-class _Message:
-    """Pieces that travel together, from me or another rank to me or others."""
-
-    sender: int
-    tag: int
-    receivers: list[int]  # whom I send it to, with forward_tag
-    forward_tag: int
-    lengths: list[int]  # of the pieces, in elements
-    first: int  # in the slot
-    shards: list[Tensor]  # packed into it; [] where it comes from elsewhere or lies ready
-    places: list[Tensor]  # copied into out of it; [] where it lies there, or is for others
-    ready: Tensor | None = None  # where it lies, if not in the slot
-    parts: list[Part] = field(default_factory=list)  # quantised into it, instead of shards
-    memory: Tensor | None = None  # where it lies, while there is a slot
-    packed: list[Tensor] = field(default_factory=list)  # views of it, like shards or parts
-    unpacked: list[Tensor] = field(default_factory=list)  # like the places
-    spans: Spans | None = None  # the places, where it is read into them at once
-    left: Spans | None = None  # the shards, where the receiver takes it from them
-    apart: Apart | None = None  # how it is taken from shards
-    numbers: dict[int, int] = field(default_factory=dict)  # by receiver, where it reads memory
-
-    @property
-    def last(self) -> int:
-        return self.first if self.ready is not None else self.first + sum(self.lengths)
-
-    @property
-    def data(self) -> Tensor:
-        assert self.memory is not None
-        return self.memory
-
-    def lie_in(self, slot: Tensor | None) -> None:
-        """Makes the views, which for small tensors cost as much as the copies."""
-        self.memory, self.packed, self.unpacked, self.apart = self.ready, [], [], None
-        if slot is not None and self.ready is None:
-            self.memory = slot[self.first : self.last]
-        if self.memory is None:
-            return
-        if self.parts:
-            like = [part.tensor for part in self.parts]
-            self.packed = views(self.memory.view(FP8), self.lengths, like)
-        if self.shards:
-            self.packed = views(self.memory, self.lengths, self.shards)
-        if self.places:
-            self.unpacked = views(self.memory, self.lengths, self.places)
-
-    def pack(self) -> None:
-        """On a CPU; on a GPU a bucket's messages are packed at once."""
-        if self.parts:
-            for part, row in zip(self.parts, self.packed, strict=True):
-                part.quantize(row)
-        else:
-            copy_all(self.packed, self.shards)
-
-
-def views(memory: Tensor, lengths: list[int], like: list[Tensor]) -> list[Tensor]:
-    parts = memory.split(lengths) if len(lengths) > 1 else [memory]
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def runs_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -138,16 +70,16 @@ class _Launches:
         self.pack, self.local, self.unpack = (Copies(via=wire) for _ in range(3))
         self.quantize, self.quantize_local = Quantized(), Quantized()
 
-    def fill(self, messages: list[_Message]) -> None:
+    def fill(self, messages: list[Message]) -> None:
         plain = [m for m in messages if m.shards]
         self.pack.run(joined(m.packed for m in plain), joined(m.shards for m in plain))
         parted = [m for m in messages if m.parts]
         self.quantize.run(joined(m.packed for m in parted), joined(m.parts for m in parted))
 
-    def empty(self, messages: list[_Message]) -> None:
+    def empty(self, messages: list[Message]) -> None:
         self.unpack.run(joined(m.places for m in messages), joined(m.unpacked for m in messages))
 
-    def in_place(self, bound: _Bound) -> None:
+    def in_place(self, bound: Bound) -> None:
         self.local.run([to for to, _ in bound.local], [source for _, source in bound.local])
         quantized = bound.quantized
         self.quantize_local.run([to for _, to in quantized], [part for part, _ in quantized])
@@ -157,23 +89,12 @@ def joined(lists: Iterable[list[T]]) -> list[T]:
     return list(chain.from_iterable(lists))
 
 
-@dataclass
-class _Bound:
-    """A bucket with this rank's tensors."""
-
-    messages: list[_Message] = field(default_factory=list)
-    local: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (to, from)
-    quantized: list[tuple[Part, Tensor]] = field(default_factory=list)  # local too: (from, to)
-    shares: list[tuple[int, int]] = field(default_factory=list)  # in the slot, by position
-    filled: int = 0  # elements of the slot
-
-
 class _Underway:
     """A bucket in flight."""
 
-    def __init__(self, bound: _Bound, slot: Tensor, launches: _Launches) -> None:
+    def __init__(self, bound: Bound, slot: Tensor, launches: _Launches) -> None:
         self.bound, self.slot, self.launches = bound, slot, launches
-        self.incoming: list[tuple[_Message, Work]] = []
+        self.incoming: list[tuple[Message, Work]] = []
         self.outgoing: list[Work] = []
 
 
@@ -201,7 +122,7 @@ class Transfer:
         self.dtype, self.device, self.wire, self.block_group = dtype, device, wire, block_group
         self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
         self.bound: tuple[object, ...] = ()  # addresses for which the buckets were bound
-        self.buckets: list[_Bound] = []
+        self.buckets: list[Bound] = []
         self.slots: list[Tensor] = []
         self.scratch: Tensor | None = None
         self.launches = [_Launches(dtype) for _ in plan.buckets]
@@ -212,8 +133,11 @@ class Transfer:
         """Collective over both roles' ranks; returns the bytes that this rank sent."""
         addresses = self.addresses()
         if addresses != self.bound or not self.buckets:
-            shards, places = self.shards(), self.places()
-            self.buckets = [self.bind(bucket, shards, places) for bucket in self.plan.buckets]
+            binder = Binder(
+                self.plan, self.shards(), self.places(), self.dtype, self.eager,
+                self.block_group is not None, self.scales,
+            )  # fmt: skip
+            self.buckets = [binder.bind(bucket) for bucket in self.plan.buckets]
             self.bound = addresses
             self.slots = []
         before = self.moved
@@ -240,7 +164,7 @@ class Transfer:
             for _ in range(min(SLOTS, len(self.buckets)))
         ]
         for number, bound in enumerate(self.buckets):
-            may_be_left: dict[int, list[_Message]] = {}  # by receiver
+            may_be_left: dict[int, list[Message]] = {}  # by receiver
             for m in bound.messages:
                 m.lie_in(self.slots[number % SLOTS])
                 m.spans = Spans(m.places) if self.goes_straight(m) else None
@@ -250,14 +174,14 @@ class Transfer:
                 for m in found[: round(LEFT_SHARE * len(found))]:
                     m.left = Spans(m.shards)
 
-    def goes_straight(self, m: _Message) -> bool:
+    def goes_straight(self, m: Message) -> bool:
         """Whether it is read into its places at once, and no slot is needed."""
         if not self.eager or m.sender == self.plan.me or m.receivers or not m.places:
             return False
         lie_so = all(p.is_contiguous() and p.dtype == self.dtype for p in m.places)
         return lie_so and self.wire.reads(m.sender, m.data.nbytes)
 
-    def may_be_left(self, m: _Message) -> bool:
+    def may_be_left(self, m: Message) -> bool:
         """Whether its receiver can take it from many small shards and cast it."""
         if not self.eager or len(m.shards) < 2 or m.places or len(m.receivers) != 1:
             return False
@@ -265,7 +189,7 @@ class Transfer:
         lie_so = all(s.is_contiguous() and s.dtype == LEFT_DTYPE for s in m.shards)
         return small and lie_so and self.wire.shows(m.receivers[0], m.data.nbytes)
 
-    def taken(self, m: _Message) -> Apart:
+    def taken(self, m: Message) -> Apart:
         """How m is taken from its sender's shards."""
         if m.apart is not None:
             return m.apart
@@ -279,7 +203,7 @@ class Transfer:
             m.apart.runs.append((lengths, partial(copy_all, targets[first:end], rows)))
         return m.apart
 
-    def start(self, bound: _Bound, slot: Tensor, launches: _Launches) -> _Underway:
+    def start(self, bound: Bound, slot: Tensor, launches: _Launches) -> _Underway:
         """Packs, and puts on the wire what need not wait for others."""
         now = _Underway(bound, slot, launches)
         mine = [m for m in bound.messages if m.sender == self.plan.me]
@@ -326,7 +250,7 @@ class Transfer:
         wait(now.outgoing)
         now.launches.empty(now.bound.messages)
 
-    def send(self, m: _Message, now: _Underway) -> None:
+    def send(self, m: Message, now: _Underway) -> None:
         for receiver in m.receivers:
             values = m.data if m.left is None else m.left
             number = m.numbers.get(receiver)
@@ -360,103 +284,6 @@ class Transfer:
         self.moved += (self.plan.block - 1) * mine.nbytes
         now.outgoing.append(work)
 
-    def bind(self, bucket: Bucket, shards: Held, places: list[Tensor]) -> _Bound:
-        plan, bound = self.plan, _Bound()
-        in_slot = self.block_group is not None  # where an all-gather wants its shares
-
-        def shard(weight: int, box: Box) -> Tensor:
-            parts = shards[plan.weights[weight].name]
-            held, tensor = next(p for p in parts if intersect(p[0], box) == box)
-            return view(tensor, held, box)
-
-        def sources(found: list[tuple[int, Box]]) -> tuple[list[Tensor], list[Part]]:
-            """(shards to be copied, parts to be quantised): one of them is empty."""
-            if self.scales is None:
-                return [plain(shard(weight, box)) for weight, box in found], []
-            return [], [part(weight, box) for weight, box in found]
-
-        def part(weight: int, box: Box) -> Part:
-            assert self.scales is not None
-            first = (box[0][0], box[1][0])
-            return Part(shard(weight, box), first, self.scales[plan.weights[weight].name])
-
-        def place(region: int, box: Box) -> Tensor:
-            return view(places[region], plan.regions[region][1], box)
-
-        def add(message: _Message, ready: list[Tensor]) -> None:
-            """ready: tensors that it may lie in."""
-            fits = [t for t in ready if t.dtype == self.dtype and t.dim() == 1]
-            if len(message.lengths) == 1 and fits and not in_slot:
-                message.ready = fits[0]
-            bound.messages.append(message)
-            bound.filled = message.last
-
-        for receiver in sorted(bucket.sends):
-            for run in self.cut(bucket.sends[receiver]):
-                shards_sent, parts = sources(run)
-                message = _Message(
-                    plan.me, HAND_OVER, [receiver], HAND_OVER, [numel(box) for _, box in run],
-                    bound.filled, shards_sent, [], parts=parts,
-                )  # fmt: skip
-                add(message, shards_sent)
-                if message.ready is not None:
-                    message.shards = []
-        for position, share in enumerate(bucket.shares):
-            mine, start = position == plan.position, bound.filled
-            others = [p for p in plan.peers if p != plan.me] if mine else []
-            for sender, pieces in groupby(share, key=lambda piece: piece.sender):
-                for run in self.cut((piece.region, piece.box) for piece in pieces):
-                    targets = [plain(place(region, box)) for region, box in run]
-                    own: tuple[list[Tensor], list[Part]] = ([], [])
-                    if mine and sender == plan.me:
-                        own = sources([(plan.regions[r][0], box) for r, box in run])
-                    gathered = GATHER if sender == plan.peers[position] else PASS_ON
-                    message = _Message(
-                        sender if mine else plan.peers[position], HAND_OVER if mine else gathered,
-                        others, gathered, [numel(box) for _, box in run], bound.filled,
-                        own[0], targets, parts=own[1],
-                    )  # fmt: skip
-                    add(message, targets)
-                    if message.ready is not None:
-                        message.places = []
-            if in_slot:  # an all-gather wants shares of one size
-                bound.filled = start + bucket.share_numel
-            bound.shares.append((start, bound.filled))
-        # what is to be passed on comes first
-        bound.messages.sort(key=lambda message: message.tag)
-        for region, box in bucket.local:
-            weight = plan.regions[region][0]
-            if self.scales is None:
-                bound.local.append((place(region, box), shard(weight, box)))
-            else:
-                bound.quantized.append((part(weight, box), place(region, box).view(FP8)))
-        return bound
-
-    def cut(self, pieces: Iterable[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:
-        """Messages, alike on both ends, of (number, part) each."""
-        run: list[tuple[int, Box]] = []
-        size, limit = 0, CPU_MESSAGE_BYTES // self.dtype.itemsize
-        for number, box in pieces:
-            added = numel(box)
-            alone = self.eager and added * self.dtype.itemsize >= CPU_ALONE_BYTES
-            if run and self.eager and (alone or size + added > limit):
-                yield run
-                run, size = [], 0
-            if alone:
-                parts = -(-added // limit)
-                slabs = [slab(box, parts, part) for part in range(parts)]
-                yield from ([(number, cut)] for cut in slabs if cut is not None)
-            else:
-                run.append((number, box))
-                size += added
-        if run:
-            yield run
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """In one dimension where it is contiguous, which is quicker to copy."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor
-
 
 def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
     """What rank plan.me is to send in one run; padded: with an all-gather's shares of one size."""
@@ -467,11 +294,6 @@ def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
             mine = sum(numel(piece.box) for piece in bucket.shares[plan.position])
             total += (plan.block - 1) * (bucket.share_numel if padded else mine)
     return total * itemsize
-
-
-def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(to, source)
 
 
 def copy_local(copies: list[tuple[Tensor, Tensor]], wire: torch.dtype) -> None:

@@ -21,16 +21,10 @@ from spmdrl.topology import Topology
 from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.derived import Derived, derived_of, rounds_of
 from spmdrl.weights.layout import Layout, Place
+from spmdrl.weights.messages import Held, copy_all
 from spmdrl.weights.names import is_adapter
 from spmdrl.weights.plan import Weight, describe, make_plan
-from spmdrl.weights.reshard import (
-    Held,
-    Transfer,
-    copy_all,
-    full_tensors,
-    planned_bytes,
-    slot_bytes,
-)
+from spmdrl.weights.reshard import Transfer, full_tensors, planned_bytes, slot_bytes
 from spmdrl.weights.scales import BlockScales
 from spmdrl.weights.shards import Addresses, Shards, agree_on_shards, lying
 from spmdrl.wire import Wire

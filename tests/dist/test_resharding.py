@@ -70,7 +70,7 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     from spmdrl.rollout.hf import HfEngine
     from spmdrl.rollout.vllm import VllmEngine
     from spmdrl.topology import Topology, train_degrees
-    from spmdrl.weights import reshard, sync
+    from spmdrl.weights import messages, reshard, sync
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     results = []
@@ -89,9 +89,9 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
         level_group_count()  # an engine makes groups on its own ranks
         sync.slot_bytes = lambda bucket, device, case=case: case.slot
         # so that these small weights are large ones, cut into several messages, as well
-        reshard.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
-        reshard.CPU_ALONE_BYTES = reshard.CPU_MESSAGE_BYTES // 8
-        reshard.CPU_SCRATCH_NUMEL = reshard.CPU_MESSAGE_BYTES // 8
+        messages.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
+        messages.CPU_ALONE_BYTES = messages.CPU_MESSAGE_BYTES // 8
+        reshard.CPU_SCRATCH_NUMEL = messages.CPU_MESSAGE_BYTES // 8
         wire.READ_BYTES, reshard.LEFT_SHARE = 256, 0.5
         weights = sync.WeightSync(
             actor,
