@@ -254,15 +254,25 @@ def answer(door: socket.socket, callers: dict[int, int], secret: int) -> dict[in
         door.settimeout(max(0.001, until - time.monotonic()))
         with suppress(OSError):
             sock, _ = door.accept()
-            if at_the_other_end(sock) in callers.values():
-                sock.settimeout(CALL_S)
-                said = sock.recv(HELLO.size)
-                rank, word = HELLO.unpack(said) if len(said) == HELLO.size else (-1, 0)
-                if rank in callers and word == secret:
-                    found[rank] = sock
-                    continue
-            sock.close()
+            rank = caller(sock, callers, secret)
+            if rank is None:
+                sock.close()
+            else:
+                found[rank] = sock
     return found
+
+
+def caller(sock: socket.socket, callers: dict[int, int], secret: int) -> int | None:
+    """Its rank; None where it is none of the callers, or says nothing."""
+    try:
+        if at_the_other_end(sock) not in callers.values():
+            return None
+        sock.settimeout(CALL_S)
+        said = sock.recv(HELLO.size)
+    except OSError:
+        return None
+    rank, word = HELLO.unpack(said) if len(said) == HELLO.size else (-1, 0)
+    return rank if rank in callers and word == secret else None
 
 
 def at_the_other_end(sock: socket.socket) -> int:
