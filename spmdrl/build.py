@@ -69,8 +69,9 @@ def build(
     undo = undo or ExitStack()
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
-    scores = topology.rank in placement.roles["reward"]
-    rewards = RewardRunner(config.reward, config.rewards) if scores else None
+    scorers = placement.roles["reward"]
+    scores = topology.rank in scorers
+    rewards = RewardRunner(config.reward, config.rewards, len(scorers)) if scores else None
     if rewards is not None:
         undo.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)

@@ -40,7 +40,9 @@ class RewardConfig:
     """How rewards run; which ones is `PpoConfig.reward`."""
 
     workers: int = 2  # processes per rank for plain functions; async functions share one loop
-    timeout_s: float = 30.0  # per sample
+    timeout_s: float = 30.0  # per sample, from when its turn has come
+    max_concurrent: int = 0  # async calls at a time, of all ranks together; 0: no limit
+    max_per_minute: float = 0.0  # async calls begun, of all ranks together; 0: no limit
     max_invalid_fraction: float = 0.5  # of a step's samples, over all ranks; above: the run stops
 
 

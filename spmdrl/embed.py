@@ -183,6 +183,15 @@ def check_use(config: PpoConfig) -> None:
             not getattr(config.actor, name), f"actor.{name} has no effect: the model is the host's"
         )
     require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
+    default = PpoConfig(config.model, config.data, config.reward)
+    for name in (
+        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "stall_timeout_s",
+        "lost_timeout_s",
+    ):  # fmt: skip
+        require(
+            getattr(config, name) == getattr(default, name),
+            f"{name} has no effect: the host has the loop, the files and the ranks",
+        )
     ours = {
         "async_steps": config.async_steps > 0,
         "rollout.oversample": config.rollout.oversample > 1,

@@ -51,6 +51,7 @@ class Watch:
     def __init__(self) -> None:
         self.seen_at = time.monotonic()
         self.closed_at = 0.0
+        self.agent: Any = None
         self.guard: threading.Thread | None = None
 
     def __call__(self, agent: Any, group: Any) -> Any:
@@ -59,6 +60,7 @@ class Watch:
         Raises RendezvousClosedError where another node's launcher ended some time ago: ranks that
         still wait to meet its ranks would wait for ever.
         """
+        self.agent = agent
         if self.guard is None:
             self.guard = threading.Thread(target=self._guard, args=(agent, group), daemon=True)
             self.guard.start()
@@ -72,6 +74,18 @@ class Watch:
             if now - self.closed_at > LAST_WORDS_S:
                 raise RendezvousClosedError
         return seen
+
+    def code_after(self, number: signal.Signals) -> int:
+        """Of ranks that torchrun has told of the signal, and given time to end."""
+        context = self.agent._pcontext if self.agent is not None else None
+        ranks = context.subprocess_handlers.values() if context is not None else ()
+        codes = [rank.proc.poll() for rank in ranks]
+        for code in (BAD_CONFIG, FAILED, REQUEUE, INTERRUPTED):
+            if code in codes:
+                return code
+        if codes and not any(codes):
+            return 0  # they were done
+        return INTERRUPTED if number == signal.SIGINT else REQUEUE
 
     def _guard(self, agent: Any, group: Any) -> None:
         """Ends a launcher whose ranks have all ended, but which is held up by a store that is cut
@@ -200,8 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         return exit_code_of(error.failures)
-    except SignalException as error:  # the ranks were told, and had time to end
-        return INTERRUPTED if error.sigval == signal.SIGINT else REQUEUE
+    except SignalException as error:
+        return watch.code_after(error.sigval)
     except (RendezvousClosedError, RendezvousConnectionError) as error:
         say(str(error) or "the launcher of another node has ended; its output says why")
         return FAILED

@@ -53,6 +53,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     )
     check_algo(config)
     check_checkpoint(config.checkpoint)
+    check_read(config)
     metric = config.checkpoint.best_metric
     require(
         not config.checkpoint.keep_best
@@ -81,6 +82,26 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         check_sharing(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
+
+
+def check_read(config: PpoConfig) -> None:
+    """Raises ConfigError for what nobody would read."""
+    data, saved, default = config.data, config.checkpoint, CheckpointConfig()
+    require(
+        config.ref.model is None or "ref" in training_roles(config),
+        f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
+        "run has no reference",
+    )
+    require(
+        data.eval is not None or data.max_eval_prompts is None,
+        f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
+    )
+    for name in ("best_metric", "best_is"):
+        value = getattr(saved, name)
+        require(
+            saved.keep_best > 0 or value == getattr(default, name),
+            f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+        )
 
 
 def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:

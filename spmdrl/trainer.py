@@ -21,6 +21,7 @@ from spmdrl.describe import describe
 from spmdrl.engines.models import vocab_size_of
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.phases import Span
+from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner
@@ -268,7 +269,8 @@ def timing(
 def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
     """--dry-run: resolved config, arithmetic, and one scored sample per data set."""
 
-    rewards = RewardRunner(config.reward, config.rewards)
+    scorers = place(config, ranks).roles["reward"]
+    rewards = RewardRunner(config.reward, config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
     lines, num_prompts = [], 0

@@ -68,6 +68,7 @@ NONSENSE = [
     ({"gamma": 0.9}, ["gamma=0.9", "no effect", "gae"]),
     ({"lam": 0.9}, ["lam=0.9", "no effect"]),
     ({"kl_target": 0.1}, ["kl_target=0.1", "kl_coef above 0"]),
+    ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "gpg"}, ["leaves no reward 0"]),
     ({"reward_keys": {"a": 1.0}}, ["reward_keys", "gdpo"]),
     ({"norm_length": 100}, ["norm_length=100", "seq_mean_token_sum_norm"]),
     ({"replay_steps": 2}, ["replay_steps=2", "sample_filter"]),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,74 @@ def test_coroutines_run_at_once_and_fail_alone():
         assert s.reward == (None if s.response in bad else 1.0), s.invalid
         assert s.reward is not None or bad[s.response] in s.invalid
     assert "timed out after" not in samples[2].invalid  # its own limit, not ours
+
+
+def test_coroutines_wait_for_their_turn_and_that_costs_them_nothing():
+    """Of a service that takes 4 calls at a time, shared by two ranks; the time limit is one's."""
+    running = [0]
+
+    async def reward(response):
+        running[0] += 1
+        at_once = running[0]
+        await asyncio.sleep(0.2)
+        running[0] -= 1
+        return float(at_once)
+
+    runner = RewardRunner(reward, RewardConfig(timeout_s=0.5, max_concurrent=4), ranks=2)
+    samples = [sample(str(i)) for i in range(10)]
+    start = time.monotonic()
+    runner.score(samples)
+    runner.close()
+    assert time.monotonic() - start >= 5 * 0.2
+    assert [s.invalid for s in samples] == [None] * 10
+    assert {s.reward for s in samples} == {1.0, 2.0}
+
+
+def test_coroutines_begin_no_more_often_than_allowed():
+    began = []
+
+    async def reward(response):
+        began.append(time.monotonic())
+        return 1.0
+
+    runner = RewardRunner(reward, RewardConfig(timeout_s=0.1, max_per_minute=1200), ranks=2)
+    for _ in range(2):  # a step's first waits for the last step's
+        runner.score([sample(str(i)) for i in range(4)])
+    runner.close()
+    apart = [later - earlier for earlier, later in pairwise(began)]
+    assert len(apart) == 7 and min(apart) > 0.09  # 20 a second, of which half is another rank's
+
+
+def test_one_that_blocks_ends_those_that_wait_for_their_turn(monkeypatch):
+    monkeypatch.setattr("spmdrl.rewards.runner.ASYNC_GRACE_S", 0.3)
+
+    async def reward(response):
+        if response == "block":
+            time.sleep(3)
+        return 1.0
+
+    runner = RewardRunner(reward, RewardConfig(timeout_s=0.3, max_concurrent=1))
+    samples = [sample("ok"), sample("block"), sample("ok")]
+    start = time.monotonic()
+    runner.score(samples)
+    runner.close()
+    assert time.monotonic() - start < 2
+    assert [s.reward for s in samples] == [1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_concurrent": 3}, "is shared by 4 ranks"),
+        ({"max_per_minute": -1}, "or more"),
+    ],
+)
+def test_limits_that_cannot_be(settings, words):
+    async def reward(response):
+        return 1.0
+
+    with pytest.raises(ConfigError, match=words):
+        RewardRunner(reward, RewardConfig(**settings), ranks=4)
 
 
 def test_a_blocked_event_loop_does_not_hang_the_run(monkeypatch):

@@ -256,6 +256,11 @@ def check_kl_and_entropy(algo: AlgoConfig) -> None:
         f"algo.kl_in='reward' is lost on advantage={algo.advantage!r}, which "
         "ranks or normalises rewards by key: use kl_in='loss'",
     )
+    require(
+        not (algo.kl_coef and algo.kl_in == "reward" and algo.advantage == "gpg"),
+        "algo.kl_in='reward' leaves no reward 0, and advantage='gpg' scales by the share of those "
+        "that are not: use kl_in='loss'",
+    )
 
 
 def check_correction(config: PpoConfig) -> None:
@@ -279,12 +284,14 @@ def check_correction(config: PpoConfig) -> None:
         )
     if correction.bypass:
         check_bypass(algo)
-    cut = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    rollout = config.rollout
+    cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_tokens > 0
     require(
         not cut or weighs_the_engine(algo),
-        f"rollout.top_p={config.rollout.top_p}, top_k={config.rollout.top_k} sample from another "
-        "policy than the one that is trained: set algo.correction=CorrectionConfig(level='token') "
-        "to weigh for it, or sample from the whole distribution (top_p=1, top_k=0)",
+        f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_tokens={rollout.min_tokens} "
+        "sample from another policy than the one that is trained: set "
+        "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
+        "distribution (top_p=1, top_k=0, min_tokens=0)",
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,23 @@ def bytes_per_element(shape: Sequence[int], name: str, is_hidden: bool) -> float
     return 4.0 if is_hidden else 8.0
 
 
+def check_not_trained(ref: TrainConfig) -> None:
+    """The reference only looks at what others made."""
+    default = TrainConfig()
+    for field in fields(OptimConfig):
+        value = getattr(ref.optim, field.name)
+        require(
+            value == getattr(default.optim, field.name),
+            f"ref.optim.{field.name}={value!r} has no effect: the reference is not trained",
+        )
+    for name in ("offload_optimizer", "activation_checkpointing", "activation_offload"):
+        value = getattr(ref, name)
+        require(
+            value == getattr(default, name),
+            f"ref.{name}={value!r} has no effect: the reference is not trained",
+        )
+
+
 def check_optimizer(name: str, role: TrainConfig) -> None:
     """Of what the role keeps beside its weights, what is honoured with these others."""
     optim, default = role.optim, OptimConfig()
@@ -211,9 +229,12 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         optim.name in LABELS, f"{name}.optim.name={optim.name!r}: use one of {', '.join(LABELS)}"
     )
     require(
-        name != "ref" or (role.ema == 0 and optim.name == default.name),
-        f"ref.ema={role.ema}, ref.optim.name={optim.name!r} have no effect: it is not trained",
+        role.ema == 0 or name == "actor",
+        f"{name}.ema={role.ema} has no effect: an average is kept to be exported, and of a run's "
+        "models the actor alone is",
     )
+    if name == "ref":
+        check_not_trained(role)
     require(
         role.engine == "fsdp" or optim.name == default.name,
         f"{name}.optim.name={optim.name!r} does not go with {name}.engine='megatron', whose "

@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -70,6 +71,25 @@ class Reward:
     is_async: bool
 
 
+def check(config: RewardConfig, ranks: int) -> None:
+    """Raises ConfigError for limits under which nothing would end, or begin."""
+    if config.workers < 1 or config.timeout_s <= 0:
+        raise ConfigError(
+            f"rewards.workers={config.workers} and rewards.timeout_s={config.timeout_s:g}: "
+            "expected at least one worker and a time limit above 0"
+        )
+    if config.max_per_minute < 0 or config.max_concurrent < 0:
+        raise ConfigError(
+            f"rewards.max_concurrent={config.max_concurrent} and rewards.max_per_minute="
+            f"{config.max_per_minute:g}: expected 0 (no limit) or more"
+        )
+    if 0 < config.max_concurrent < ranks:
+        raise ConfigError(
+            f"rewards.max_concurrent={config.max_concurrent} is shared by {ranks} ranks: "
+            f"place `reward` on at most {config.max_concurrent}"
+        )
+
+
 class RewardRunner:
     """Scores samples with `PpoConfig.reward`. Starts its processes at once and in the background.
 
@@ -78,18 +98,19 @@ class RewardRunner:
     """
 
     def __init__(
-        self, reward: RewardFn | str | Mapping[str, RewardFn | str], config: RewardConfig
+        self,
+        reward: RewardFn | str | Mapping[str, RewardFn | str],
+        config: RewardConfig,
+        ranks: int = 1,
     ) -> None:
-        if config.workers < 1 or config.timeout_s <= 0:
-            raise ConfigError(
-                f"rewards.workers={config.workers} and rewards.timeout_s={config.timeout_s:g}: "
-                "expected at least one worker and a time limit above 0"
-            )
-        self.config = config
+        """ranks: how many have a runner, and share the limits for coroutines."""
+        check(config, ranks)
+        self.config, self.ranks = config, ranks
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
         plain = [r.function for r in self.rewards.values() if not r.is_async]
         self.pool = WorkerPool(plain, config) if plain else None
-        self.loop = LoopThread() if any(r.is_async for r in self.rewards.values()) else None
+        is_async = any(r.is_async for r in self.rewards.values())
+        self.loop = LoopThread(config, ranks) if is_async else None
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
         """Raises ConfigError where a data_source has no reward function."""
@@ -116,7 +137,7 @@ class RewardRunner:
         rewards = [self.reward_of(sample.prompt.data_source) for sample in samples]
         if self.loop is not None and self.loop.stuck:
             self.loop.close()
-            self.loop = LoopThread()
+            self.loop = LoopThread(self.config, self.ranks)
         futures = [self.submit(r, sample) for r, sample in zip(rewards, samples, strict=True)]
         for reward, sample, future in zip(rewards, samples, futures, strict=True):
             # A worker answers or is killed; a coroutine may do neither.
@@ -131,16 +152,20 @@ class RewardRunner:
             assert self.pool is not None
             return self.pool.submit(reward.function, arguments)
         assert self.loop is not None
-        return self.loop.submit(call_async(reward.function, arguments, self.config.timeout_s))
+        return self.loop.submit(reward.function, arguments)
 
     def async_outcome(self, future: Future[Outcome]) -> Outcome:
         assert self.loop is not None
         limit_s = self.config.timeout_s + ASYNC_GRACE_S
-        try:
-            # All coroutines started together, so once one was late the others had their time.
-            return future.result(0 if self.loop.stuck else limit_s)
-        except TimeoutError:
-            self.loop.stuck = True
+        while not self.loop.stuck:
+            left_s = limit_s - self.loop.longest_s()
+            try:
+                return future.result(max(0.0, left_s))
+            except TimeoutError:
+                # others may have begun since, after which this one had to wait for its turn
+                self.loop.stuck = self.loop.longest_s() >= limit_s
+        with contextlib.suppress(TimeoutError):
+            return future.result(0)
         reason = (
             f"timed out after {limit_s:g} s: an async reward must await and not block, since all "
             "share one event loop, and must let itself be cancelled"
@@ -171,15 +196,38 @@ async def call_async(
 
 
 class LoopThread:
-    """An event loop in a thread."""
+    """An event loop in a thread, on which coroutines run, as many and as often as allowed."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: RewardConfig, ranks: int) -> None:
+        self.timeout_s = config.timeout_s
+        self.places = asyncio.Semaphore(config.max_concurrent // ranks or sys.maxsize)
+        self.apart_s = 60 * ranks / config.max_per_minute if config.max_per_minute else 0.0
+        self.next_at = 0.0  # of the loop's clock: when another may begin
+        self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
         self.loop = asyncio.new_event_loop()
         self.stuck = False  # something on it blocks, or ignores its cancellation
         threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True).start()
 
-    def submit(self, call: Coroutine[Any, Any, Outcome]) -> Future[Outcome]:
-        return asyncio.run_coroutine_threadsafe(call, self.loop)
+    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        return asyncio.run_coroutine_threadsafe(self.in_turn(function, arguments), self.loop)
+
+    async def in_turn(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+        """To wait for its turn costs a sample nothing of its time."""
+        async with self.places:
+            begins_at = max(self.next_at, self.loop.time())
+            self.next_at = begins_at + self.apart_s
+            await asyncio.sleep(begins_at - self.loop.time())
+            call = id(arguments)
+            self.began[call] = time.monotonic()
+            try:
+                return await call_async(function, arguments, self.timeout_s)
+            finally:
+                del self.began[call]
+
+    def longest_s(self) -> float:
+        """For how long the oldest of those that run has."""
+        began = min(list(self.began.values()), default=None)
+        return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

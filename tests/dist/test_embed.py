@@ -264,6 +264,7 @@ def refused_on(topology, model, other):
             (chunks, optimizer, replace(base, actor=TrainConfig(optim=OptimConfig(lr=1.0)))),
             (chunks, optimizer, replace(base, actor=TrainConfig(ema=0.9))),
             (chunks, optimizer, replace(base, async_steps=1)),
+            (chunks, optimizer, replace(base, resume="auto")),
         ]
         for attempt in attempts:
             try:
@@ -280,7 +281,7 @@ def test_what_does_not_fit_is_said(qwen3, tmp_path):
     (said,) = run_ranks(1, refused_on, str(qwen3), str(other))
     wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "get_megatron_optimizer",
               "actor.tensor_parallel=2", "actor.optim has no effect", "actor.ema has no effect",
-              "async_steps"]  # fmt: skip
+              "async_steps", "resume has no effect"]  # fmt: skip
     assert len(said) == len(wanted), said
     for text, message in zip(wanted, said, strict=True):
         assert text in message
