@@ -17,7 +17,7 @@ from spmdrl.leftover import Leftover
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
 from spmdrl.replay import ReplayBuffer
-from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine as build_rollout
 from spmdrl.rollout.mailbox import Mailbox
@@ -116,8 +116,8 @@ def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
 ) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder]:
     """To train on, held out, and the order of the first. Collective."""
-    data, vocab_size = config.data, vocab_size_of(config.model)
-    prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size)
+    data, vocab_size, asks = config.data, vocab_size_of(config.model), needs_truth(config.reward)
+    prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size, asks)
     order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
     asked = math.ceil(data.prompts_per_step * config.rollout.oversample)
     require(
@@ -128,7 +128,7 @@ def load_prompts(
     sources = set(prompts.data_sources)
     held_out: list[tuple[int, Prompt]] = []
     if data.eval is not None:
-        dataset = PromptDataset.load(data.eval, tokenizer, data, topology, vocab_size)
+        dataset = PromptDataset.load(data.eval, tokenizer, data, topology, vocab_size, asks)
         sources |= set(dataset.data_sources)
         count = min(len(dataset), data.max_eval_prompts or len(dataset))
         held_out = [(i, dataset.prompt(i)) for i in range(count)]

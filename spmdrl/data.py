@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,12 @@ class PromptDataset:
         config: DataConfig,
         topology: Topology,
         vocab_size: int | None = None,
+        needs_truth: Callable[[str], bool] = lambda data_source: True,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
-        vocab_size: of the model, if tokens are to be checked against it.
+        vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
+        of a data_source must have a ground truth.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -91,6 +94,8 @@ class PromptDataset:
         def length(row: dict[str, Any]) -> int:
             nonlocal escaped
             fields = prompt_fields(row)
+            if fields.ground_truth is None and needs_truth(fields.data_source):
+                raise without_truth(row)
             found = encoder.prompt(fields.prompt)
             sources.add(fields.data_source)
             escaped += found.escaped
@@ -144,7 +149,7 @@ class PromptFields:
 
     prompt: list[dict[str, Any]] | str
     data_source: str
-    ground_truth: Any
+    ground_truth: Any  # None where there is none
     extra_info: dict[str, Any]
 
 
@@ -152,24 +157,35 @@ PROMPT_COLUMNS = ("prompt", "data_source", "reward_model", "ground_truth", "extr
 
 
 def prompt_fields(row: dict[str, Any]) -> PromptFields:
-    """Raises BadRow naming the first field that is missing, null, empty or of a wrong type."""
+    """Raises BadRow naming the first field that is missing, null, empty or of a wrong type.
+
+    A ground truth may be missing: some rewards ask for none.
+    """
     prompt = lookup(row, "prompt")
     check_prompt("prompt", prompt)
     data_source = lookup(row, "data_source")
     if not isinstance(data_source, str) or not data_source:
         raise bad_field("data_source", data_source, "a name such as 'openai/gsm8k'", row)
-    key = "ground_truth" if row.get("reward_model") is None else "reward_model.ground_truth"
-    if key not in row and key == "ground_truth":
-        key = "reward_model.ground_truth"  # verl's place is the one to name in the message
-    ground_truth = lookup(row, key)
-    if ground_truth is MISSING or ground_truth is None or ground_truth != ground_truth:
-        expected = "the reference answer (or a column 'ground_truth')"
-        raise bad_field(key, ground_truth, expected, row)
+    ground_truth = lookup(row, truth_key(row))
+    if ground_truth is MISSING or ground_truth != ground_truth:  # NaN
+        ground_truth = None
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise bad_field("extra_info", extra_info, "a mapping, or null", row)
     chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
     return PromptFields(chat, data_source, ground_truth, extra_info or {})
+
+
+def truth_key(row: dict[str, Any]) -> str:
+    """verl's place, and the one to name where there is none; or a column of its own."""
+    own = row.get("reward_model") is None and "ground_truth" in row
+    return "ground_truth" if own else "reward_model.ground_truth"
+
+
+def without_truth(row: dict[str, Any]) -> BadRow:
+    key = truth_key(row)
+    expected = "the reference answer (or a column 'ground_truth'), which the reward asks for"
+    return bad_field(key, lookup(row, key), expected, row)
 
 
 def check_prompt(field: str, prompt: Any) -> None:

@@ -162,6 +162,12 @@ def start_process_group(timeout: timedelta, start: Start | None = None) -> torch
     """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+        if wanted and Path("/dev/nvidiactl").exists():
+            raise ConfigError(
+                f"this host has NVIDIA GPUs that torch {torch.__version__} cannot use: install a "
+                "CUDA build that its driver supports, or set CUDA_VISIBLE_DEVICES= for a CPU run"
+            )
         keep_freed_memory()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         return torch.device("cpu")

@@ -75,7 +75,7 @@ class Stopping:
             if self.asked and since > self.grace_s:
                 late = f"{self.asked}, and the step had not ended after {self.grace_s:g} s"
                 self._quit(late, REQUEUE)
-            if self.asked and not self.told and since > 1.0 and not self.failed():
+            if self.asked and not self.told and since > SAME_S and not self.failed():
                 self.told = True
                 say(f"{self.asked}: the run stops after this step, with a checkpoint, "
                     f"within {self.grace_s:g} s; once more, and it stops now")  # fmt: skip
@@ -87,7 +87,7 @@ class Stopping:
                 self._quit(number.name, code_of(number))
         elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
             say(f"stopped by {number.name}")
-            leave(code_of(number))
+            leave(code_of(signal.Signals[self.asked]))  # torchrun passes a second SIGINT as SIGTERM
 
     def _quit(self, why: str, code: int) -> NoReturn:
         self.on_quit(why, code)

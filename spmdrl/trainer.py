@@ -24,7 +24,7 @@ from spmdrl.phases import Span
 from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
-from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
 from spmdrl.stopping import Ending
@@ -278,8 +278,9 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         if paths is None:
             continue
         dataset = PromptDataset.load(
-            paths, tokenizer, config.data, runtime.topology, vocab_size_of(config.model)
-        )
+            paths, tokenizer, config.data, runtime.topology, vocab_size_of(config.model),
+            needs_truth(config.reward),
+        )  # fmt: skip
         rewards.check_sources(dataset.data_sources)
         if name == "train":
             num_prompts = len(dataset)
@@ -295,11 +296,13 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
 
 def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
     """Scores the ground truth as if it were the answer."""
+    shown = f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}"
+    if prompt.ground_truth is None:
+        return [shown, "  no ground truth, and its reward asks for none"]
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     rewards.score([sample])
     verdict = f"{sample.reward:g}" if sample.invalid is None else f"invalid: {sample.invalid}"
     if sample.reward == 0:
         verdict += " (right only if the grader wants more than the bare answer)"
-    return [f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}",
-            f"  reward of its ground truth {answer!r} as the answer: {verdict}"]  # fmt: skip
+    return [shown, f"  reward of its ground truth {answer!r} as the answer: {verdict}"]

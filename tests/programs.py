@@ -180,12 +180,15 @@ def run_module(folder: str, program: str, args: list[str], env: dict[str, str]) 
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120) -> None:
+def wait_for(
+    folder: Path, text: str, proc: BaseProcess | subprocess.Popen, timeout_s: float = 120
+) -> None:
     """Until the log holds `text`."""
     end = time.monotonic() + timeout_s
     log = Path(folder, "log")
     while text not in log.read_text():
-        assert proc.exitcode is None, log.read_text()[-6000:]
+        ended = proc.poll() if isinstance(proc, subprocess.Popen) else proc.exitcode
+        assert ended is None, log.read_text()[-6000:]
         assert time.monotonic() < end, log.read_text()[-6000:]
         time.sleep(0.05)
 

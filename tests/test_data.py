@@ -131,6 +131,24 @@ def test_a_plain_string_is_the_whole_prompt(topology, tokenizer, tmp_path):
         assert prompt.extra_info == {}
 
 
+def test_no_truth_where_the_reward_asks_for_none(tmp_path, tokenizer, topology):
+    """As verl's data for judges has it; other data sources must still have theirs."""
+    from spmdrl.rewards.runner import needs_truth
+
+    needs = needs_truth({"judged": lambda response, ground_truth=None: 1.0, "sums": "gsm8k"})
+    rows = [row(), row(answer=None) | {"data_source": "judged"}]
+    rows[0]["data_source"] = "sums"
+    path = write(tmp_path / "data.jsonl", rows)
+    config = DataConfig(train=path)
+    data = PromptDataset.load(path, tokenizer, config, topology, needs_truth=needs)
+    assert [data.prompt(i).ground_truth for i in range(2)] == ["5", None]
+    path = write(tmp_path / "data.jsonl", [row(answer=None) | {"data_source": "sums"}])
+    with pytest.raises(ConfigError, match="which the reward asks for"):
+        PromptDataset.load(path, tokenizer, config, topology, needs_truth=needs)
+    assert needs_truth(lambda response, **rest: 1.0)("any") is False
+    assert needs_truth("gsm8k")("any") is True
+
+
 def test_mixed_types_in_jsonl(topology, tokenizer, tmp_path):
     """Every line is its own: Arrow's JSON reader would refuse a number after a string."""
     path = write(tmp_path / "a.jsonl", [row(answer="5"), row(answer=5), row(answer=["5", "five"])])

@@ -434,6 +434,27 @@ def resolve_rewards(
     return {source: resolve_reward(each) for source, each in reward.items()}
 
 
+def needs_truth(
+    reward: RewardFn | str | Mapping[str, RewardFn | str],
+) -> Callable[[str], bool]:
+    """Whether the reward of a data_source cannot be called without a ground truth.
+
+    What is no reward function is not told here, but where rewards are resolved.
+    """
+
+    def needs(data_source: str) -> bool:
+        found = reward.get(data_source) if isinstance(reward, Mapping) else reward
+        function = BUILT_INS.get(found) if isinstance(found, str) else found
+        if not callable(function):
+            return False
+        with contextlib.suppress(ValueError, TypeError):
+            truth = inspect.signature(function).parameters.get("ground_truth")
+            return truth is not None and truth.default is truth.empty
+        return False
+
+    return needs
+
+
 def resolve_reward(reward: RewardFn | str) -> Reward:
     if isinstance(reward, str):
         if reward not in BUILT_INS:

@@ -15,6 +15,7 @@ import pytest
 from programs import (
     CONFIG,
     end_left,
+    environment,
     finish,
     metrics_of,
     pids_of,
@@ -215,6 +216,37 @@ def test_the_launcher_tells_a_mistake_from_a_failure(folder):
         )
         found.append((done.returncode, done.stderr.count("spmdrl: config error")))
     assert found == [(2, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "stuck", "code"), [(signal.SIGINT, False, 75), (signal.SIGINT, True, 130),
+                                  (signal.SIGTERM, False, 75)],
+)  # fmt: skip
+def test_the_launcher_says_how_its_ranks_took_a_signal(folder, number, stuck, code):
+    """Ctrl-C ends the step and saves; a second one, where a step is endless, does not."""
+    slow = "\nimport time\ndef reward(response, ground_truth):\n    time.sleep(300)\n"
+    if stuck:
+        Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", slow + "\nconfig ="))
+    command = [sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node", "2", "-m",
+               "spmdrl.ppo", *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
+               "--rewards.timeout_s", "200"]  # fmt: skip
+    log = Path(folder, "log").open("w")
+    proc = subprocess.Popen(
+        command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        env=environment(),
+    )  # fmt: skip
+    try:
+        wait_for(folder, "weights:" if stuck else "step 2/1000", proc)
+        time.sleep(2.0 if stuck else 0.0)
+        os.killpg(proc.pid, number)  # as a terminal does
+        if stuck:
+            wait_for(folder, "once more, and it stops now", proc)
+            os.killpg(proc.pid, number)
+        assert proc.wait(LIMIT_S + 20) == code, Path(folder, "log").read_text()[-4000:]
+    finally:
+        if proc.poll() is None:
+            os.killpg(proc.pid, signal.SIGKILL)
+    assert Path(folder, "run/checkpoints").exists() != stuck
 
 
 def test_ranks_do_not_outlive_torchrun(folder):
