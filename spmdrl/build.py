@@ -112,6 +112,17 @@ def build(
     return Run(config, runtime, roles, prompts, held_out, order)
 
 
+def check_enough(config: PpoConfig, num_prompts: int) -> None:
+    """For one step, over-sampled."""
+    per_step, oversample = config.data.prompts_per_step, config.rollout.oversample
+    asked = math.ceil(per_step * oversample)
+    require(
+        asked <= num_prompts,
+        f"data.prompts_per_step={per_step} x rollout.oversample={oversample} = {asked} prompts, "
+        f"but the data has {num_prompts}",
+    )
+
+
 def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
 ) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder]:
@@ -119,12 +130,7 @@ def load_prompts(
     data, vocab_size, asks = config.data, vocab_size_of(config.model), needs_truth(config.reward)
     prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size, asks)
     order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
-    asked = math.ceil(data.prompts_per_step * config.rollout.oversample)
-    require(
-        asked <= len(prompts),
-        f"data.prompts_per_step={data.prompts_per_step} x rollout.oversample="
-        f"{config.rollout.oversample} = {asked} prompts, but the data has {len(prompts)}",
-    )
+    check_enough(config, len(prompts))
     sources = set(prompts.data_sources)
     held_out: list[tuple[int, Prompt]] = []
     if data.eval is not None:

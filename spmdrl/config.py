@@ -65,8 +65,8 @@ class RolloutConfig:
     quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine
     enforce_eager: bool = False  # no CUDA graphs; always so on a CPU
-    gpu_memory_utilization: float = 0.5
-    kv_cache_mib: int = 512  # on a CPU, per rank
+    gpu_memory_utilization: float = 0.5  # vLLM's, on a GPU
+    kv_cache_mib: int = 512  # vLLM's, on a CPU, per rank
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
     static_split: bool = False  # engine e takes a fixed share, nothing moves between engines: for
     # GPU and hf runs that are to repeat bit for bit
@@ -287,7 +287,9 @@ class PpoConfig:
     # role -> ranks: {"actor": "0-3", "rollout": "4-7", "reward": "4"}; roles: actor, rollout, ref,
     # critic, prm, reward. Not named: actor, rollout on all; the others with actor, reward: rollout
     placement: Mapping[str, str | int | tuple[int, ...]] = field(default_factory=dict)
-    strict: bool = False  # rollout and trainer logprobs are equal in every bit, or the run stops
+    # rollout and trainer logprobs are equal in every bit, or the run stops; not compared in steps
+    # that learn from older weights' samples, or in which the critic alone learns
+    strict: bool = False
     async_steps: int = 0  # steps that sampling may run ahead of training; needs its own ranks
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -226,8 +226,9 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     sleeps = config.rollout.sleep and set(placement.roles["rollout"]) & set(placement.training)
     asleep = "given back while training" if sleeps else "kept while training"
     share = f"{config.rollout.gpu_memory_utilization:.0%}"
-    lines.append(f"  rollout  weights {weights:.2f}, KV cache {cache:.2f} (CPU; on a GPU up "
-                 f"to {share} of its memory); {asleep}")  # fmt: skip
+    kept = f", KV cache {cache:.2f} (CPU; on a GPU up to {share} of its memory)"
+    kept = kept if config.rollout.engine == "vllm" else ""
+    lines.append(f"  rollout  weights {weights:.2f}{kept}; {asleep}")
     bucket = config.weights.bucket_mib / 1024
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
     if config.actor.lora is not None:

@@ -30,6 +30,7 @@ from spmdrl.placement import (
     training_roles,
 )
 from spmdrl.remote_code import allow_code, has_foreign_code
+from spmdrl.rollout.vllm_core import check_attention
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict
@@ -353,6 +354,8 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     )
     if config.rollout.quantization is not None:
         check_fp8(text, config.rollout)
+    if config.rollout.engine == "vllm":
+        check_attention(config.model, getattr(text, "kv_lora_rank", None) is not None)
     for name, role in training_roles(config).items():
         if role.model is not None:
             other = load_hf_config(role.model)

@@ -27,7 +27,8 @@ class Trainer:
     name: str
     topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
-    skipped: int = 0  # updates in a row, for a loss or a gradient that is not finite
+    skipped: int = 0  # updates, for a loss or a gradient that is not finite
+    skipped_in_a_row: int = 0
 
     @property
     def here(self) -> bool:

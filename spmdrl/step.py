@@ -317,14 +317,15 @@ def train(
     learn from on any rank makes no update.
     """
     updates: list[dict[str, float]] = []
+    skipped_before = trainer.skipped
     for _ in range(epochs):
         for batch in batches:
             if before is not None:
                 before(batch, len(updates))
             updates.append(update(trainer, batch, loss_fn, config))
     done = [update for update in updates if update]
-    skipped = {"skipped_updates": float(trainer.skipped)} if config.nan_updates else {}
-    return skipped | {
+    skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
+    return (skipped if config.nan_updates else {}) | {
         name: max(u[name] for u in done)
         if name.endswith("_max")
         else sum(u[name] for u in done) / len(done)
@@ -343,17 +344,19 @@ def update(
         found = trainer.model.update(batch, loss_fn, config.rollout.temperature)
     except FloatingPointError as error:
         trainer.skipped += 1
-        if trainer.skipped > config.nan_updates:
+        trainer.skipped_in_a_row += 1
+        if trainer.skipped_in_a_row > config.nan_updates:
             raise
         if trainer.topology.rank == 0:
-            logger.warning("%s: passed over, %d in a row: %s", trainer.name, trainer.skipped, error)
+            in_a_row = trainer.skipped_in_a_row
+            logger.warning("%s: passed over, %d in a row: %s", trainer.name, in_a_row, error)
         return {}
-    trainer.skipped = 0
+    trainer.skipped_in_a_row = 0
     return found
 
 
 def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:
-    """How many updates the weights that chose the tokens were behind those that now learn.
+    """How many steps the weights that chose the tokens were behind those that now learn.
 
     Never more than config.async_steps, but for samples that were kept: partial ones and replayed.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl import checkpoint
-from spmdrl.build import Run, build, close
+from spmdrl.build import Run, build, check_enough, close
 from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
@@ -284,6 +284,7 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         rewards.check_sources(dataset.data_sources)
         if name == "train":
             num_prompts = len(dataset)
+            check_enough(config, num_prompts)
             PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
         lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "

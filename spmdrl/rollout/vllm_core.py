@@ -66,14 +66,18 @@ def build_core(
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     register_architecture(model)
     vllm_config = args.create_engine_config()
-    if vllm_config.model_config.use_mla:
+    check_attention(model, vllm_config.model_config.use_mla)
+    gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
+    return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+
+
+def check_attention(model: str, is_latent: bool) -> None:
+    if is_latent:
         raise ConfigError(
             f"rollout.engine='vllm': {model} has multi-head latent attention, for which vLLM "
             "computes from products of weights that an update does not renew; use "
             "rollout.engine='hf'"
         )
-    gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
-    return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
 
 
 def moe_backend(model: str, on_cpu: bool) -> Any:

@@ -280,7 +280,7 @@ spmdrl.step.add_advantages = broken
     assert done.code == 1
     rows = [json.loads(x) for x in Path(folder, "run/metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert [row["actor/skipped_updates"] for row in rows[1:]] == [0, 1, 0, 1, 2]
+    assert [row["actor/skipped_updates"] for row in rows[1:]] == [0, 1, 0, 1, 1]
     assert "actor/loss" not in rows[2]
     assert rows[3]["actor/loss"] == rows[3]["actor/loss"]
     assert "FloatingPointError: update 3: loss nan" in done.output
@@ -387,3 +387,6 @@ def test_dry_run_prints_the_plan(folder):
                   "reward of its ground truth '11' as the answer: 1.02"):  # fmt: skip
         assert done.output.count(words) == 1, (words, done.output)
     assert not Path(folder, "run/metrics.jsonl").exists()
+    more = ("--rollout.oversample", "50", "--algo.correction.level", "token")
+    done = torchrun(folder, 1, "--config", "cfg.py", "--dry-run", *more)
+    assert done.code != 0 and "x rollout.oversample=50" in done.output, done.output
