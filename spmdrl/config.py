@@ -294,6 +294,7 @@ class PpoConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = True
+    wandb: str | None = None  # a project of Weights & Biases
     log_samples: int = 16  # per step, written to samples/
     nan_updates: int = 0  # updates in a row that may be skipped for a loss or a gradient that is
     # not finite; one more ends the run
@@ -333,6 +334,7 @@ class SftConfig:
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
+    wandb: str | None = None  # a project of Weights & Biases
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
     lost_timeout_s: float = 20.0

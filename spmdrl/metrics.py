@@ -1,4 +1,4 @@
-"""What a run writes: metrics.jsonl, tensorboard, samples, and lines on the terminal."""
+"""What a run writes: metrics.jsonl, samples, and lines on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from spmdrl import checkpoint, run_lock
 from spmdrl.topology import Topology
+from spmdrl.trackers import Tracker
 from spmdrl.types import Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
@@ -30,14 +32,19 @@ class RunLog:
     """
 
     def __init__(
-        self, run_dir: Path, active: bool, total_steps: int, tensorboard: bool, resume_step: int = 0
+        self,
+        run_dir: Path,
+        active: bool,
+        total_steps: int,
+        trackers: Sequence[Tracker] = (),
+        resume_step: int = 0,
     ) -> None:
         self.active, self.run_dir, self.total_steps = active, run_dir, total_steps
         self.start = time.monotonic()
         self.first_step = resume_step
         self.step_label = ""
         self.live = active and sys.stdout.isatty()
-        self.writer: Any = None
+        self.trackers = trackers
         if not active:
             return
         Path(run_dir, "samples").mkdir(parents=True, exist_ok=True)
@@ -48,10 +55,6 @@ class RunLog:
             kept = [row for row in whole if json.loads(row)["step"] <= resume_step]
         path.write_text("".join(kept))
         self.metrics = path.open("a")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(run_dir), purge_step=resume_step + 1)
 
     def phase(self, name: str) -> None:
         """Shows the running phase on a terminal."""
@@ -62,15 +65,13 @@ class RunLog:
         self.step_label = f"step {step}/{self.total_steps}"
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and tensorboard scalars."""
+        """One line of metrics.jsonl, and the same for the trackers."""
         if not self.active:
             return
         self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
         self.metrics.flush()
-        if self.writer:
-            for name, value in metrics.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
 
     def line(self, text: str) -> None:
         if self.active:
@@ -100,8 +101,8 @@ class RunLog:
     def close(self) -> None:
         if self.active:
             self.metrics.close()
-            if self.writer:
-                self.writer.close()
+            for tracker in self.trackers:
+                tracker.close()
 
 
 def set_aside_earlier_run(run_dir: Path, done: int) -> None:

@@ -35,6 +35,7 @@ from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict
 from spmdrl.topology import resolve_degrees, train_degrees
+from spmdrl.trackers import check_trackers
 
 MAX_RANKS = 2**20
 
@@ -53,6 +54,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
         f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
     )
     check_algo(config)
+    check_trackers(config)
     check_checkpoint(config.checkpoint)
     check_read(config)
     metric = config.checkpoint.best_metric
@@ -318,6 +320,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     check_world(world)
     check_places(config)
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
+    check_trackers(config)
     check_checkpoint(config.checkpoint)
     metric = config.checkpoint.best_metric
     require(

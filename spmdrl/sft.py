@@ -131,6 +131,7 @@ def resume(run: Run) -> tuple[int, RunLog]:
     from spmdrl import checkpoint
     from spmdrl.metrics import RunLog
     from spmdrl.resume import find_start, take_folder
+    from spmdrl.trackers import open_trackers
 
     config, runtime, done = run.config, run.runtime, 0
     with runtime.phases("resume"):
@@ -141,7 +142,8 @@ def resume(run: Run) -> tuple[int, RunLog]:
             run.order.load_state_dict(saved["order"])
     with runtime.phases("resume"):
         take_folder(config, runtime, start, done)
-    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, config.tensorboard, done)
+        trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
+    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, trackers, done)
     if start.folder is not None:
         log.line(f"resumed from {start.folder}: {done} steps done")
     return done, log

@@ -31,6 +31,7 @@ from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology
 from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
+from spmdrl.trackers import open_trackers
 from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
             restore(run, saved, start.folder)
     with runtime.phases("resume"):
         take_folder(config, runtime, start, done)
-    log = RunLog(runtime.run_dir, run.is_log, config.steps, config.tensorboard, done)
+        trackers = open_trackers(config, runtime.run_dir, done) if run.is_log else []
+    log = RunLog(runtime.run_dir, run.is_log, config.steps, trackers, done)
     trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if start.folder is not None:
         log.line(f"resumed from {start.folder}: {done} steps done")

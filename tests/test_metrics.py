@@ -7,13 +7,13 @@ from spmdrl.metrics import RunLog, set_aside_earlier_run
 
 
 def test_resumed_metrics_are_cut_back_and_a_torn_line_is_dropped(tmp_path):
-    log = RunLog(tmp_path, active=True, total_steps=5, tensorboard=False)
+    log = RunLog(tmp_path, active=True, total_steps=5)
     for step in range(1, 5):
         log.write(step, {"x": step})
     log.close()
     with Path(tmp_path, "metrics.jsonl").open("a") as f:
         f.write('{"step": 5, "x"')
-    log = RunLog(tmp_path, active=True, total_steps=5, tensorboard=False, resume_step=2)
+    log = RunLog(tmp_path, active=True, total_steps=5, resume_step=2)
     log.write(3, {"x": 30})
     log.close()
     rows = [json.loads(line) for line in Path(tmp_path, "metrics.jsonl").open()]
@@ -21,7 +21,7 @@ def test_resumed_metrics_are_cut_back_and_a_torn_line_is_dropped(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    log = RunLog(tmp_path / "run", active=False, total_steps=5, tensorboard=True)
+    log = RunLog(tmp_path / "run", active=False, total_steps=5)
     log.write(1, {"x": 1})
     log.line("hello")
     log.close()
