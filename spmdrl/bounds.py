@@ -44,6 +44,7 @@ BOUNDS: Bounds = {
     "AlgoConfig.entropy_coef": (-1e15, None),
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
     "PpoConfig.steps": COUNT, "PpoConfig.seed": (0, 2**63 - 1),
+    "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
     "PpoConfig.start_timeout_s": POSITIVE, "SftConfig.start_timeout_s": POSITIVE,
     "PpoConfig.stall_timeout_s": POSITIVE, "PpoConfig.lost_timeout_s": POSITIVE,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),

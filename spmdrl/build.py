@@ -134,13 +134,25 @@ def load_prompts(
     sources = set(prompts.data_sources)
     held_out: list[tuple[int, Prompt]] = []
     if data.eval is not None:
-        dataset = PromptDataset.load(data.eval, tokenizer, data, topology, vocab_size, asks)
-        sources |= set(dataset.data_sources)
-        count = min(len(dataset), data.max_eval_prompts or len(dataset))
-        held_out = [(i, dataset.prompt(i)) for i in range(count)]
+        held_out, theirs = load_held_out(config, tokenizer, topology)
+        sources |= theirs
     if rewards is not None:
         rewards.check_sources(sorted(sources))
     return prompts, held_out, order
+
+
+def load_held_out(
+    config: PpoConfig, tokenizer: Any, topology: Topology
+) -> tuple[list[tuple[int, Prompt]], set[str]]:
+    """(the prompts by number, the data_sources of the whole file). Collective."""
+    data = config.data
+    assert data.eval is not None
+    dataset = PromptDataset.load(
+        data.eval, tokenizer, data, topology, vocab_size_of(config.model),
+        needs_truth(config.reward),
+    )  # fmt: skip
+    count = min(len(dataset), data.max_eval_prompts or len(dataset))
+    return [(i, dataset.prompt(i)) for i in range(count)], set(dataset.data_sources)
 
 
 def build_trainers(

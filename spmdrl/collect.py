@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from spmdrl.algo.selection import overlong_penalty, unequal
+from spmdrl.at_k import Attempts, metrics_at_k
 from spmdrl.collectives import all_gather_rows
+from spmdrl.config import PpoConfig
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import sample_metrics
+from spmdrl.phases import Phases
 from spmdrl.rewards.remote import score
-from spmdrl.roles import Roles
+from spmdrl.rewards.runner import check_invalid
+from spmdrl.roles import Roles, Sampler
 from spmdrl.rollout.sampling import (
+    evaluation_params,
     greedy_params,
     questions_of,
     sample_questions,
+    seed_of,
     training_params,
 )
 from spmdrl.sync import new_weights, push
@@ -243,32 +251,74 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
         result.num_groups += len(taken)
 
 
-def evaluate(
-    roles: Roles, prompts: list[tuple[int, Prompt]], step: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """Greedy answers to held-out prompts and their mean reward, per data_source where several.
+class Examiner(Protocol):
+    """What answers and scores held-out prompts: the Roles of a run, or less."""
 
-    On the ranks that sample or score.
+    config: PpoConfig
+    sampler: Sampler
+    sampling: Topology  # ranks that sample or score
+    phases: Phases
+    tokenizer: Any
+
+
+def evaluate(
+    roles: Examiner,
+    prompts: list[tuple[int, Prompt]],
+    step: int,
+    show: Callable[[list[Sample]], None] = lambda samples: None,
+) -> dict[str, float]:
+    """Answers to held-out prompts, greedy ones or config.eval_samples of each; their metrics.
+
+    eval/accuracy, the mean reward, and with several samples what metrics_at_k gives; per
+    data_source where several. On the ranks that sample or score. show: is given this rank's
+    samples. Raises TooManyInvalid as a step does.
     """
-    sampler = roles.sampler
+    sampler, config, sampling = roles.sampler, roles.config, roles.sampling
     samples: list[Sample] = []
     if sampler.here:
         with roles.phases("evaluate", sampler.topology):
             questions = questions_of(
-                prompts, 1, run_seed=roles.config.seed, step=step, purpose="eval"
+                prompts, config.eval_samples, run_seed=config.seed, step=step, purpose="eval"
             )
             samples, _ = sample_questions(
-                sampler.scheduler, questions, greedy_params(roles.config.rollout),
+                sampler.scheduler, questions, evaluation_params(config),
                 tokenizer=roles.tokenizer, between_bursts=roles.phases.still_going,
             )  # fmt: skip
-    with roles.phases("evaluate", roles.sampling):
+    with roles.phases("evaluate", sampling):
         held_out = {prompt.id: prompt for _, prompt in prompts}
-        score(samples, sampler, roles.sampling, held_out.__getitem__, roles.tokenizer, roles.phases)
-    with roles.phases("evaluate", roles.sampling):
-        metrics = sample_metrics(samples, roles.sampling, by_source=True)
-    picked = {
-        name.replace("reward/mean", "accuracy"): value
-        for name, value in metrics.items()
-        if "reward/mean" in name or name in ("reward/invalid", "response/mean_tokens")
-    }
-    return samples, {f"eval/{name}": value for name, value in picked.items()}
+        score(samples, sampler, sampling, held_out.__getitem__, roles.tokenizer, roles.phases)
+    show(samples)
+    with roles.phases("evaluate", sampling):
+        check_invalid(samples, config.rewards, sampling)
+        metrics = sample_metrics(samples, sampling, by_source=True)
+        picked = {
+            name.replace("reward/mean", "accuracy"): value
+            for name, value in metrics.items()
+            if "reward/mean" in name or name in ("reward/invalid", "response/mean_tokens")
+        }
+        if config.eval_samples > 1:
+            attempts = gather_attempts(prompts, samples, config.seed, sampling)
+            picked |= metrics_at_k(attempts, config.eval_samples)
+    return {f"eval/{name}": value for name, value in picked.items()}
+
+
+def gather_attempts(
+    prompts: list[tuple[int, Prompt]], samples: list[Sample], run_seed: int, topology: Topology
+) -> list[Attempts]:
+    """Of each prompt, in their order, from all ranks: which of them made a sample does not show.
+
+    Collective.
+    """
+    mine = [(s.group, s.index, s.reward, s.pred) for s in samples if s.reward is not None]
+    everyone: list[Any] = [None] * topology.world
+    dist.all_gather_object(everyone, mine, group=topology.control)
+    by_group: dict[int, list[tuple[int, float, str | None]]] = {group: [] for group, _ in prompts}
+    for group, index, reward, pred in itertools.chain.from_iterable(everyone):
+        by_group[group].append((index, reward, pred))
+    attempts = []
+    for group, prompt in prompts:
+        answers = sorted(by_group[group], key=lambda answer: answer[0])
+        seed = seed_of(run_seed, 0, prompt.id, 0, "vote")
+        rewards, preds = [reward for _, reward, _ in answers], [pred for *_, pred in answers]
+        attempts.append(Attempts(prompt.data_source, seed, rewards, preds))
+    return attempts

@@ -277,6 +277,10 @@ class PpoConfig:
     trust_remote_code: bool = False  # run Python files that a model's folder brings along
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
     eval_every: int = 10  # steps; 0: only before and after
+    eval_samples: int = 1  # answers per held-out prompt; above 1: best@k, ..: docs/training.md
+    eval_temperature: float = 0.0  # 0: greedy
+    eval_top_p: float = 1.0
+    eval_top_k: int = 0  # 0: off
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)

@@ -69,13 +69,12 @@ class Attachment:
             return one_step(self.run, number, ignore, sync_after=False)
 
     def evaluate(self, number: int) -> dict[str, float]:
-        """Greedy answers to config.data.eval with the model as it stands; the metrics."""
+        """Answers config.data.eval with the model as it stands; the metrics."""
         roles = self.run.roles
         require(self.run.held_out != [], "evaluate: config.data.eval is not set")
         with untouched(), self.at_work():
             sync(roles, version=number)
-            _, metrics = evaluate(roles, self.run.held_out, number)  # all ranks sample
-        return metrics
+            return evaluate(roles, self.run.held_out, number)  # all ranks sample
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

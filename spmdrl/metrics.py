@@ -168,7 +168,8 @@ def sample_row(s: Sample) -> dict[str, Any]:
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
-        "response_tokens": len(s.response_ids), **s.reward_info,
+        "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
+        **s.reward_info,
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from spmdrl.remote_code import allow_code, has_foreign_code
 from spmdrl.rollout.vllm_core import check_attention
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
-from spmdrl.strict import check_strict
+from spmdrl.strict import check_strict, check_strict_model
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.trackers import check_trackers
 
@@ -57,6 +57,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_trackers(config)
     check_checkpoint(config.checkpoint)
     check_read(config)
+    check_evaluation(config)
     metric = config.checkpoint.best_metric
     require(
         not config.checkpoint.keep_best
@@ -145,6 +146,42 @@ def check_checkpoint(config: CheckpointConfig) -> None:
         config.every_steps > 0 or not config.keep_best,
         f"checkpoint.keep_best={config.keep_best} has no effect: every_steps=0 saves nothing",
     )
+
+
+def check_evaluation(config: PpoConfig) -> None:
+    """Raises ConfigError where held-out prompts cannot be answered as the eval_... fields say."""
+    n, temperature = config.eval_samples, config.eval_temperature
+    require(
+        n == 1 or temperature > 0,
+        f"eval_samples={n} with eval_temperature={temperature:g} asks {n} times for the greedy "
+        "answer: set eval_temperature, e.g. to 1.0, or leave eval_samples at 1",
+    )
+    require(
+        config.rollout.engine != "vllm" or not 0 < temperature < 0.01,
+        f"eval_temperature={temperature:g}: vLLM would raise it to 0.01; use 0 (greedy) or more",
+    )
+    for name, usual in (("eval_top_p", 1.0), ("eval_top_k", 0)):
+        require(
+            temperature > 0 or getattr(config, name) == usual,
+            f"{name}={getattr(config, name)} has no effect on greedy answers: set eval_temperature",
+        )
+    require(
+        config.data.eval is not None or (n == 1 and temperature == 0),
+        f"eval_samples={n}, eval_temperature={temperature:g} have no effect without data.eval",
+    )
+
+
+def check_held_out(config: PpoConfig) -> None:
+    """As `check`, of what an evaluation by itself has."""
+    check_bounds(config)
+    check_places(config)
+    check_evaluation(config)
+    if config.trust_remote_code:
+        allow_code(config.model)
+    hf = load_hf_config(config.model)
+    check_model(hf, config)
+    if config.strict:
+        check_strict_model(hf, config.rollout.engine)
 
 
 def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:

@@ -248,10 +248,16 @@ def explained(error: Exception, folder: Path) -> OSError:
 
 
 def check_metric(config: CheckpointConfig, metrics: dict[str, float]) -> None:
-    """At a save: raises ConfigError where no step will ever have config.best_metric."""
+    """At a save: raises ConfigError where no step will ever have config.best_metric.
+
+    Where a sample has no reward the metric may be missing for that.
+    """
     name = config.best_metric
+    of_eval = name.startswith("eval/")
     evaluated = any(other.startswith("eval/") for other in metrics)
-    if not config.keep_best or name in metrics or (name.startswith("eval/") and not evaluated):
+    if not config.keep_best or name in metrics or (of_eval and not evaluated):
+        return
+    if metrics.get("eval/reward/invalid" if of_eval else "reward/invalid", 0) > 0:
         return
     raise ConfigError(
         f"checkpoint.best_metric={name!r} is no metric of this run; there are "

@@ -213,8 +213,8 @@ def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
     told: list[Any] = [None]
     if roles.sampling.here:
-        samples, told[0] = evaluate(roles, run.held_out, step)
-        show_samples(run, f"eval_{step}", samples)
+        show = partial(show_samples, run, f"eval_{step}")
+        told[0] = evaluate(roles, run.held_out, step, show)
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)

@@ -52,6 +52,7 @@ class Sample:
     greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
     invalid: str | None = None  # why there is no reward: the traceback or the time limit
     reward_info: dict[str, float] = field(default_factory=dict)  # further numbers to be logged
+    pred: str | None = None  # what the reward function read as the answer, if it says so
 
     @property
     def num_tokens(self) -> int:

@@ -79,6 +79,7 @@ def test_verl_functions_run_unchanged():
 
     got = run(compute_score, [sample("5"), sample("6")])
     assert [(s.reward, s.reward_info) for s in got] == [(1.0, {"acc": 1.0}), (0.0, {"acc": 1.0})]
+    assert [s.pred for s in got] == ["5", "6"]
     assert run(with_kwargs, [sample("5")])[0].reward == 1.0
 
 
@@ -642,6 +643,27 @@ def test_gsm8k_table():
     for truth in ("many", "", "nan", None):
         with pytest.raises(ValueError, match="is not a number"):
             functions.gsm8k("#### 5", truth)
+
+
+def test_the_answer_that_was_read_is_told():
+    preds = [1, 0.5, True, "", "x" * 5000, "lone \ud800", None, [1], {"a": 1}]
+
+    def reward(extra_info):
+        return {"score": 1, "pred": preds[extra_info["i"]]}
+
+    got = run(reward, [sample("", extra={"i": i}) for i in range(len(preds))])
+    read = ["1.0", "0.5", "1.0", "", "x" * 1000, "lone ?", None, None, None]
+    assert [s.pred for s in got] == read
+    assert [s.reward for s in got] == [1.0] * len(preds)
+    answers = ["#### $1,080", "#### 1080.00", "1080", "#### -5"]
+    assert [s.pred for s in run("gsm8k", [sample(a) for a in answers])] == [
+        "1080",
+        "1080",
+        "",
+        "-5",
+    ]
+    read = [s.pred for s in run("math", [sample(r"\boxed{\frac12}"), sample("nothing")])]
+    assert read == [r"\frac{1}{2}", ""]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from spmdrl.rewards import sandbox
 from spmdrl.rewards.code import code
@@ -27,20 +27,34 @@ MATH_TAIL_CHARS = 1000  # of a response without a box; 100,000 digits in a row t
 MATH_LIMIT_S = 10  # sympy can think for ever about an answer like 9^{9^{9^9}}
 
 
-def gsm8k(
-    response: str, ground_truth: Any, method: Literal["strict", "flexible"] = "strict"
-) -> float:
+Method = Literal["strict", "flexible"]
+
+
+class Verdict(TypedDict):
+    """What the built-in rewards return, for maj@k too; the functions of their names the score."""
+
+    score: float
+    pred: str  # the answer that was found; "": none
+
+
+def gsm8k(response: str, ground_truth: Any, method: Method = "strict") -> float:
     """Compares numbers by value: "1,080", "$1080" and "1080.00" are the same answer.
 
     strict: the number after the last "####", which also teaches the format (verl's default).
     flexible: the last number of the response, wherever it stands.
     Raises ValueError where `ground_truth` is not a number.
     """
+    return graded_gsm8k(response, ground_truth, method)["score"]
+
+
+def graded_gsm8k(response: str, ground_truth: Any, method: Method = "strict") -> Verdict:
     right = to_decimal(str(ground_truth).rpartition("####")[2])
     if right is None:
         raise ValueError(f"ground_truth {ground_truth!r} is not a number")
     found = (MARKED if method == "strict" else ANY_NUMBER).findall(response)
-    return float(bool(found) and to_decimal(found[-1]) == right)
+    answer = to_decimal(found[-1]) if found else None
+    pred = "" if answer is None else f"{answer.normalize():f}"  # 5 and 5.00 are one vote
+    return {"score": float(answer == right), "pred": pred}
 
 
 def to_decimal(text: str) -> Decimal | None:
@@ -61,6 +75,10 @@ def math(response: str, ground_truth: Any) -> float:
     Raises ValueError where `ground_truth` has no answer in it, TimeoutError after MATH_LIMIT_S.
     Call it in a main thread, as reward workers do: the limit is a signal.
     """
+    return graded_math(response, ground_truth)["score"]
+
+
+def graded_math(response: str, ground_truth: Any) -> Verdict:
     # Slow (sympy) and needed here only; workers import it before any clock starts: IMPORTED_FIRST.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -78,7 +96,8 @@ def math(response: str, ground_truth: Any) -> float:
         box = response.rfind("\\boxed")
         text = response[box:] if box >= 0 else response[-MATH_TAIL_CHARS:]
         answer = parse(text, where, parsing_timeout=None)
-        return float(verify(right, answer, timeout_seconds=None))
+        pred = next((part for part in answer if isinstance(part, str)), "")
+        return {"score": float(verify(right, answer, timeout_seconds=None)), "pred": pred}
 
 
 class _TimeIsUp(BaseException):
@@ -103,6 +122,10 @@ def time_limit(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-BUILT_INS: dict[str, Callable[..., Any]] = {"gsm8k": gsm8k, "math": math, "code": code}
-IMPORTED_FIRST: dict[Callable[..., Any], str] = {math: "math_verify"}
+BUILT_INS: dict[str, Callable[..., Any]] = {
+    "gsm8k": graded_gsm8k,
+    "math": graded_math,
+    "code": code,
+}
+IMPORTED_FIRST: dict[Callable[..., Any], str] = dict.fromkeys((math, graded_math), "math_verify")
 CHECKED_FIRST: dict[Callable[..., Any], Callable[[], None]] = {code: sandbox.check}

@@ -25,7 +25,8 @@ def score(
     tokenizer: Any,
     phases: Phases,
 ) -> None:
-    """Sets reward and reward_info, or invalid, of what this rank made. Collective over `sampling`.
+    """Sets reward, reward_info and pred, or invalid, of what this rank made. Collective over
+    `sampling`.
 
     prompt_of: by id, for ranks that score what others made.
     """
@@ -55,7 +56,7 @@ def score(
     ]
     if sampler.rewards is not None:
         sampler.rewards.score(theirs, phases.still_going)
-    verdicts = [json.dumps([s.reward, s.invalid, s.reward_info]).encode() for s in theirs]
+    verdicts = [json.dumps([s.reward, s.invalid, s.reward_info, s.pred]).encode() for s in theirs]
     back = torch.bincount(asked_by.flatten(), minlength=sampling.world).tolist()
     sizes = all_to_all_rows(torch.tensor([len(v) for v in verdicts]).long(), back, sampling)
     by_maker = asked_by.flatten().tolist()
@@ -66,8 +67,8 @@ def score(
     text = torch.frombuffer(bytearray(b"".join(verdicts) or b" "), dtype=torch.uint8)
     text = all_to_all_rows(text[: sum(num_bytes)], num_bytes, sampling)
     mine = [s for part in parts for s in part]
-    for sample, verdict in zip(mine, text.split(sizes.tolist()), strict=True):
-        sample.reward, sample.invalid, sample.reward_info = json.loads(verdict.numpy().tobytes())
+    for s, verdict in zip(mine, text.split(sizes.tolist()), strict=True):
+        s.reward, s.invalid, s.reward_info, s.pred = json.loads(verdict.numpy().tobytes())
 
 
 def rebuilt(

@@ -143,7 +143,7 @@ class RewardRunner:
             # A worker answers or is killed; a coroutine may do neither.
             outcome = self.async_outcome(future) if reward.is_async else future.result()
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
-            sample.reward_info = outcome.info
+            sample.reward_info, sample.pred = outcome.info, outcome.pred
             still_going()
 
     def submit(self, reward: Reward, sample: Sample) -> Future[Outcome]:

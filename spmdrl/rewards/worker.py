@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG = 1
 MAX_REASON_CHARS = 4000
+MAX_PRED_CHARS = 1000
 READY = "ready"
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
@@ -32,6 +33,7 @@ class Outcome(NamedTuple):
     reward: float | None
     info: dict[str, float]
     invalid: str | None
+    pred: str | None = None  # what the function read as the answer
 
 
 def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
@@ -52,16 +54,18 @@ def reason_of(error: BaseException) -> str:
 def to_outcome(result: Any) -> Outcome:
     """A number, or a mapping with "score". Of its other entries the numbers are kept for the log.
 
-    Text beside the score (verl's "pred") is legal and not kept; a number there that is not finite
-    makes the sample invalid, since it would spoil every mean it enters.
+    Text beside the score is legal and not kept, but for verl's "pred", the answer as the function
+    read it; a number there that is not finite makes the sample invalid, since it would spoil every
+    mean it enters.
     """
     info: dict[str, float] = {}
+    pred: str | None = None
     score = result
     if isinstance(result, dict):
         if "score" not in result:
             keys = ", ".join(map(str, result)) or "nothing"
             return not_valid(f"returned a dict without the key 'score' (it has {keys})")
-        score = result["score"]
+        score, pred = result["score"], to_text(result.get("pred"))
         for key, value in result.items():
             number = to_number(value)
             if key != "score" and number is not None:
@@ -76,7 +80,14 @@ def to_outcome(result: Any) -> Outcome:
     for key, number in [("score", reward), *info.items()]:
         if not abs(number) < LARGEST:  # nan too
             return not_valid(f"returned {number} as its {key}")
-    return Outcome(reward, info, None)
+    return Outcome(reward, info, None, pred)
+
+
+def to_text(value: Any) -> str | None:
+    """Text or a number as text that fits into UTF-8; None for anything else."""
+    number = to_number(value)
+    text = value if isinstance(value, str) else None if number is None else str(number)
+    return text and str(text)[:MAX_PRED_CHARS].encode(errors="replace").decode()
 
 
 def not_valid(what: str) -> Outcome:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.config import RolloutConfig
+from spmdrl.config import PpoConfig, RolloutConfig
 from spmdrl.rollout.engine import Completion, Request, SamplingParams
 from spmdrl.rollout.handover import resume, share
 from spmdrl.rollout.scheduler import Goal, Scheduler
@@ -46,7 +46,7 @@ def training_params(config: RolloutConfig) -> SamplingParams:
 
 
 def greedy_params(config: RolloutConfig) -> SamplingParams:
-    """The same stops and lengths, the most likely token each time: for evaluation."""
+    """The same stops and lengths, the most likely token each time."""
     return SamplingParams(
         temperature=0.0,
         min_tokens=config.min_tokens,
@@ -54,6 +54,16 @@ def greedy_params(config: RolloutConfig) -> SamplingParams:
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
         ignore_eos=config.ignore_eos,
+    )
+
+
+def evaluation_params(config: PpoConfig) -> SamplingParams:
+    """How held-out prompts are answered: greedily, unless the config has a temperature for it."""
+    return replace(
+        greedy_params(config.rollout),
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        top_k=config.eval_top_k,
     )
 
 

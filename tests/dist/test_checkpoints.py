@@ -255,6 +255,10 @@ def kept_on(topology, model, root):
     ("eval/accuracy", {"eval/acc": 1.0, "reward/mean": 0.0}, True),
     ("reward/mean", {"eval/acc": 1.0, "reward/mean": 0.0}, False),
     ("sft/lost", {"sft/loss": 1.0}, True),
+    # there may be none where samples have no reward
+    ("eval/accuracy", {"eval/reward/invalid": 3.0, "reward/mean": 0.0}, False),
+    ("eval/accuracy", {"eval/reward/invalid": 0.0, "reward/invalid": 2.0}, True),
+    ("reward/mean", {"reward/invalid": 2.0}, False),
 ])  # fmt: skip
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do(name, metrics, refused):
     config = CheckpointConfig(keep_best=1, best_metric=name)

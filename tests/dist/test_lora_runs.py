@@ -74,6 +74,16 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     assert (before - merged(ids).logits).abs().max() > 1e-3
 
 
+def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
+    done = train(
+        folder, 2, "--config", "cfg.py", "--checkpoint", "whole/checkpoints/step_00000002",
+        program="spmdrl.evaluate",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    got = metrics_of(folder / "run_eval")[0]
+    assert got["eval/accuracy"] == pytest.approx(whole[-1]["eval/accuracy"])
+
+
 def test_vllm_takes_adapters_while_it_samples_ahead(folder):
     rows = run(
         folder, "ahead", 2, "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",

@@ -114,6 +114,17 @@ def test_export_is_what_was_trained(folder, whole):
     shutil.rmtree(folder / "exported")
 
 
+def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
+    done = train(
+        folder, 1, "--config", "cfg.py", "--checkpoint", "whole/checkpoints/step_00000004",
+        program="spmdrl.evaluate",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    got = metrics_of(folder / "run_eval")[0]
+    assert got["eval/accuracy"] == pytest.approx(whole[-1]["eval/accuracy"])
+    assert got["step"] == 4
+
+
 FORGED = """
 import os, pickle, sys, torch
 from pathlib import Path

@@ -1,0 +1,194 @@
+"""Evaluation by itself: torchrun --nproc-per-node 8 -m spmdrl.evaluate --config cfg.py
+
+Answers data.eval as a run's own evaluations do, with the rollout engine alone, on all ranks.
+--checkpoint <run dir>/checkpoints/step_N: that model, whatever engine and layout trained it;
+without it config.model, so --model DIR takes what spmdrl.export wrote. Any field of the config is
+set by its dotted name: --eval_samples 8 --eval_temperature 1.0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fire
+
+from spmdrl.cli import as_source, converted, load_config
+from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.exits import BAD_CONFIG, exit_config
+from spmdrl.imports import before_torch
+
+if TYPE_CHECKING:
+    from spmdrl.phases import Phases
+    from spmdrl.program import Runtime
+    from spmdrl.rewards.runner import RewardRunner
+    from spmdrl.roles import Sampler
+    from spmdrl.topology import Topology
+    from spmdrl.types import Sample
+
+
+def main(
+    config: str = "", checkpoint: str = "", out: str = "", dry_run: bool = False, **overrides: Any
+) -> None:
+    """Evaluates a checkpoint, or the model that the config names.
+
+    Args:
+        config: a Python file that defines `config = PpoConfig(...)`
+        checkpoint: a folder checkpoints/step_N of a run
+        out: the folder for metrics.jsonl and samples/; <run_dir>_eval if it is not given
+        dry_run: check, score one sample, and stop
+        overrides: any field of the config by its dotted name: --eval_samples 8
+    """
+    try:
+        dry_run = converted(dry_run, bool, "--dry-run")
+        value = load_config(config, PpoConfig, overrides)
+        value = evaluation_of(value, str(checkpoint), str(out))
+    except ConfigError as error:
+        exit_config(error)
+    before_torch()
+    from spmdrl.program import started  # torch comes in here, see spmdrl/ppo.py
+
+    with started(value) as runtime:
+        run(value, runtime, dry_run)
+
+
+def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
+    """A run's config as that of an evaluation, which trains nothing and has a folder of its own.
+
+    Its `resume` is the checkpoint. Raises ConfigError.
+    """
+    if config.data.eval is None:
+        raise ConfigError("data.eval is not set: there is nothing to evaluate on")
+    runs = [Path(config.run_dir)]
+    if checkpoint:
+        if not Path(checkpoint, "run.json").is_file():
+            raise ConfigError(f"--checkpoint {checkpoint}: there is no checkpoint")
+        within = Path(checkpoint).resolve().parent
+        runs.append(within.parent if within.name == "checkpoints" else Path(checkpoint))
+    folder = Path(out or f"{config.run_dir}_eval")
+    for taken in runs:
+        if folder.resolve().is_relative_to(taken.resolve()):
+            raise ConfigError(f"--out {folder} is in the folder of a run, {taken}: name another")
+    return replace(
+        config, model=str(Path(checkpoint, "hf")) if checkpoint else config.model,
+        resume=checkpoint or "never", run_dir=str(folder), placement={}, critic=None, prm=None,
+        actor=TrainConfig(), ref=TrainConfig(), rollout=replace(config.rollout, sleep=False),
+    )  # fmt: skip
+
+
+@dataclass
+class Alone:
+    """A collect.Examiner without a trainer; every rank samples and scores."""
+
+    config: PpoConfig
+    sampler: Sampler
+    sampling: Topology
+    phases: Phases
+    tokenizer: Any
+
+
+def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
+    """Every rank runs it from the first line to the last."""
+    from spmdrl.build import load_held_out
+    from spmdrl.collect import evaluate
+    from spmdrl.metrics import write_samples
+    from spmdrl.plan import check_held_out
+    from spmdrl.program import load_tokenizer, write_config
+    from spmdrl.rewards.runner import RewardRunner
+    from spmdrl.run_lock import lock_run_dir
+    from spmdrl.trainer import scored_example
+
+    phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
+    check_held_out(config)
+    with ExitStack() as undo:
+        rewards = RewardRunner(config.reward, config.rewards, topology.world)
+        undo.callback(rewards.close)
+        tokenizer = load_tokenizer(config.model)
+        with phases("load data"):
+            prompts, sources = load_held_out(config, tokenizer, topology)
+            rewards.check_sources(sorted(sources))
+        most = len(prompts) * config.eval_samples
+        if dry_run and runtime.is_main:
+            print(as_source(config), f"{len(prompts)} held-out prompts, {most} answers",
+                  *scored_example(prompts[0][1], rewards), sep="\n")  # fmt: skip
+        if dry_run:
+            return
+        runtime.lock = lock_run_dir(out, topology)
+        step, name, model = 0, config.model, config.model
+        if config.resume != "never":
+            step = json.loads(Path(config.resume, "run.json").read_text())["step"]
+            name, model = config.resume, exported(config, runtime)
+        sampler = sampler_of(config, model, rewards, runtime)
+        undo.callback(sampler.engine.shutdown)
+        log = Path(out, "metrics.jsonl")
+        number = 1 + (len(log.read_text().splitlines()) if log.exists() else 0)
+        path = Path(out, "samples", f"{number}.jsonl")
+
+        def show(samples: list[Sample]) -> None:
+            with phases("log samples"):
+                write_samples(path, samples, most, topology)
+
+        alone = Alone(config, sampler, topology, phases, tokenizer)
+        metrics = evaluate(alone, prompts, step, show)
+    if runtime.is_main:
+        write_config(config, out)
+        with log.open("a") as file:
+            row = {"step": step, "model": name, "samples": str(path.relative_to(out)), **metrics}
+            file.write(json.dumps(row) + "\n")
+        shutil.rmtree(Path(out, "model"), ignore_errors=True)
+        width = max(map(len, metrics))
+        print(f"{name}, step {step}: {len(prompts)} prompts, {most} answers",
+              *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
+              f"in {log} and {path}", sep="\n")  # fmt: skip
+
+
+def exported(config: PpoConfig, runtime: Runtime) -> str:
+    """The checkpoint as a Hugging Face model in our folder. Collective.
+
+    In a process of its own, since spmdrl.export needs torch.distributed for itself to put together
+    what Megatron saved. Raises ConfigError where it refuses.
+    """
+    folder = Path(runtime.run_dir, "model")
+    command = [
+        sys.executable, "-m", "spmdrl.export", "--checkpoint", config.resume, "--out", str(folder),
+        "--dtype", config.rollout.dtype, "--trust_remote_code", str(config.trust_remote_code),
+    ]  # fmt: skip
+    with runtime.phases("export"):
+        if runtime.is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that failed
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == BAD_CONFIG:
+                raise ConfigError(done.stderr.partition("config error: ")[2].strip())
+            if done.returncode:
+                raise RuntimeError(f"spmdrl.export ended with {done.returncode}: {done.stderr}")
+    return str(folder)
+
+
+def sampler_of(config: PpoConfig, model: str, rewards: RewardRunner, runtime: Runtime) -> Sampler:
+    """On all ranks. Collective."""
+    from spmdrl.remote_code import allow_code
+    from spmdrl.roles import Sampler
+    from spmdrl.rollout import build_engine
+    from spmdrl.rollout.scheduler import Scheduler
+    from spmdrl.topology import Topology
+
+    topology, rollout = runtime.topology, config.rollout
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    with runtime.phases("build rollout"):
+        if config.trust_remote_code:
+            allow_code(model)
+        ranks = Topology.build(topology.device, dp=-1, tp=rollout.tensor_parallel)
+        engine = build_engine(model, rollout, longest, ranks, topology, config.strict)
+        assert engine is not None  # on all ranks
+        scheduler = Scheduler(engine, ranks, rollout.static_split)
+    return Sampler(ranks, scheduler, topology, rewards)
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
