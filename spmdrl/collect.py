@@ -172,6 +172,7 @@ def hooks(roles: Roles) -> dict[str, Any]:
 def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
     """What this rank made, with rewards; greedy answers have become baselines."""
     config, algo = roles.config, roles.config.algo
+    wait_for_answers(roles)
     with roles.phases("reward", roles.sampling):
         score(samples, roles.sampler, roles.sampling, source.by_id, roles.tokenizer, roles.phases)
         check_reward_keys(samples, tuple(algo.reward_keys))
@@ -180,9 +181,17 @@ def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
                 len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
                 algo.overlong_penalty,
             )  # fmt: skip
-        if config.rollout.greedy_baseline:
+    if config.rollout.greedy_baseline:
+        with roles.phases("reward", roles.sampling):
             samples = take_greedy_rewards(samples, roles.sampling)
     return samples
+
+
+def wait_for_answers(roles: Examiner) -> None:
+    """Ranks that score what others made have nothing to do until all have theirs."""
+    if roles.sampler.scoring.ranks != roles.sampler.topology.ranks:
+        with roles.phases("wait answers", roles.sampling):
+            pass
 
 
 def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sample]:
@@ -284,6 +293,7 @@ def evaluate(
                 sampler.scheduler, questions, evaluation_params(config),
                 tokenizer=roles.tokenizer, between_bursts=roles.phases.still_going,
             )  # fmt: skip
+    wait_for_answers(roles)
     with roles.phases("evaluate", sampling):
         held_out = {prompt.id: prompt for _, prompt in prompts}
         score(samples, sampler, sampling, held_out.__getitem__, roles.tokenizer, roles.phases)

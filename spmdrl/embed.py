@@ -34,7 +34,7 @@ from spmdrl.engines.megatron_inputs import Cut
 from spmdrl.engines.megatron_parts import Groups, Parts
 from spmdrl.engines.megatron_state import RoleState
 from spmdrl.engines.models import load_hf_config
-from spmdrl.phases import Phases, Span
+from spmdrl.phases import Phases
 from spmdrl.placement import place
 from spmdrl.plan import check
 from spmdrl.program import ENGINE_ENV, Runtime
@@ -66,7 +66,7 @@ class Attachment:
             # the weights may have changed since: by the host, or from a checkpoint
             roles.policy_version = number - 2
             sync(roles, version=number - 1)
-            return one_step(self.run, number, ignore, sync_after=False)
+            return one_step(self.run, number, sync_after=False)
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Answers config.data.eval with the model as it stands; the metrics."""
@@ -267,10 +267,6 @@ def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
         )  # fmt: skip
     dtype: Any = str(config.params_dtype).removeprefix("torch.")
     return replace(given, engine="megatron", dtype=dtype, **layout)
-
-
-def ignore(spans: list[Span]) -> None:
-    pass
 
 
 def device_here() -> torch.device:

@@ -213,6 +213,8 @@ def learn(roles: Roles, lesson: Lesson | None, step: int) -> dict[str, float]:
                 require_equal(metrics, step)
         metrics |= adapt(roles, metrics, num_samples=lesson.deal.num_seqs)
     if len(roles.trainer_ranks) > 1:  # one role's ranks know nothing of another's
+        with phases("wait report", roles.training):
+            pass
         with phases("report", roles.training):
             metrics = merged(metrics, roles.training)
     return metrics

@@ -100,16 +100,17 @@ def busy_and_waiting(spans: list[Span]) -> PhaseSeconds:
     return seconds
 
 
-def phase_metrics(everyone: list[PhaseSeconds], step_s: float) -> dict[str, float]:
-    """Where the time of a step went, from busy_and_waiting() of every rank; step_s: its wall time.
+def phase_metrics(everyone: list[tuple[PhaseSeconds, float]]) -> dict[str, float]:
+    """Where the time went, from each rank's (busy_and_waiting(), seconds that these are of).
 
     time/<phase>_s: the longest of any rank, from its start until all had agreed.
     time_min/, time_mean/ and time_max/<phase>_s: busy seconds of the ranks that took part.
-    idle/share and idle/share_max: mean and largest over the ranks of 1 - busy / step_s.
+    idle/share and idle/share_max: mean and largest over the ranks of 1 - busy / its seconds, which
+    are a step's, but of another step where a rank samples ahead.
     """
     metrics: dict[str, float] = {}
-    for phase in dict.fromkeys(name for rank in everyone for name in rank):
-        took_part = [rank[phase] for rank in everyone if phase in rank]
+    for phase in dict.fromkeys(name for rank, _ in everyone for name in rank):
+        took_part = [rank[phase] for rank, _ in everyone if phase in rank]
         key = f"{phase.replace(' ', '_')}_s"
         metrics[f"time/{key}"] = max(busy + waiting for busy, waiting in took_part)
         if not phase.startswith(WAIT):
@@ -117,7 +118,7 @@ def phase_metrics(everyone: list[PhaseSeconds], step_s: float) -> dict[str, floa
             metrics[f"time_min/{key}"] = min(seconds)
             metrics[f"time_mean/{key}"] = sum(seconds) / len(seconds)
             metrics[f"time_max/{key}"] = max(seconds)
-    idle = [idle_share(sum(busy for busy, _ in rank.values()), step_s) for rank in everyone]
+    idle = [idle_share(sum(busy for busy, _ in rank.values()), of_s) for rank, of_s in everyone]
     return metrics | {"idle/share": sum(idle) / len(idle), "idle/share_max": max(idle)}
 
 

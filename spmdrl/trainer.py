@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.describe import describe
 from spmdrl.engines.models import vocab_size_of
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
-from spmdrl.phases import Span
 from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
@@ -43,7 +41,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     """Every rank runs it from the first line to the last."""
     run = build(config, runtime)
     roles, phases, steps = run.roles, runtime.phases, config.steps
-    done, log, trace = resume(run)
+    done, log = resume(run)
     phases.on_change = log.phase
     roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
     sync(roles, version=done)
@@ -55,11 +53,12 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     ending = Ending(config, runtime, saver, lag=config.async_steps)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
-    trace.write(done, phases.take_spans())
+    note_spans(run, done)
+    run.unreported, run.reported_at = [], time.time()
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        metrics = one_step(run, step, partial(trace.write, step), sync_after=True)
+        metrics = one_step(run, step, sync_after=True)
         if metrics:
             log.step_line(step, metrics, SHOWN)
         if roles.sampling.here:
@@ -81,6 +80,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.write(step, metrics)
         if saver and ending.saves:
             save(run, saver, step, metrics, ending)
+        note_spans(run, step)
         if ending.stops:
             log.line(f"spmdrl: {ending.stop(step)}")
             break
@@ -89,33 +89,32 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     take_weights(roles, step)
     ending.close()
     roles.post.wait_until_delivered()
-    trace.write(step, phases.take_spans())
+    note_spans(run, step)
     log.close()
     close(roles)
 
 
-def one_step(
-    run: Run, step: int, trace: Callable[[list[Span]], None], sync_after: bool
-) -> dict[str, float]:
-    """Samples, learns, and gives the engine the new weights. Returns {} on ranks that sample only.
-
-    trace: hears of the phases as they end.
-    """
+def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
+    """Samples, learns, gives the engine the new weights. Returns {} on ranks that sample only."""
     roles, started_at, collected = run.roles, time.perf_counter(), None
+    ahead = run.config.async_steps > 0
     if roles.sampling.here:
         collected = collect(roles, Source(run.take, run.prompts.by_id), step)
         run.samples = collected.asked
         show_samples(run, f"step_{step}", collected.asked)
-        mine = reports(run, trace, roles.sampling)
-        collected.facts = {"order": run.order.state_dict(), "reports": mine}
+        collected.facts = {"order": run.order.state_dict()}
+        if ahead:  # the trainers are elsewhere in time
+            collected.facts["reports"] = reports(run, step, roles.sampling)
     lesson = hand_over(roles, collected, step)
     metrics = learn(roles, lesson, step)
     if sync_after:
         sync(roles, version=step)
+    everyone = [] if ahead else reports(run, step, roles.topology)
     if lesson is None:
         return {}
     run.order.load_state_dict(lesson.facts["order"])
-    everyone = lesson.facts["reports"] + reports(run, trace, roles.training)
+    if ahead:
+        everyone = lesson.facts["reports"] + reports(run, step, roles.training)
     return metrics | timing(metrics, everyone, time.perf_counter() - started_at)
 
 
@@ -123,8 +122,8 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
-    """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
+def resume(run: Run) -> tuple[int, RunLog]:
+    """Loads the checkpoint that config.resume asks for; the steps it had done, and the log."""
     config, runtime = run.config, run.runtime
     topology, done = runtime.topology, 0
     with runtime.phases("resume"):
@@ -138,10 +137,10 @@ def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
         take_folder(config, runtime, start, done)
         trackers = open_trackers(config, runtime.run_dir, done) if run.is_log else []
     log = RunLog(runtime.run_dir, run.is_log, config.steps, trackers, done)
-    trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
+    run.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if start.folder is not None:
         log.line(f"resumed from {start.folder}: {done} steps done")
-    return done, log, trace
+    return done, log
 
 
 def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
@@ -232,14 +231,20 @@ def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
         write_samples(path, samples, run.config.log_samples, run.roles.sampling)
 
 
-def reports(
-    run: Run, trace: Callable[[list[Span]], None], topology: Topology
-) -> list[dict[str, Any]]:  # fmt: skip
-    """What each rank of `topology` did since it was last asked. Collective over it."""
-    roles = run.roles
-    spans = roles.phases.take_spans()
-    trace(spans)
-    mine = {"rank": roles.topology.rank, "seconds": busy_and_waiting(spans),
+def note_spans(run: Run, step: int) -> None:
+    """Puts the phases that ended since the last call into the trace, and into the next report."""
+    spans = run.roles.phases.take_spans()
+    if run.trace is not None:
+        run.trace.write(step, spans)
+    run.unreported += spans
+
+
+def reports(run: Run, step: int, topology: Topology) -> list[dict[str, Any]]:
+    """What each rank of `topology` did since its last report. Collective over it."""
+    note_spans(run, step)
+    roles, before, now = run.roles, run.reported_at, time.time()
+    spans, run.unreported, run.reported_at = run.unreported, [], now
+    mine = {"seconds": busy_and_waiting(spans), "since_s": now - before,
             "samples": roles.post.moved_bytes, "weights": roles.weight_bytes,
             "memory": memory_of_process()}  # fmt: skip
     roles.post.moved_bytes = roles.weight_bytes = 0
@@ -253,13 +258,7 @@ def timing(
 ) -> dict[str, float]:
     """Seconds by phase over the ranks, idle share, MiB moved, the most memory and files of a rank,
     and response tokens per second."""
-    by_rank: dict[int, dict[str, tuple[float, float]]] = {}
-    for report in everyone:  # a rank that samples and trains reports twice
-        seconds = by_rank.setdefault(report["rank"], {})
-        for name, (busy, waiting) in report["seconds"].items():
-            before = seconds.get(name, (0.0, 0.0))
-            seconds[name] = (before[0] + busy, before[1] + waiting)
-    times = phase_metrics(list(by_rank.values()), total_s)
+    times = phase_metrics([(report["seconds"], report["since_s"]) for report in everyone])
     for what in ("samples", "weights"):
         times[f"moved/{what}_mib"] = sum(report[what] for report in everyone) / 2**20
     for what in everyone[0]["memory"]:

@@ -128,7 +128,7 @@ def test_a_clock_that_is_set_back_makes_no_negative_seconds():
 
 
 def test_metrics_of_split_roles():
-    metrics = phase_metrics([busy_and_waiting(ACTOR), busy_and_waiting(ROLLOUT)], step_s=10)
+    metrics = phase_metrics([(busy_and_waiting(ACTOR), 10.0), (busy_and_waiting(ROLLOUT), 10.0)])
     assert metrics == pytest.approx({
         "time/update_actor_s": 4, "time_min/update_actor_s": 4, "time_mean/update_actor_s": 4,
         "time_max/update_actor_s": 4,
@@ -141,9 +141,15 @@ def test_metrics_of_split_roles():
 
 
 def test_a_rank_without_phases_is_idle_and_none_is_less_than_that():
-    metrics = phase_metrics([{"sync": (1.1, 0.2)}, {}], step_s=1.0)
+    metrics = phase_metrics([({"sync": (1.1, 0.2)}, 1.0), ({}, 1.0)])
     assert metrics["time_mean/sync_s"] == 1.1  # of the one that took part
     assert (metrics["idle/share"], metrics["idle/share_max"]) == (0.5, 1.0)
+
+
+def test_a_rank_that_is_elsewhere_in_time_is_idle_by_its_own_seconds():
+    """It samples ahead: busy for 6 of the 8 seconds that its report is of, in a step of 3 s."""
+    metrics = phase_metrics([({"update_actor": (3.0, 0.0)}, 3.0), ({"rollout": (6.0, 1.0)}, 8.0)])
+    assert (metrics["idle/share"], metrics["idle/share_max"]) == (0.125, 0.25)
 
 
 # --- reading it ---

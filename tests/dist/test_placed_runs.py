@@ -68,6 +68,53 @@ def test_the_numbers_do_not_depend_on_the_placement(folder, alone, name):
             assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-6), (want["step"], key)
     traces = sorted(Path(folder, name, "trace").glob("rank_*.jsonl"))
     assert len(traces) == ranks
+    for trace in traces if "--async_steps" not in args else ():
+        shows_steps_apart(trace)
+
+
+WORK = ("data", "rollout", "balance", "update_actor", "update_critic", "sync", "ref_logprobs")
+
+
+def shows_steps_apart(trace):
+    """What a rank does in a step stands under that step, also if it only samples or scores; each
+    ends with an evaluation."""
+    steps = {step: [] for step in range(4)}
+    for line in map(json.loads, trace.open()):
+        steps[line["step"]] += line["spans"]
+    ended = 0.0
+    for step, spans in steps.items():
+        worked = [begin for name, begin, _, _ in spans if name in WORK]
+        evaluated = [span for span in spans if span[0] in ("evaluate", "wait evaluation")]
+        assert step == 0 or min(worked) >= ended, (trace, step)
+        assert max(worked, default=0.0) <= evaluated[0][1], (trace, step)
+        ended = evaluated[-1][3]
+
+
+def test_who_waits_is_not_said_to_work(folder):
+    """A rank that scores alone, and an actor that is done long before the critic."""
+    slow = ALL_ROLES.replace(
+        "config = PpoConfig(",
+        """
+import os, time, spmdrl.engines.fsdp as fsdp
+update = fsdp.FsdpEngine.update
+def late(self, *args, **kwargs):
+    time.sleep(0.5 if os.environ["RANK"] == "2" else 0.0)
+    return update(self, *args, **kwargs)
+fsdp.FsdpEngine.update = late
+config = PpoConfig(""",
+        1,
+    )
+    Path(folder, "late.py").write_text(slow)
+    done = train(
+        folder, 4, "--config", "late.py", "--steps", "2", "--run_dir", "waits", "--placement",
+        '{"actor":"0","rollout":"1","critic":"2","reward":"3","ref":"0"}', "--eval_every", "0",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    row = [json.loads(line) for line in Path(folder, "waits/metrics.jsonl").open()][-1]
+    assert row["time_mean/update_critic_s"] > 1.0  # two mini-batches
+    assert row["time/wait_report_s"] > 0.5 and row["time_max/report_s"] < 0.4
+    assert row["time/wait_answers_s"] > 0 and row["time_max/reward_s"] < 0.4
+    assert row["idle/share"] > 0.5 and row["idle/share_max"] > 0.8
 
 
 def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
