@@ -6,6 +6,7 @@
 # NODES is how many machines there are, HEAD one that all of them reach (port 29400 by default).
 # The run folder must be on a file system that all share. Settings, from the environment:
 #   RANKS_PER_NODE  default: one per GPU
+#   SPMDRL_PROGRAM  what runs, default spmdrl.ppo; spmdrl.sft: fine-tuning
 #   MAX_RESTARTS    failures of ranks after which all ranks are started again, default 0
 #   GRACE_S         seconds a step and its checkpoint may take after SIGTERM or Ctrl-C, default 25
 #   LOG_DIR         for a file per rank and stream in LOG_DIR/<host>/; default: none
@@ -15,7 +16,7 @@
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
-    sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 nodes=$1 head=$2 config=$3
@@ -44,4 +45,4 @@ exec python -m spmdrl.launch \
     --nnodes "$nodes" --nproc-per-node "$RANKS_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "spmdrl-$head" \
     --shutdown-timeout $((${grace_s%.*} + 20)) "${log_options[@]}" \
-    -m spmdrl.ppo --config "$config" --checkpoint.grace_s "$grace_s" "$@"
+    -m "${SPMDRL_PROGRAM:-spmdrl.ppo}" --config "$config" --checkpoint.grace_s "$grace_s" "$@"

@@ -70,38 +70,49 @@ class Encoder:
         return Encoded(ids, text, escaped)
 
     def chat(self, chat: list[dict[str, Any]]) -> Encoded:
+        marked, names = self.marked(chat, "prompt")
+        text = render_chat(marked, self.tokenizer, self.config.chat_template_kwargs)
+        if not names:
+            return Encoded(self.bounded(text, special=False, keep="end"), text)
+        return self.unmarked(text, names)
+
+    def marked(
+        self, chat: list[dict[str, Any]], field: str
+    ) -> tuple[list[dict[str, Any]], dict[int, str]]:
+        """The chat as a template is to see it, and the names that its marks stand for.
+
+        A mark is a character in place of the name of a control token, where that is to become
+        ordinary text. Raises BadRow, also for a role that is no plain name.
+        """
         for i, turn in enumerate(chat):
             if self.names_in(turn["role"]) or not turn["role"].strip() or "\n" in turn["role"]:
                 raise BadRow(
-                    f"field 'prompt[{i}].role': found {turn['role'][:60]!r}, expected a plain name "
-                    "such as 'user'"
+                    f"field '{field}[{i}].role': found {turn['role'][:60]!r}, expected a plain "
+                    "name such as 'user'"
                 )
         strings: list[str] = []
         in_strings(chat, strings.append)
-        if not any(self.escapes(text, "prompt") for text in strings):
-            text = render_chat(chat, self.tokenizer, self.config.chat_template_kwargs)
-            return Encoded(self.bounded(text, special=False, keep="end"), text)
-        return self.escaped_chat(chat, "".join(strings))
-
-    def escaped_chat(self, chat: list[dict[str, Any]], everything: str) -> Encoded:
-        """The template sees a mark where a text names a control token; marks then become text."""
-        assert self.control is not None
+        if not any(self.escapes(text, field) for text in strings):
+            return chat, {}
+        control, everything = self.control, "".join(strings)
+        assert control is not None
         free = (chr(c) for c in range(FIRST_MARK, 0x10FFFE) if chr(c) not in everything)
-        marks = dict(zip(sorted(set(self.control.findall(everything))), free, strict=False))
-        control = self.control
+        marks = dict(zip(sorted(set(control.findall(everything))), free, strict=False))
         marked = in_strings(chat, lambda text: control.sub(lambda m: marks[m[0]], text))
-        text = render_chat(marked, self.tokenizer, self.config.chat_template_kwargs)
-        names = {ord(mark): name for name, mark in marks.items()}
+        return marked, {ord(mark): name for name, mark in marks.items()}
+
+    def unmarked(self, text: str, names: dict[int, str]) -> Encoded:
+        """Token ids of what a template made of a marked chat; marks become text."""
         if len(text) > 2 * self.size:
             ids = self.in_pieces(text[-self.size :], names)
             if len(ids) >= self.limit + MARGIN:
                 return Encoded(ids[MARGIN // 2 :], text.translate(names), escaped=True)
         # that cutting the text at control tokens changes nothing is proven with a harmless letter
-        harmless = text.translate({ord(mark): "x" for mark in marks.values()})
+        harmless = text.translate(dict.fromkeys(names, "x"))
         plain = self.tokenizer(harmless, add_special_tokens=False, verbose=False)["input_ids"]
         if self.in_pieces(harmless, {}) != plain:
             raise BadRow(
-                f"field 'prompt': its text names the control token {next(iter(marks))!r}, which "
+                f"field 'prompt': its text names the control token {min(names.values())!r}, which "
                 "this tokenizer cannot take as ordinary text. Take it out, or set "
                 "data.control_tokens='keep' to make a control token of it"
             )
@@ -147,6 +158,11 @@ class Encoder:
     def control(self) -> re.Pattern[str] | None:
         return control_pattern(self.tokenizer)
 
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        return frozenset({*self.tokenizer.all_special_ids, *(i for i, t in added if t.special)})
+
     def bounded(self, text: str, special: bool, keep: str, literal: bool = False) -> list[int]:
         """Ids of the text; of one that is far too long those of its end (or start) alone, more than
         `limit` of them: a field of 50 MB must not take a minute to be found too long."""
@@ -163,6 +179,9 @@ class Encoder:
         asked = {"split_special_tokens": True} if literal else {}
         # verbose=False: prompts longer than the model are counted and reported by us
         return self.tokenizer(text, add_special_tokens=special, verbose=False, **asked)["input_ids"]
+
+    def spell(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def require_known(self, ids: list[int], field: str) -> None:
         """Raises BadRow for a token that the model has no embedding of."""
@@ -196,9 +215,13 @@ def in_strings(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def render_chat(
-    chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]
-) -> str:
-    """The chat as text that ends where the model is to answer. Raises ConfigError, BadRow."""
+    chat: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any],
+    asks: bool = True,
+) -> str:  # fmt: skip
+    """The chat as text, which ends where the model is to answer, if it `asks`.
+
+    Raises ConfigError, BadRow.
+    """
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, but the data has "
@@ -207,7 +230,7 @@ def render_chat(
         )
     try:
         text = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True, **template_kwargs
+            chat, tokenize=False, add_generation_prompt=asks, **template_kwargs
         )
     except TEMPLATE_ERRORS as error:
         raise BadRow(f"field 'prompt': the chat template refuses the chat: {error}") from error

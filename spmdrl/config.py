@@ -309,9 +309,11 @@ class PpoConfig:
 
 @dataclass(frozen=True)
 class SftDataConfig:
-    """Rows with a `messages` chat (the last turn is learnt), or a prompt and a response column."""
+    """Rows with a `messages` chat, whose last turn is learnt, or a prompt and a response column."""
 
     train: str | tuple[str, ...]
+    eval: str | tuple[str, ...] | None = None
+    turns: Literal["last", "all"] = "last"  # of `messages`: "all" learns every assistant turn
     prompt_key: str = "prompt"  # dotted keys reach into structs: "extra_info.question"
     response_key: str = "response"
     batch_size: int = 64
@@ -335,10 +337,12 @@ class SftConfig:
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that the model's folder brings along
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
+    eval_every: int = 50  # steps; 0: only before and after
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
     wandb: str | None = None  # a project of Weights & Biases
+    nan_updates: int = 0  # as of PpoConfig
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
     lost_timeout_s: float = 20.0

@@ -11,7 +11,7 @@ from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import shown
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
-from spmdrl.config import PpoConfig, TrainConfig
+from spmdrl.config import CheckpointConfig, PpoConfig, SftConfig, TrainConfig
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_count
 from spmdrl.engines.megatron_layout import expert_width, moe_layers, num_experts
@@ -19,6 +19,7 @@ from spmdrl.engines.models import load_hf_config, meta_model
 from spmdrl.engines.optimizers import LABELS, state_bytes
 from spmdrl.placement import (
     Placement,
+    Ranks,
     place,
     reference_is_base,
     show_ranks,
@@ -61,6 +62,28 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
     return "\n".join(lines + memory_lines(config, world))
 
 
+def describe_sft(config: SftConfig, world: int, num_rows: int) -> str:
+    """As describe, of fine-tuning."""
+    data, actor = config.data, config.actor
+    sharing, memory = sharing_ranks(actor), memory_of("actor", actor, config.model, world)
+    holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
+    budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
+    return "\n".join([
+        "batch",
+        f"  {data.batch_size} rows a step, at most {data.batch_size * data.max_tokens:,} tokens, "
+        f"about {data.batch_size * sharing / world:g} on each of {world // sharing} {holders}; "
+        f"micro-batches of {budget} tokens",
+        f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
+        f"{config.steps} steps are {config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
+        "placement",
+        role_line("actor", actor, tuple(range(world))),
+        "parameters and memory of a rank (estimate, GiB)",
+        memory_line("actor", memory),
+        *copies_of_checkpoint(config.checkpoint, memory.saved),
+        f"  peak     {memory.busy:.2f}",
+    ])  # fmt: skip
+
+
 def sharing_ranks(role: TrainConfig) -> int:
     """How many ranks work on the same sequences."""
     megatron = role.tensor_parallel * role.pipeline_parallel * role.context_parallel
@@ -71,18 +94,7 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
     roles, rollout = place(config, world).roles, config.rollout
     lines = ["placement"]
     for name, role in training_roles(config).items():
-        degrees = resolve_degrees(train_degrees(role), len(roles[name]))
-        layout = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
-        if role.engine == "megatron":
-            layout = f"megatron, {layout}" + "".join(
-                f", {label} {getattr(role, field)}"
-                for label, field in (("sequence parallel", "sequence_parallel"),
-                                     ("chunks per stage", "virtual_pipeline"),
-                                     ("experts over", "expert_parallel"),
-                                     ("each over", "expert_tensor_parallel"))
-                if getattr(role, field) is True or getattr(role, field) > 1
-            )  # fmt: skip
-        lines.append(f"  {name:8} ranks {show_ranks(roles[name])}: {layout}")
+        lines.append(role_line(name, role, roles[name]))
     engines = len(roles["rollout"]) // rollout.tensor_parallel
     lines.append(f"  rollout  ranks {show_ranks(roles['rollout'])}: {engines} {rollout.engine} "
                  f"engines x tp {rollout.tensor_parallel}")  # fmt: skip
@@ -92,6 +104,21 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
         lines.append(f"  sampling runs up to {config.async_steps} steps ahead of training; both "
                      "meet where the run evaluates or saves")  # fmt: skip
     return lines
+
+
+def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:
+    degrees = resolve_degrees(train_degrees(role), len(ranks))
+    layout = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
+    if role.engine == "megatron":
+        layout = f"megatron, {layout}" + "".join(
+            f", {label} {getattr(role, field)}"
+            for label, field in (("sequence parallel", "sequence_parallel"),
+                                 ("chunks per stage", "virtual_pipeline"),
+                                 ("experts over", "expert_parallel"),
+                                 ("each over", "expert_tensor_parallel"))
+            if getattr(role, field) is True or getattr(role, field) > 1
+        )  # fmt: skip
+    return f"  {name:8} ranks {show_ranks(ranks)}: {layout}"
 
 
 def algorithm_lines(config: PpoConfig) -> list[str]:
@@ -201,21 +228,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     if shared:
         saved = roles.pop("ref").weights
     lines = ["parameters and memory of a rank (estimate, GiB)"]
-    for name, m in roles.items():
-        label = LABELS[m.config.optim.name]
-        leaves = [word for word, is_on in (("weights", m.config.offload_params),
-                                           (label, m.config.offload_optimizer))
-                  if is_on]  # fmt: skip
-        average = f" and average {m.average:.2f}" if m.average else ""
-        away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
-        only = (
-            "" if m.config.lora is None else f", {m.trainable / 1e6:,.3f}M of them trained (lora)"
-        )
-        lines.append(
-            f"  {name:8} {m.parameters / 1e6:,.1f}M parameters{only}; weights {m.weights:.2f}, "
-            f"gradients {m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations "
-            f"{m.activations:.2f}{away}"
-        )
+    lines += [memory_line(name, m) for name, m in roles.items()]
     if shared:
         lines.append("  ref      the actor's weights with its adapter off: saves "
                      f"{saved:.2f} of weights of its own")  # fmt: skip
@@ -249,6 +262,21 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     return lines
 
 
+def memory_line(name: str, m: Memory) -> str:
+    label = LABELS[m.config.optim.name]
+    leaves = [word for word, is_on in (("weights", m.config.offload_params),
+                                       (label, m.config.offload_optimizer))
+              if is_on]  # fmt: skip
+    average = f" and average {m.average:.2f}" if m.average else ""
+    away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
+    only = "" if m.config.lora is None else f", {m.trainable / 1e6:,.3f}M of them trained (lora)"
+    return (
+        f"  {name:8} {m.parameters / 1e6:,.1f}M parameters{only}; weights {m.weights:.2f}, "
+        f"gradients {m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations "
+        f"{m.activations:.2f}{away}"
+    )
+
+
 def memory_of_adapters(
     name: str, role: TrainConfig, hf: PreTrainedConfig, count: int, sharers: int, activations: float
 ) -> Memory:
@@ -270,12 +298,16 @@ def copy_lines(
 ) -> list[str]:  # fmt: skip
     """What a checkpoint that is written meanwhile takes of the host's memory."""
     saved = {name: m for name, m in roles.items() if name != "ref"}
-    if config.checkpoint.every_steps == 0 or config.checkpoint.blocking:
-        return []
     ranks = {rank for name in saved for rank in placement.roles[name]}
     most = max(
         sum(m.saved for name, m in saved.items() if rank in placement.roles[name]) for rank in ranks
     )
+    return copies_of_checkpoint(config.checkpoint, most)
+
+
+def copies_of_checkpoint(config: CheckpointConfig, most: float) -> list[str]:
+    if config.every_steps == 0 or config.blocking:
+        return []
     return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "
             "checkpoint.blocking)"]  # fmt: skip
 

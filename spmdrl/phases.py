@@ -57,14 +57,6 @@ class Span(NamedTuple):
     agreed: float  # of everyone's: the rank was idle since `end`
 
 
-def seconds_of(spans: list[Span]) -> dict[str, float]:
-    """Seconds spent in each phase, until everyone had agreed."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        seconds[span.name] = seconds.get(span.name, 0.0) + span.agreed - span.start
-    return seconds
-
-
 class Phases:
     """Times phases and makes one rank's failure everyone's.
 

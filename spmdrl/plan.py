@@ -359,20 +359,59 @@ def check_sft(config: SftConfig, world: int) -> None:
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_trackers(config)
     check_checkpoint(config.checkpoint)
-    metric = config.checkpoint.best_metric
-    require(
-        not config.checkpoint.keep_best or metric.startswith("sft/"),
-        f"checkpoint.keep_best goes by best_metric={metric!r}, which fine-tuning has not: use e.g. "
-        "best_metric='sft/loss' with best_is='smallest'",
-    )
+    check_best_sft(config)
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    for field in ("offload_params", "offload_optimizer"):
+        require(
+            not getattr(config.actor, field),
+            f"actor.{field} has no effect in fine-tuning: it clears the device for other roles "
+            "while a role is idle, and here the actor is the only one and never idle. To save "
+            "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit' or lower "
+            "actor.micro_batch_tokens",
+        )
     if config.trust_remote_code:
         allow_code(config.model)
-    check_layers(load_hf_config(config.model))
+    hf = load_hf_config(config.model)
+    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+    require(
+        limit is None or config.data.max_tokens <= limit,
+        f"data.max_tokens={config.data.max_tokens}, but the model's max_position_embeddings is "
+        f"{limit}",
+    )
+    check_layers(hf)
     check_sharing("actor", config.actor, config.model)
-    check_lora("actor", config.actor, load_hf_config(config.model))
+    check_lora("actor", config.actor, hf)
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
+
+
+def check_best_sft(config: SftConfig) -> None:
+    best, default = config.checkpoint, CheckpointConfig()
+    if not best.keep_best:
+        for name in ("best_metric", "best_is"):
+            value = getattr(best, name)
+            require(
+                value == getattr(default, name),
+                f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+            )
+        return
+    metric, evaluates = best.best_metric, config.data.eval is not None and config.eval_every > 0
+    require(
+        metric.startswith("sft/") or metric in ("eval/loss", "eval/perplexity"),
+        f"checkpoint.keep_best goes by best_metric={metric!r}, which fine-tuning has not: use "
+        "best_metric='eval/loss', or 'sft/loss', with best_is='smallest'",
+    )
+    require(
+        metric.startswith("sft/") or evaluates,
+        f"checkpoint.keep_best={best.keep_best} goes by best_metric={metric!r}, but nothing is "
+        "evaluated while the run goes on: set data.eval and eval_every, or "
+        "best_metric='sft/loss'",
+    )
+    require(
+        best.best_is == "smallest" or metric not in ("eval/loss", "eval/perplexity", "sft/loss"),
+        f"checkpoint.best_is={best.best_is!r} would keep the worst by best_metric={metric!r}: set "
+        "best_is='smallest'",
+    )
 
 
 def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:

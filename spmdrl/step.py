@@ -324,7 +324,8 @@ def train(
         for batch in batches:
             if before is not None:
                 before(batch, len(updates))
-            updates.append(update(trainer, batch, loss_fn, config))
+            temperature = config.rollout.temperature
+            updates.append(update(trainer, batch, loss_fn, temperature, config.nan_updates))
     done = [update for update in updates if update]
     skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
     return (skipped if config.nan_updates else {}) | {
@@ -336,18 +337,18 @@ def train(
 
 
 def update(
-    trainer: Trainer, batch: Batch, loss_fn: LossFn, config: PpoConfig
-) -> dict[str, float]:  # fmt: skip
+    trainer: Trainer, batch: Batch, loss_fn: LossFn, temperature: float, nan_updates: int
+) -> dict[str, float]:
     """Its metrics; {} where there was nothing to learn, or what is not finite may be passed over.
 
     Raises FloatingPointError on every rank, with the weights as they were, where it may not.
     """
     try:
-        found = trainer.model.update(batch, loss_fn, config.rollout.temperature)
+        found = trainer.model.update(batch, loss_fn, temperature)
     except FloatingPointError as error:
         trainer.skipped += 1
         trainer.skipped_in_a_row += 1
-        if trainer.skipped_in_a_row > config.nan_updates:
+        if trainer.skipped_in_a_row > nan_updates:
             raise
         if trainer.topology.rank == 0:
             in_a_row = trainer.skipped_in_a_row

@@ -76,7 +76,9 @@ def test_experts_are_not_sent_as_adapters(tmp_path):
 
 
 def test_sft_refuses_the_same(qwen3):
-    config = SftConfig(str(qwen3), SftDataConfig("t"), "out", actor=with_lora(rank=-2))
+    config = SftConfig(
+        str(qwen3), SftDataConfig("t", max_tokens=64), "out", actor=with_lora(rank=-2)
+    )
     with pytest.raises(ConfigError, match="rank=-2"):
         check_sft(config, 1)
 

@@ -438,8 +438,10 @@ def load_sft(topology, tokenizer, path, **settings) -> SftDataset:
     return SftDataset.load(path, tokenizer, SftDataConfig(train=path, **settings), topology)
 
 
-def texts(tokenizer, example) -> tuple[str, str]:
-    return tokenizer.decode(example.prompt_ids), tokenizer.decode(example.response_ids)
+def texts(tokenizer, example) -> tuple[str, ...]:
+    """What is given, what is learnt, and so on."""
+    assert [learnt for learnt, _ in example.parts()] == [False, True] * (len(example.parts()) // 2)
+    return tuple(tokenizer.decode(ids) for _, ids in example.parts())
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

@@ -76,7 +76,7 @@ def ppo_config(model: str) -> PpoConfig:
 
 
 def sft_config(model: str) -> SftConfig:
-    return SftConfig(model, SftDataConfig("t.jsonl"), "out")
+    return SftConfig(model, SftDataConfig("t.jsonl", max_tokens=64), "out")
 
 
 def leaves(kind: type, where: str = "") -> dict[str, Any]:
@@ -327,7 +327,8 @@ GOOD_ROW = {
     "response": "5", "extra_info": {"a": 1},
 }  # fmt: skip
 ROWS = st.builds(
-    lambda changes: GOOD_ROW | changes,
+    lambda changes: {name: value for name, value in (GOOD_ROW | changes).items()
+                     if name != "response" or "messages" not in changes},
     st.dictionaries(
         st.sampled_from([*GOOD_ROW, "messages", "reward_model"]),
         VALUES | st.lists(TURN, max_size=3), max_size=3,
@@ -340,20 +341,24 @@ def tokenizer(model):
     return AutoTokenizer.from_pretrained(model)
 
 
-def load_both(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) -> int:
-    """Loads the file as prompts and as rows for fine-tuning; the number of usable ones."""
+def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) -> int:
+    """Loads the file as prompts and, twice, as rows for fine-tuning; the number of usable ones."""
     config = DataConfig(str(path), max_prompt_tokens=20, on_bad_row=on_bad_row)
     sft = SftDataConfig(str(path), max_tokens=20, on_bad_row=on_bad_row)
     count = 0
-    for load, settings_ in ((PromptDataset.load, config), (SftDataset.load, sft)):
+    whole = dataclasses.replace(sft, turns="all")
+    for load, settings_ in (
+        (PromptDataset.load, config), (SftDataset.load, sft), (SftDataset.load, whole)
+    ):  # fmt: skip
         try:
             data = load(str(path), tokenizer, settings_, topology, len(tokenizer))
         except ConfigError as error:
             assert str(path) in str(error)
             continue
         for i in range(len(data)):
-            found = data.prompt(i).token_ids if settings_ is config else data.example(i).prompt_ids
+            found = (data.prompt(i) if settings_ is config else data.example(i)).token_ids
             assert 1 <= len(found) <= 20
+            assert settings_ is config or 1 in data.example(i).loss_mask[1:]
         count += len(data)
     return count
 
@@ -363,7 +368,7 @@ def load_both(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) -
 def test_any_rows_in_jsonl(tokenizer, topology, tmp_path_factory, rows, skip):
     path = tmp_path_factory.getbasetemp() / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    load_both(path, tokenizer, topology, "skip" if skip else "error")
+    load_all(path, tokenizer, topology, "skip" if skip else "error")
 
 
 @fuzz(120)
@@ -375,7 +380,7 @@ def test_any_rows_in_parquet(tokenizer, topology, tmp_path_factory, rows, skip):
         pq.write_table(table, path)
     except (pa.ArrowException, UnicodeEncodeError, OverflowError, TypeError):
         assume(False)  # nothing that Parquet can hold
-    load_both(path, tokenizer, topology, "skip" if skip else "error")
+    load_all(path, tokenizer, topology, "skip" if skip else "error")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -387,7 +392,7 @@ def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = path.read_bytes()
-    assert load_both(path, tokenizer, topology, "error") == 60
+    assert load_all(path, tokenizer, topology, "error") == 90
 
     @fuzz(150)
     @given(
@@ -400,6 +405,6 @@ def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
         for place, new in changes:
             damaged[place : place + len(new)] = new
         path.write_bytes(bytes(damaged[:end]))
-        load_both(path, tokenizer, topology, "skip" if skip else "error")
+        load_all(path, tokenizer, topology, "skip" if skip else "error")
 
     damage()

@@ -61,7 +61,7 @@ def with_code(folder: Path, model_type: str) -> Path:
 
 
 def sft(folder: Path, **changes: object) -> SftConfig:
-    return SftConfig(str(folder), SftDataConfig("t"), "o", **changes)
+    return SftConfig(str(folder), SftDataConfig("t", max_tokens=64), "o", **changes)
 
 
 def test_code_of_the_folder_runs_only_where_it_is_trusted(qwen3_copy, tmp_path, monkeypatch):

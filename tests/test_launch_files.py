@@ -86,7 +86,8 @@ def test_kubernetes_file_agrees_with_itself(jobset):
     words = script.replace('"', "").split()
     assert words[:4] == ["exec", "python", "-m", "spmdrl.launch"]
     options = parse_args(words[4:])
-    assert options.training_script == "spmdrl.ppo" and options.rdzv_conf == "is_host=1"
+    assert options.training_script == env["SPMDRL_PROGRAM"] == "spmdrl.ppo"
+    assert options.rdzv_conf == "is_host=1"
     name = jobset["metadata"]["name"]
     assert options.rdzv_endpoint == f"{name}-{ranks['name']}-0-0.{name}:29400"
     grace_s = float(words[words.index("--checkpoint.grace_s") + 1])
@@ -111,6 +112,18 @@ def test_scripts_refuse_what_they_cannot_do():
         )  # fmt: skip
         assert done.returncode == 2
         assert words in done.stderr
+
+
+def test_one_variable_chooses_the_program(tmp_path):
+    Path(tmp_path, "python").write_text('#!/bin/sh\necho "$@"\n')
+    Path(tmp_path, "python").chmod(0o755)
+    command = ["bash", str(ROOT / "launch/multinode.sh"), "2", "head", "cfg.py", "--steps", "3"]
+    for chosen, program in (({}, "spmdrl.ppo"), ({"SPMDRL_PROGRAM": "spmdrl.sft"}, "spmdrl.sft")):
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RANKS_PER_NODE": "2", **chosen}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=10)
+        assert f"-m {program} --config cfg.py --checkpoint.grace_s 25 --steps 3" in done.stdout
+    sbatch = Path(ROOT, "launch/ppo.sbatch").read_text()
+    assert sbatch.count('-m "${SPMDRL_PROGRAM:-spmdrl.ppo}" --config "$@"') == 1
 
 
 def test_a_node_knows_its_address_and_waits_for_the_head(monkeypatch):

@@ -203,9 +203,17 @@ def test_layers_that_carry_state_are_refused(tmp_path):
 
 def test_sft_is_checked_too(qwen3):
     def sft(**changes):
-        return SftConfig(**{"model": str(qwen3), "data": SftDataConfig("t"), "out": "o"} | changes)
+        data = SftDataConfig("t", max_tokens=512)  # all that the model has positions for
+        return SftConfig(**{"model": str(qwen3), "data": data, "out": "o"} | changes)
 
+    def best(**changes):
+        return CheckpointConfig(keep_best=1, **changes)
+
+    evaluated = SftDataConfig("t", eval="e", max_tokens=512)
+    by_eval = best(best_metric="eval/loss", best_is="smallest")
     check_sft(sft(), 2)
+    check_sft(sft(data=evaluated, checkpoint=by_eval), 2)
+    check_sft(sft(checkpoint=best(best_metric="sft/loss", best_is="smallest")), 2)
     cosine = TrainConfig(optim=OptimConfig(schedule="cosine"))
     for changes, words in [
         ({"actor": cosine}, r"decay_steps above warmup_steps=0, e\.g\. 100"),
@@ -213,6 +221,15 @@ def test_sft_is_checked_too(qwen3):
         ({"actor": TrainConfig(ulysses=2, fsdp=1)}, "ulysses=2 with fsdp=1"),
         ({"actor": TrainConfig(model="m")}, "actor.model"),
         ({"steps": 0}, "steps=0"),
+        ({"eval_every": -1}, "eval_every=-1"),
+        ({"data": SftDataConfig("t", max_tokens=513)}, r"max_tokens=513.*_embeddings is 512"),
+        ({"actor": TrainConfig(offload_params=True)}, "offload_params has no effect.*only one"),
+        ({"actor": TrainConfig(offload_optimizer=True)}, "offload_optimizer has no effect"),
+        ({"checkpoint": CheckpointConfig(best_is="smallest")}, "best_is='smallest' has no effect"),
+        ({"checkpoint": best()}, "'eval/accuracy', which fine-tuning has not"),
+        ({"checkpoint": by_eval}, "nothing is evaluated while the run goes on"),
+        ({"data": evaluated, "checkpoint": by_eval, "eval_every": 0}, "nothing is evaluated"),
+        ({"data": evaluated, "checkpoint": best(best_metric="eval/loss")}, "keep the worst"),
     ]:
         with pytest.raises(ConfigError, match=words):
             check_sft(sft(**changes), 2)

@@ -16,8 +16,9 @@ LORA = CONFIG.replace(
 SFT = """
 from spmdrl.config import *
 
-config = SftConfig(model="model", data=SftDataConfig(train="sft.jsonl", batch_size=8), out="sft",
-                   steps=4, run_dir="sft_run", tensorboard=False,
+config = SftConfig(model="model", data=SftDataConfig(train="sft.jsonl", batch_size=8,
+                                                    max_tokens=64), out="sft", steps=4,
+                   run_dir="sft_run", tensorboard=False,
                    actor=TrainConfig(dtype="float32", lora=LoraConfig(rank=3),
                                      optim=OptimConfig(lr=1e-2)))
 """

@@ -1,0 +1,37 @@
+"""How fine-tuning deals a step's rows to ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from spmdrl.packing import sequence_work
+from spmdrl.sft import share_of
+
+
+def test_ranks_are_given_equal_work():
+    draw = np.random.default_rng(0)
+    rows = SimpleNamespace(num_tokens=draw.lognormal(5, 1, 500).astype(np.int64) + 2)
+    step = draw.permutation(500)[:64].tolist()
+    for num_ranks in (1, 2, 3, 8):
+        data_ranks = tuple(range(0, 2 * num_ranks, 2))  # each has one beside it that helps
+
+        def share(rank, data_ranks=data_ranks):
+            return share_of(rows, step, SimpleNamespace(
+                topology=SimpleNamespace(rank=rank), ranks=data_ranks))  # fmt: skip
+
+        shares = [share(rank) for rank in data_ranks]
+        assert sorted(i for part in shares for i in part) == sorted(step)
+        assert share(1) == []
+        assert imbalance(rows, shares) < 1.03
+    dealt_in_turn = [step[rank::8] for rank in range(8)]
+    assert imbalance(rows, dealt_in_turn) > 1.5
+
+
+def imbalance(rows, shares) -> float:
+    loads = [
+        float(sequence_work(torch.from_numpy(rows.num_tokens[share])).sum()) for share in shares
+    ]
+    return max(loads) * len(loads) / sum(loads)
