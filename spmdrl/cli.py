@@ -215,20 +215,20 @@ def as_source(config: Any, indent: int = 0) -> str:
     lines = [f"{type(config).__name__}("]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else _literal(value)
+        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else literal(value)
         lines.append(f"{pad}{field.name}={text},")
     return "\n".join(lines) + "\n" + "    " * indent + ")"
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     if isinstance(value, functools.partial):
-        keywords = "".join(f", {k}={_literal(v)}" for k, v in value.keywords.items())
-        positional = "".join(f", {_literal(v)}" for v in value.args)
-        return f"partial({_literal(value.func)}{positional}{keywords})"
+        keywords = "".join(f", {k}={literal(v)}" for k, v in value.keywords.items())
+        positional = "".join(f", {literal(v)}" for v in value.args)
+        return f"partial({literal(value.func)}{positional}{keywords})"
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_literal(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k!r}: {literal(v)}" for k, v in value.items()) + "}"
     return repr(value)
 
 

@@ -300,8 +300,9 @@ class PpoConfig:
     tensorboard: bool = True
     wandb: str | None = None  # a project of Weights & Biases
     log_samples: int = 16  # per step, written to samples/
-    nan_updates: int = 0  # updates in a row that may be skipped for a loss or a gradient that is
-    # not finite; one more ends the run
+    # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
+    # ends the run
+    nan_updates: int = 0
     start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
     lost_timeout_s: float = 20.0  # so does one without a sign of life: frozen, or cut off

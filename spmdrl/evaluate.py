@@ -22,6 +22,7 @@ import fire
 from spmdrl.cli import as_source, converted, load_config
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.exits import BAD_CONFIG, exit_config
+from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def main(
         dry_run: check, score one sample, and stop
         overrides: any field of the config by its dotted name: --eval_samples 8
     """
+    if asks_for_help(overrides, __doc__, PpoConfig):
+        return
     try:
         dry_run = converted(dry_run, bool, "--dry-run")
         value = load_config(config, PpoConfig, overrides)

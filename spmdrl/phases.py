@@ -105,6 +105,8 @@ class Phases:
         dist.broadcast_object_list(first, group=topology.control, group_src=failed)
         story = Story(**first[0])
         if story.exit_code == BAD_CONFIG:
+            if self.watchdog:
+                self.watchdog.done.set()  # all leave, each when it comes to it: nobody is missed
             raise ConfigError(story.cause) from failure
         raise PhaseError(story) from failure
 

@@ -112,13 +112,13 @@ def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ConfigError(f"{where}={text!r}: {part} runs backwards")
+        if last >= world:
+            raise ConfigError(
+                f"{where}={text!r} needs rank {last}, but there are {world} ranks: 0-{world - 1}"
+            )
         ranks += range(first, last + 1)
     if len(set(ranks)) < len(ranks):
         raise ConfigError(f"{where}={text!r} names a rank twice")
-    if max(ranks) >= world:
-        raise ConfigError(
-            f"{where}={text!r} needs rank {max(ranks)}, but there are {world} ranks: 0-{world - 1}"
-        )
     return tuple(sorted(ranks))
 
 

@@ -119,6 +119,17 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
         check_lora(name, role, load_hf_config(role.model) if role.model else hf)
     if config.weights.lora == "adapter":
         check_adapter_mode(config.actor.lora, config.rollout, hf.get_text_config())
+    ref = config.ref
+    is_base = config.actor.lora is not None and ref.model in (None, config.model)
+    require(
+        not is_base
+        or "ref" not in training_roles(config)
+        or ref.dtype == config.actor.dtype
+        or reference_is_base(config, placement),
+        f"ref.dtype={ref.dtype!r}: with actor.lora the reference is the actor's base, which beside "
+        f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
+        "that numbers do not depend on the placement",
+    )
     if reference_is_base(config, placement):
         for field in dataclasses.fields(TrainConfig):
             value = getattr(config.ref, field.name)

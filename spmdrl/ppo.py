@@ -13,6 +13,7 @@ import fire
 from spmdrl.cli import converted, load_config
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.exits import exit_config
+from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 
 
@@ -25,6 +26,8 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
         ranks: with --dry-run, plan for so many ranks instead of those that run
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
+    if asks_for_help(overrides, __doc__, PpoConfig):
+        return
     try:
         dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
         if ranks and not dry_run:

@@ -19,6 +19,7 @@ import fire
 from spmdrl.cli import as_source, converted, load_config
 from spmdrl.config import ConfigError, SftConfig
 from spmdrl.exits import exit_config
+from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
         ranks: with --dry-run, plan for so many ranks instead of those that run
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
+    if asks_for_help(overrides, __doc__, SftConfig):
+        return
     try:
         dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
         if ranks and not dry_run:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
 STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
 LARGEST = dist.AllreduceOptions()
 LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -39,9 +40,9 @@ class Stopping:
     """What a signal asked of this rank, and what is done about it.
 
     Only a program calls `listen`. Until `arm` is called nothing would be lost, so the first signal
-    ends the process. Afterwards it asks the run to stop after the step; `grace_s` later, or with a
-    second Ctrl-C or SIGTERM, the process ends at once. `on_quit` hears why and with which code, to
-    tell the other ranks.
+    ends the process, a SIGTERM after TOLD_S. Afterwards it asks the run to stop after the step;
+    `grace_s` later, or with a second Ctrl-C or SIGTERM, the process ends at once. `on_quit` hears
+    why and with which code, to tell the other ranks.
     """
 
     def __init__(self) -> None:
@@ -72,10 +73,14 @@ class Stopping:
                 if number in SIGNALS:
                     self._on(signal.Signals(number))
             since = time.monotonic() - self.asked_at
-            if self.asked and since > self.grace_s:
+            if not self.asked:
+                continue
+            if not self.armed and since > TOLD_S and not self.failed():
+                self._quit(self.asked, code_of(signal.Signals[self.asked]))
+            if self.armed and since > self.grace_s:
                 late = f"{self.asked}, and the step had not ended after {self.grace_s:g} s"
                 self._quit(late, REQUEUE)
-            if self.asked and not self.told and since > SAME_S and not self.failed():
+            if self.armed and not self.told and since > SAME_S and not self.failed():
                 self.told = True
                 say(f"{self.asked}: the run stops after this step, with a checkpoint, "
                     f"within {self.grace_s:g} s; once more, and it stops now")  # fmt: skip
@@ -83,7 +88,7 @@ class Stopping:
     def _on(self, number: signal.Signals) -> None:
         if self.asked is None:
             self.asked, self.asked_at = number.name, time.monotonic()
-            if not self.armed:
+            if not self.armed and number != signal.SIGTERM:
                 self._quit(number.name, code_of(number))
         elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
             say(f"stopped by {number.name}")
@@ -161,7 +166,8 @@ class Ending:
 
     def vote(self, step: int) -> None:
         """Every rank must call it."""
-        asked = self.runtime.stopping.asked is not None
+        stopping = self.runtime.stopping
+        asked = stopping.armed and stopping.asked is not None
         failed = self.saver is not None and self.saver.failed
         wish = self.votes.agree(BROKEN if failed else STOP if asked else 0)
         last, every = step == self.config.steps, self.config.checkpoint.every_steps

@@ -33,6 +33,7 @@ GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat
 DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
+FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
 
@@ -85,7 +86,9 @@ class Watchdog:
         self.broken = 0  # how often in a row it was not there
         self.began, self.woke = time.time(), time.monotonic()
         self.heard = False  # of a failure
+        self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
+        self.head: Beat | None = None  # rank 0's first
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -98,7 +101,10 @@ class Watchdog:
     def report(self, story: dict[str, Any]) -> None:
         """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first."""
         if any(words in story["cause"] for words in LOST_PEER):
-            # this rank only feels another's end: give it, its neighbour or torchrun time to tell
+            # this rank only feels another's end: give it, its neighbour or torchrun time to tell;
+            # who watches a rank that is alone on its host need not wait as long as usual
+            self.felt = True
+            self.store.set("felt", "1")
             self.done.wait(self.lost_s + 2 * PERIOD_S)
         self.store.compare_set("story", "", json.dumps(story))
         write_story(story, self.folder)
@@ -140,6 +146,8 @@ class Watchdog:
                 self.store.set(f"beat/{self.rank}", str(own))
                 story = self.first_story()
                 text = self._beat_of(peer)
+                limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
+                self.head = self.head or Beat.read(self._beat_of(0))
                 if self.neighbour is not None:
                     self.beside = Beat.read(self._beat_of(self.neighbour))
                 if self.phase_since != told and count % 8 == 0:
@@ -169,7 +177,7 @@ class Watchdog:
             if self.beside is not None and self._state(self.beside) in GONE:
                 died = DIED.format(self.beside.pid)
                 self.report(self._lost(self.neighbour, self.beside, died))
-            elif now - peer_since > self.lost_s:
+            elif now - peer_since > limit_s:
                 silent = f"no sign of life for {now - peer_since:.0f} s"
                 self.report(self._lost(peer, Beat.read(peer_text), silent))
             elif now - self.phase_since > self.stall_s and self._is_last(
@@ -225,6 +233,9 @@ class Watchdog:
             if silent_s > self.lost_s + (GRACE_S if self.near_store else 0) or refused:
                 gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
                 own = Beat(0, os.getpid(), self.host, self.phase)
+                if self.felt and refused and self.head and not self.near_store:
+                    ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
+                    self._end_alone(self._lost(0, self.head, ended))
                 self._end_alone(self._lost(self.rank, own, gone))
 
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:

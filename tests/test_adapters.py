@@ -59,8 +59,10 @@ def test_what_can_be_is_not(qwen3):
                     {"actor": with_lora(target_modules=("mlp.up_proj",)), "algo": REF,
                      "ref": TrainConfig(dtype="bfloat16")}):  # fmt: skip
         check(config_of(qwen3, **changes), 1)
-    apart = {"placement": {"actor": "0", "ref": "1"}, "ref": TrainConfig(dtype="float32")}
+    apart = {"placement": {"actor": "0", "ref": "1"}, "ref": TrainConfig(kernels="torch")}
     check(config_of(qwen3, actor=LORA, algo=REF, **apart), 2)
+    with pytest.raises(ConfigError, match="do not depend on the placement"):
+        check(config_of(qwen3, actor=replace(LORA, dtype="float32"), algo=REF, **apart), 2)
 
 
 def test_experts_are_not_sent_as_adapters(tmp_path):

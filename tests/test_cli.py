@@ -1,5 +1,6 @@
 """Config files and overrides: what is typed wrong is named, with the place and the remedy."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.cli import as_source, fingerprint, load_config, override
-from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftConfig, TrainConfig
+from spmdrl.config import ConfigError, DataConfig, OptimConfig, PpoConfig, SftConfig, TrainConfig
 
 GOOD = """
 from spmdrl.config import *
@@ -154,3 +155,17 @@ def test_a_wrong_key_costs_no_import_of_torch(write, program):
 def test_a_name_that_is_nearly_right_is_put_right():
     with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
         override(PpoConfig("m", DataConfig("t"), "gsm8k"), "algo.aggregation", "token-mean")
+
+
+@pytest.mark.parametrize("module", ["ppo", "sft", "evaluate"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_option(module, flag):
+    command = [sys.executable, "-X", "importtime", "-m", f"spmdrl.{module}", flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| torch\n" not in done.stderr  # help comes at once
+    kind = SftConfig if module == "sft" else PpoConfig
+    for field in (*dataclasses.fields(kind), *dataclasses.fields(OptimConfig)):
+        assert f"\n  {field.name}: " in done.stdout, field.name
+    assert "--actor.optim." in done.stdout and "torchrun --nproc-per-node" in done.stdout
+    assert "\n  every_steps: int = " in done.stdout and "of the older ones, by the" in done.stdout

@@ -44,6 +44,7 @@ def test_ranks_are_read(text, ranks):
 @pytest.mark.parametrize(
     ("text", "words"),
     [("0-8", "needs rank 8, but there are 8 ranks: 0-7"), ("3-1", "runs backwards"),
+     ("0-99999999999999", "needs rank 99999999999999, but there are 8 ranks"),
      ("a", "expected ranks like"), ("", "expected ranks like"), ("-1", "expected ranks like"),
      ("0,0-1", "names a rank twice")],
 )  # fmt: skip

@@ -80,7 +80,8 @@ def compare(name: str, place: Place) -> None:
     """Equal bits: NaN equals NaN, and -0 does not equal 0."""
     held = place.held.contiguous()
     expected = place.expected.detach().to(device=held.device, dtype=held.dtype).contiguous()
-    differs = (held.view(torch.uint8) != expected.view(torch.uint8)).view(*held.shape, -1).any(-1)
+    differs = held.view(torch.uint8) != expected.view(torch.uint8)
+    differs = differs.view(*held.shape, held.element_size()).any(-1)
     if differs.any():
         first = tuple(int(i) for i in differs.nonzero()[0])
         raise WeightMismatch(

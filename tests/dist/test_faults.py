@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,54 @@ def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
     assert "; last checkpoint: run/checkpoints/step_0000000" in told[0]
     report = json.loads(Path(folder, f"run/errors/rank_{rank}.json").read_text())
     assert report["last_checkpoint"].startswith("run/checkpoints/step_0000000")
+
+
+def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
+    """torchrun's SIGTERM to the others, for which they need not stay, is not the story."""
+    proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "0", "--data.eval", "None")
+    wait_for(folder, "step 2/1000", proc)
+    victim = pids_of(proc.pid, "spmdrl.ppo")[1]
+    os.kill(victim, signal.SIGKILL)
+    done = finish(proc, folder, LIMIT_S)
+    told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
+    assert len(told) == 1 and told[0].startswith("spmdrl: rank 1 on "), done.output[-4000:]
+    assert f"its process {victim} ended without a word" in told[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank):
+    """Nobody there looks at its process. Two torchruns, as on two hosts; rank 0's has the store."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node",
+               "1", "--master-addr", "127.0.0.1", "--master-port", port]  # fmt: skip
+    program = ["-m", "spmdrl.ppo", *ENDLESS, "--data.eval", "None", "--checkpoint.every_steps", "2"]
+    Path(folder, "log").touch()
+    hosts = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(i), *program],
+            cwd=folder,
+            env=environment(),
+            stdout=Path(folder, "log").open("a"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        wait_for(folder, "saved run/checkpoints/step_00000002", hosts[0])
+        os.kill(pids_of(hosts[rank].pid, "spmdrl.ppo")[0], signal.SIGKILL)
+        end = time.monotonic() + LIMIT_S
+        for host in hosts:
+            assert host.wait(max(0.1, end - time.monotonic())) == 1
+    finally:
+        for host in hosts:
+            if host.poll() is None:
+                os.killpg(host.pid, signal.SIGKILL)
+    text = Path(folder, "log").read_text()
+    told = [line for line in text.splitlines() if line.startswith("spmdrl: rank ")]
+    assert len(told) == 1 and told[0].startswith(f"spmdrl: rank {rank} on "), text[-4000:]
 
 
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
