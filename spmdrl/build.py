@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.models import vocab_size_of
 from spmdrl.leftover import Leftover
-from spmdrl.phases import Span
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
 from spmdrl.replay import ReplayBuffer
@@ -26,7 +24,7 @@ from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.routing import Post
 from spmdrl.topology import Topology, train_degrees
-from spmdrl.trace import TraceFile
+from spmdrl.trace import SpanLog
 from spmdrl.types import Prompt, Sample
 from spmdrl.weights.sync import WeightSync
 
@@ -42,9 +40,10 @@ class Run:
     held_out: list[tuple[int, Prompt]]  # the same on every rank
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-    trace: TraceFile | None = None  # a host's program keeps none
-    unreported: list[Span] = field(default_factory=list)  # phases that are in no metric yet
-    reported_at: float = field(default_factory=time.time)
+    spans: SpanLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = SpanLog(self.runtime.phases)
 
     @property
     def engines(self) -> dict[str, TrainEngine]:

@@ -17,10 +17,9 @@ from spmdrl.collectives import all_gather_rows
 from spmdrl.config import PpoConfig
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import sample_metrics
-from spmdrl.phases import Phases
-from spmdrl.rewards.remote import score
+from spmdrl.rewards.remote import Scorer, score
 from spmdrl.rewards.runner import check_invalid
-from spmdrl.roles import Roles, Sampler
+from spmdrl.roles import Roles
 from spmdrl.rollout.sampling import (
     evaluation_params,
     greedy_params,
@@ -172,26 +171,17 @@ def hooks(roles: Roles) -> dict[str, Any]:
 def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
     """What this rank made, with rewards; greedy answers have become baselines."""
     config, algo = roles.config, roles.config.algo
-    wait_for_answers(roles)
+    score(samples, roles, source.by_id, phase="reward")
     with roles.phases("reward", roles.sampling):
-        score(samples, roles.sampler, roles.sampling, source.by_id, roles.tokenizer, roles.phases)
         check_reward_keys(samples, tuple(algo.reward_keys))
         for sample in samples if algo.overlong_buffer else ():
             sample.penalty = overlong_penalty(
                 len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
                 algo.overlong_penalty,
             )  # fmt: skip
-    if config.rollout.greedy_baseline:
-        with roles.phases("reward", roles.sampling):
+        if config.rollout.greedy_baseline:
             samples = take_greedy_rewards(samples, roles.sampling)
     return samples
-
-
-def wait_for_answers(roles: Examiner) -> None:
-    """Ranks that score what others made have nothing to do until all have theirs."""
-    if roles.sampler.scoring.ranks != roles.sampler.topology.ranks:
-        with roles.phases("wait answers", roles.sampling):
-            pass
 
 
 def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sample]:
@@ -260,14 +250,10 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
         result.num_groups += len(taken)
 
 
-class Examiner(Protocol):
+class Examiner(Scorer, Protocol):
     """What answers and scores held-out prompts: the Roles of a run, or less."""
 
     config: PpoConfig
-    sampler: Sampler
-    sampling: Topology  # ranks that sample or score
-    phases: Phases
-    tokenizer: Any
 
 
 def evaluate(
@@ -293,10 +279,8 @@ def evaluate(
                 sampler.scheduler, questions, evaluation_params(config),
                 tokenizer=roles.tokenizer, between_bursts=roles.phases.still_going,
             )  # fmt: skip
-    wait_for_answers(roles)
-    with roles.phases("evaluate", sampling):
-        held_out = {prompt.id: prompt for _, prompt in prompts}
-        score(samples, sampler, sampling, held_out.__getitem__, roles.tokenizer, roles.phases)
+    held_out = {prompt.id: prompt for _, prompt in prompts}
+    score(samples, roles, held_out.__getitem__, phase="evaluate")
     show(samples)
     with roles.phases("evaluate", sampling):
         check_invalid(samples, config.rewards, sampling)

@@ -159,6 +159,7 @@ def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
         engine = MegatronEngine(parts, config.actor, layout)
         runtime = Runtime(everyone, phases, Path(config.run_dir))
         run = build(config, runtime, Trainer("actor", layout, engine), undo)
+        run.spans.report(0)  # of what comes before the first step
         engine.onload()
         undo.pop_all()  # it stands
     groups = [group for group in c10d._world.pg_map if group not in groups_before]
@@ -185,7 +186,7 @@ def check_use(config: PpoConfig) -> None:
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
         "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "stall_timeout_s",
-        "lost_timeout_s",
+        "lost_timeout_s", "wandb",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),

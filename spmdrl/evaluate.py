@@ -110,7 +110,9 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     check_held_out(config)
     with ExitStack() as undo:
-        rewards = RewardRunner(config.reward, config.rewards, topology.world)
+        # as few ranks as the limits for a reward's service leave
+        scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
+        rewards = RewardRunner(config.reward, config.rewards, scorers)
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)
         with phases("load data"):
@@ -158,9 +160,10 @@ def exported(config: PpoConfig, runtime: Runtime) -> str:
     what Megatron saved. Raises ConfigError where it refuses.
     """
     folder = Path(runtime.run_dir, "model")
+    dtype = "float32" if config.rollout.quantization else config.rollout.dtype  # as in a run
     command = [
         sys.executable, "-m", "spmdrl.export", "--checkpoint", config.resume, "--out", str(folder),
-        "--dtype", config.rollout.dtype, "--trust_remote_code", str(config.trust_remote_code),
+        "--dtype", dtype, "--trust_remote_code", str(config.trust_remote_code),
     ]  # fmt: skip
     with runtime.phases("export"):
         if runtime.is_main:
@@ -190,7 +193,8 @@ def sampler_of(config: PpoConfig, model: str, rewards: RewardRunner, runtime: Ru
         engine = build_engine(model, rollout, longest, ranks, topology, config.strict)
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
-    return Sampler(ranks, scheduler, topology, rewards)
+        scoring = Topology.build(topology.device, range(rewards.ranks), dp=-1)
+    return Sampler(ranks, scheduler, scoring, rewards if scoring.here else None)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Watch:
         for code in (BAD_CONFIG, FAILED, REQUEUE, INTERRUPTED):
             if code in codes:
                 return code
-        if codes and not any(codes):
+        if codes and all(code == 0 for code in codes):  # None: it still runs
             return 0  # they were done
         return INTERRUPTED if number == signal.SIGINT else REQUEUE
 

@@ -96,6 +96,8 @@ def check_read(config: PpoConfig) -> None:
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
         "run has no reference",
     )
+    if "ref" in training_roles(config):
+        check_not_trained(config.ref, config.actor)
     require(
         data.eval is not None or data.max_eval_prompts is None,
         f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
@@ -105,6 +107,18 @@ def check_read(config: PpoConfig) -> None:
         require(
             saved.keep_best > 0 or value == getattr(default, name),
             f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+        )
+
+
+def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
+    """What the reference has of its own must be of use to a model that only looks; it may be given
+    the actor's whole config."""
+    default = TrainConfig()
+    for name in ("offload_optimizer", "activation_checkpointing", "activation_offload", "optim"):
+        value = getattr(ref, name)
+        require(
+            value in (getattr(default, name), getattr(actor, name)),
+            f"ref.{name}={value!r} has no effect: the reference is not trained",
         )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spmdrl.sft_data import SftDataset
     from spmdrl.stopping import Ending
     from spmdrl.topology import Topology
-    from spmdrl.trace import TraceFile
+    from spmdrl.trace import SpanLog
     from spmdrl.types import Batch
 
 BUCKET_BYTES = 512 << 20  # gathered at once
@@ -82,6 +82,7 @@ class Run:
     held_out: SftDataset | None
     order: PromptOrder
     tokenizer: Any
+    spans: SpanLog
 
 
 def train(config: SftConfig, runtime: Runtime) -> None:
@@ -90,17 +91,17 @@ def train(config: SftConfig, runtime: Runtime) -> None:
 
     run = build(config, runtime)
     phases, steps = runtime.phases, config.steps
-    done, log, trace = resume(run)
+    done, log = resume(run)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver)
     phases.on_change = log.phase
     if run.held_out and done == 0:
         log.write(0, evaluate(run, run.held_out, 0, log))
-    trace.write(done, phases.take_spans())
+    run.spans.report(done)  # of what comes before the first step
     step = done
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        metrics = one_step(run, step, trace)
+        metrics = one_step(run, step)
         if step % max(steps // 20, 1) == 0 or step == steps:
             log.step_line(step, metrics, ("sft/loss", "sft/grad_norm"))
         ending.vote(step)
@@ -114,13 +115,14 @@ def train(config: SftConfig, runtime: Runtime) -> None:
         log.write(step, metrics)
         if saver and ending.saves:
             save(run, saver, step, metrics, ending)
+        run.spans.note(step)
         if ending.stops:
             log.line(f"spmdrl: {ending.stop(step)}")
             break
     else:
         finish(run, saver, log)
     ending.close()
-    trace.write(step, phases.take_spans())
+    run.spans.note(step)
     log.close()
 
 
@@ -130,6 +132,7 @@ def build(config: SftConfig, runtime: Runtime) -> Run:
     from spmdrl.program import load_tokenizer
     from spmdrl.roles import Trainer
     from spmdrl.topology import Topology, train_degrees
+    from spmdrl.trace import SpanLog
 
     phases, topology = runtime.phases, runtime.topology
     ranks = Topology.build(topology.device, **train_degrees(config.actor))
@@ -138,7 +141,10 @@ def build(config: SftConfig, runtime: Runtime) -> Run:
         rows, held_out, order = load_data(config, tokenizer, topology)
     with phases("build actor"):
         engine = build_engine("policy", config.model, config.actor, ranks)
-    return Run(config, runtime, Trainer("actor", ranks, engine), rows, held_out, order, tokenizer)
+    actor = Trainer("actor", ranks, engine)
+    return Run(
+        config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
+    )  # fmt: skip
 
 
 def load_data(
@@ -163,7 +169,7 @@ def load_data(
     return rows, held_out, PromptOrder(len(rows), data.batch_size, config.seed, data.shuffle)
 
 
-def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
+def resume(run: Run) -> tuple[int, RunLog]:
     """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
     from spmdrl import checkpoint
     from spmdrl.metrics import RunLog
@@ -183,10 +189,10 @@ def resume(run: Run) -> tuple[int, RunLog, TraceFile]:
         trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
     log = RunLog(runtime.run_dir, runtime.is_main, config.steps, trackers, done)
     topology = runtime.topology
-    trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
+    run.spans.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if start.folder is not None:
         log.line(f"resumed from {start.folder}: {done} steps done")
-    return done, log, trace
+    return done, log
 
 
 def build_saver(run: Run, log: RunLog) -> Saver | None:
@@ -220,7 +226,7 @@ def save(
     saver.save(step, {"actor": actor}, facts, [*actor.pretrained, run.tokenizer])
 
 
-def one_step(run: Run, step: int, trace: TraceFile) -> dict[str, float]:
+def one_step(run: Run, step: int) -> dict[str, float]:
     from spmdrl.step import update
 
     phases, nan_updates = run.runtime.phases, run.config.nan_updates
@@ -232,25 +238,22 @@ def one_step(run: Run, step: int, trace: TraceFile) -> dict[str, float]:
     metrics = {f"sft/{name}": value for name, value in updated.items()}
     if nan_updates:
         metrics["sft/skipped_updates"] = float(not updated)
-    return metrics | timing(run, step, trace, num_tokens, started_at)
+    return metrics | timing(run, step, num_tokens, started_at)
 
 
-def timing(
-    run: Run, step: int, trace: TraceFile, num_tokens: float, started_at: float
-) -> dict[str, float]:
+def timing(run: Run, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
     """As trainer.timing: seconds by phase over the ranks, idle share, the most memory of a rank."""
     import torch.distributed as dist
 
     from spmdrl.metrics import memory_of_process
-    from spmdrl.trace import busy_and_waiting, phase_metrics
+    from spmdrl.trace import phase_metrics
 
-    topology, spans = run.runtime.topology, run.runtime.phases.take_spans()
-    trace.write(step, spans)
+    topology = run.runtime.topology
     everyone: list[Any] = [None] * topology.world
-    mine = busy_and_waiting(spans), memory_of_process()
+    mine = run.spans.report(step), memory_of_process()
     dist.all_gather_object(everyone, mine, group=topology.control)
     step_s = time.perf_counter() - started_at
-    metrics = phase_metrics([(seconds, step_s) for seconds, _ in everyone])
+    metrics = phase_metrics([spans for spans, _ in everyone])
     for what in mine[1]:
         metrics[f"memory/{what}"] = max(memory[what] for _, memory in everyone)
     return metrics | {"time/step_s": step_s, "throughput/tokens_per_s": num_tokens / step_s}

@@ -7,13 +7,14 @@ ranks had come; a span named "wait ..." is waiting altogether. `python -m spmdrl
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from spmdrl.phases import Span  # imports torch: seconds, for the reader of a trace
+    from spmdrl.phases import Phases, Span  # imports torch: seconds, for the reader of a trace
 
-KEPT_STEPS = 5_000  # per rank at least, and twice as many at most: some 10 MB
+KEPT_LINES = 10_000  # per rank at least, and twice as many at most: some 10 MB; two a step
 WAIT = "wait "  # a span so named is never busy
 
 PhaseSeconds = dict[str, tuple[float, float]]  # of one rank: phase -> (busy, waiting) seconds
@@ -28,7 +29,7 @@ class Line(NamedTuple):
 
 
 class TraceFile:
-    """One rank's file in <run dir>/trace; the newest KEPT_STEPS steps at least stay in it.
+    """One rank's file in <run dir>/trace; the newest KEPT_LINES at least stay in it.
 
     A run that goes on after `resume_step` keeps the lines up to there, and drops later and torn
     ones, also those of ranks that the run no longer has. To be made when rank 0 has set an earlier
@@ -53,10 +54,33 @@ class TraceFile:
         with self.path.open("a") as f:
             f.write(json.dumps({"step": step, "host": self.host, "spans": rows}) + "\n")
         self.num_lines += 1
-        if self.num_lines >= 2 * KEPT_STEPS:
-            newest = self.path.read_text().splitlines(keepends=True)[-KEPT_STEPS:]
+        if self.num_lines >= 2 * KEPT_LINES:
+            newest = self.path.read_text().splitlines(keepends=True)[-KEPT_LINES:]
             rewrite(self.path, newest)
             self.num_lines = len(newest)
+
+
+class SpanLog:
+    """Phases on their way into the trace, under their step, and into the metrics of a report."""
+
+    def __init__(self, phases: Phases, trace: TraceFile | None = None) -> None:
+        self.phases, self.trace = phases, trace
+        self.unreported: list[Span] = []
+        self.since = time.time()  # the last report
+
+    def note(self, step: int) -> None:
+        """What has ended since the last call."""
+        spans = self.phases.take_spans()
+        if self.trace is not None:
+            self.trace.write(step, spans)
+        self.unreported += spans
+
+    def report(self, step: int) -> tuple[PhaseSeconds, float]:
+        """busy_and_waiting() since the last report, and how many seconds that is."""
+        self.note(step)
+        seconds, since_s = busy_and_waiting(self.unreported), time.time() - self.since
+        self.unreported, self.since = [], time.time()
+        return seconds, since_s
 
 
 def trace_path(run_dir: Path, rank: int) -> Path:

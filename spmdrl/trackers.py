@@ -52,10 +52,13 @@ class Wandb:
             )  # fmt: skip
         except wandb.Error as error:  # no key, no such project, no way there
             raise ConfigError(f"wandb={project!r}: {error}") from error
+        # wandb's own step never goes back, as a run does that resumes from an earlier checkpoint
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
         Path(run_dir, ENTRY).write_text(entry)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.run.log(metrics, step=step)
+        self.run.log({"step": step, **metrics})
 
     def close(self) -> None:
         self.run.finish()

@@ -28,7 +28,7 @@ from spmdrl.step import hand_over, learn
 from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology
-from spmdrl.trace import TraceFile, busy_and_waiting, phase_metrics
+from spmdrl.trace import TraceFile, phase_metrics
 from spmdrl.trackers import open_trackers
 from spmdrl.types import Prompt, Sample
 
@@ -53,8 +53,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     ending = Ending(config, runtime, saver, lag=config.async_steps)
     if run.held_out and done == 0:
         log.write(0, held_out_accuracy(run, 0, log))
-    note_spans(run, done)
-    run.unreported, run.reported_at = [], time.time()
+    run.spans.report(done)  # of what comes before the first step
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
@@ -80,7 +79,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.write(step, metrics)
         if saver and ending.saves:
             save(run, saver, step, metrics, ending)
-        note_spans(run, step)
+        run.spans.note(step)
         if ending.stops:
             log.line(f"spmdrl: {ending.stop(step)}")
             break
@@ -89,7 +88,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     take_weights(roles, step)
     ending.close()
     roles.post.wait_until_delivered()
-    note_spans(run, step)
+    run.spans.note(step)
     log.close()
     close(roles)
 
@@ -135,9 +134,10 @@ def resume(run: Run) -> tuple[int, RunLog]:
             restore(run, saved, start.folder)
     with runtime.phases("resume"):
         take_folder(config, runtime, start, done)
+    with runtime.phases("resume"):  # of a folder that nothing is moved out of any more
         trackers = open_trackers(config, runtime.run_dir, done) if run.is_log else []
     log = RunLog(runtime.run_dir, run.is_log, config.steps, trackers, done)
-    run.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
+    run.spans.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
     if start.folder is not None:
         log.line(f"resumed from {start.folder}: {done} steps done")
     return done, log
@@ -231,22 +231,11 @@ def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
         write_samples(path, samples, run.config.log_samples, run.roles.sampling)
 
 
-def note_spans(run: Run, step: int) -> None:
-    """Puts the phases that ended since the last call into the trace, and into the next report."""
-    spans = run.roles.phases.take_spans()
-    if run.trace is not None:
-        run.trace.write(step, spans)
-    run.unreported += spans
-
-
 def reports(run: Run, step: int, topology: Topology) -> list[dict[str, Any]]:
     """What each rank of `topology` did since its last report. Collective over it."""
-    note_spans(run, step)
-    roles, before, now = run.roles, run.reported_at, time.time()
-    spans, run.unreported, run.reported_at = run.unreported, [], now
-    mine = {"seconds": busy_and_waiting(spans), "since_s": now - before,
-            "samples": roles.post.moved_bytes, "weights": roles.weight_bytes,
-            "memory": memory_of_process()}  # fmt: skip
+    roles = run.roles
+    mine = {"spans": run.spans.report(step), "samples": roles.post.moved_bytes,
+            "weights": roles.weight_bytes, "memory": memory_of_process()}  # fmt: skip
     roles.post.moved_bytes = roles.weight_bytes = 0
     everyone: list[Any] = [None] * topology.world
     dist.all_gather_object(everyone, mine, group=topology.control)
@@ -258,7 +247,7 @@ def timing(
 ) -> dict[str, float]:
     """Seconds by phase over the ranks, idle share, MiB moved, the most memory and files of a rank,
     and response tokens per second."""
-    times = phase_metrics([(report["seconds"], report["since_s"]) for report in everyone])
+    times = phase_metrics([report["spans"] for report in everyone])
     for what in ("samples", "weights"):
         times[f"moved/{what}_mib"] = sum(report[what] for report in everyone) / 2**20
     for what in everyone[0]["memory"]:

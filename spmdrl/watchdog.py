@@ -32,6 +32,7 @@ STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
 DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+OF_A_RANK = (LOST_PEER[0], "RuntimeError")  # by gloo or a line, not a reward's service or a pipe
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
@@ -103,10 +104,13 @@ class Watchdog:
         if any(words in story["cause"] for words in LOST_PEER):
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell;
             # who watches a rank that is alone on its host need not wait as long as usual
-            self.felt = True
-            self.store.set("felt", "1")
+            if OF_A_RANK[0] in story["cause"] or story["cause"].startswith(OF_A_RANK[1]):
+                self.felt = True
+                with suppress(RuntimeError):  # it may be the store's rank that is gone
+                    self.store.set("felt", "1")
             self.done.wait(self.lost_s + 2 * PERIOD_S)
-        self.store.compare_set("story", "", json.dumps(story))
+        with suppress(RuntimeError):
+            self.store.compare_set("story", "", json.dumps(story))
         write_story(story, self.folder)
 
     def first_story(self) -> dict[str, Any] | None:

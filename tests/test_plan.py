@@ -101,6 +101,16 @@ CASES = [
     ({"rollout": rollout(min_tokens=-5)}, 1, ["min_tokens=-5"]),
     ({"data": data(max_eval_prompts=-3)}, 1, ["max_eval_prompts=-3"]),
     ({"data": data(max_eval_prompts=3)}, 1, ["max_eval_prompts=3 has no effect without data.eval"]),
+    (
+        {"ref": TrainConfig(optim=OptimConfig(lr=1e-4)), "algo": AlgoConfig(kl_coef=0.1)},
+        1,
+        ["ref.optim=", "lr=0.0001", "not trained"],
+    ),
+    (
+        {"ref": TrainConfig(activation_checkpointing=True), "algo": AlgoConfig(kl_coef=0.1)},
+        1,
+        ["ref.activation_checkpointing=True", "not trained"],
+    ),
     ({"ref": TrainConfig(model="m")}, 1, ["ref.model='m' has no effect", "kl_coef=0"]),
     (
         {"checkpoint": CheckpointConfig(best_is="smallest")},

@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_with_fewer_ranks_cuts_the_files_of_the_others_too(tm
 
 
 def test_a_long_run_keeps_the_newest_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "KEPT_STEPS", 4)
+    monkeypatch.setattr(recording, "KEPT_LINES", 4)
     file = TraceFile(tmp_path, 0, "a")
     sizes = []
     for step in range(1, 31):

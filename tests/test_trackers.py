@@ -49,15 +49,16 @@ def test_a_run_and_its_resumption_are_one_entry(tmp_path, qwen3, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = set_up(tmp_path, qwen3)
     run = ("--config", "cfg.py", "--wandb", "sums", "--checkpoint.every_steps", "1",
-           "--eval_every", "0")  # fmt: skip
-    for more in (("--steps", "2"), ("--steps", "3", "--resume", "auto")):
+           "--checkpoint.keep", "2", "--eval_every", "0")  # fmt: skip
+    back = "run/checkpoints/step_00000001"
+    for more in (("--steps", "2"), ("--steps", "3", "--resume", back)):
         done = train(folder, 2, *run, *more)
         assert done.code == 0, done.output[-4000:]
     files = sorted(Path(folder, "run/wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     first, second = (rows_of(file) for file in files)
-    assert [row["_step"] for row in first] == [0, 1, 2]
-    assert [row["_step"] for row in second][-1] == 3
+    assert [row["step"] for row in first] == [0, 1, 2]
+    assert [row["step"] for row in second] == [2, 3]
     assert all("reward/mean" in row for row in (*first[1:], second[-1]))
 
 

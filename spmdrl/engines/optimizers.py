@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -204,23 +203,6 @@ def bytes_per_element(shape: Sequence[int], name: str, is_hidden: bool) -> float
     return 4.0 if is_hidden else 8.0
 
 
-def check_not_trained(ref: TrainConfig) -> None:
-    """The reference only looks at what others made."""
-    default = TrainConfig()
-    for field in fields(OptimConfig):
-        value = getattr(ref.optim, field.name)
-        require(
-            value == getattr(default.optim, field.name),
-            f"ref.optim.{field.name}={value!r} has no effect: the reference is not trained",
-        )
-    for name in ("offload_optimizer", "activation_checkpointing", "activation_offload"):
-        value = getattr(ref, name)
-        require(
-            value == getattr(default, name),
-            f"ref.{name}={value!r} has no effect: the reference is not trained",
-        )
-
-
 def check_optimizer(name: str, role: TrainConfig) -> None:
     """Of what the role keeps beside its weights, what is honoured with these others."""
     optim, default = role.optim, OptimConfig()
@@ -233,8 +215,10 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         f"{name}.ema={role.ema} has no effect: an average is kept to be exported, and of a run's "
         "models the actor alone is",
     )
-    if name == "ref":
-        check_not_trained(role)
+    require(
+        name != "ref" or optim.name == default.name,
+        f"ref.optim.name={optim.name!r} has no effect: it is not trained",
+    )
     require(
         role.engine == "fsdp" or optim.name == default.name,
         f"{name}.optim.name={optim.name!r} does not go with {name}.engine='megatron', whose "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,56 +17,80 @@ from spmdrl.types import Prompt, Sample
 REASONS = ("stop", "length", "abort")
 
 
-def score(
-    samples: list[Sample],
-    sampler: Sampler,
-    sampling: Topology,
-    prompt_of: Callable[[int], Prompt],
-    tokenizer: Any,
-    phases: Phases,
-) -> None:
-    """Sets reward, reward_info and pred, or invalid, of what this rank made. Collective over
-    `sampling`.
+class Scorer(Protocol):
+    """Who has samples scored: the Roles of a run, or less."""
 
-    prompt_of: by id, for ranks that score what others made.
+    sampler: Sampler
+    sampling: Topology  # ranks that sample or score
+    phases: Phases
+    tokenizer: Any
+
+
+def score(
+    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt], phase: str
+) -> None:
+    """Sets reward, reward_info and pred, or invalid, of what this rank made, in phases so named.
+
+    prompt_of: by id, for ranks that score what others made. Collective over by.sampling.
     """
-    if sampler.scoring.ranks == sampler.topology.ranks:
-        assert sampler.rewards is not None
-        sampler.rewards.score(samples, phases.still_going)
+    rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
+    if by.sampler.scoring.ranks == by.sampler.topology.ranks:
+        with phases(phase, sampling):
+            assert rewards is not None
+            rewards.score(samples, phases.still_going)
         return
-    scorers = [sampling.ranks.index(rank) for rank in sampler.scoring.ranks]
+    with phases("wait answers", sampling):
+        pass  # who only scores has nothing to do until all have theirs
+    with phases(phase, sampling):
+        mine, theirs, makers = hand_over(samples, by, prompt_of)
+        if rewards is not None:
+            rewards.score(theirs, phases.still_going)
+    with phases("wait rewards", sampling):
+        pass
+    with phases(phase, sampling):
+        take_back(mine, theirs, makers, sampling)
+
+
+def hand_over(
+    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt]
+) -> tuple[list[Sample], list[Sample], list[int]]:
+    """(my samples by who scores them, those that I am to score, who made each). Collective."""
+    sampling = by.sampling
+    scorers = [sampling.ranks.index(rank) for rank in by.sampler.scoring.ranks]
     # sample i goes to scorer i mod s; each rank starts at another, so that small parts spread
     scorer_of = [scorers[(i + sampling.rank) % len(scorers)] for i in range(len(samples))]
     parts = [[s for s, r in zip(samples, scorer_of, strict=True) if r == rank]
              for rank in range(sampling.world)]  # fmt: skip
-    heads = [
-        [s.prompt.id, s.index, REASONS.index(s.finish_reason), len(s.response_ids)]
-        for part in parts for s in part
-    ]  # fmt: skip
+    mine = [s for part in parts for s in part]
+    heads = [[s.prompt.id, s.index, REASONS.index(s.finish_reason), len(s.response_ids)]
+             for s in mine]  # fmt: skip
     head = torch.tensor(heads, dtype=torch.int64).reshape(-1, 4)
-    tokens = torch.tensor([t for part in parts for s in part for t in s.response_ids]).long()
+    tokens = torch.tensor([t for s in mine for t in s.response_ids]).long()
     counts = [len(part) for part in parts]
     asked = all_to_all_rows(head, counts, sampling)
     asked_by = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
     lengths = [sum(len(s.response_ids) for s in part) for part in parts]
     answers = all_to_all_rows(tokens, lengths, sampling).split(asked[:, 3].tolist())
     theirs = [
-        rebuilt(row, ids.tolist(), prompt_of, tokenizer)
+        rebuilt(row, ids.tolist(), prompt_of, by.tokenizer)
         for row, ids in zip(asked.tolist(), answers, strict=True)
     ]
-    if sampler.rewards is not None:
-        sampler.rewards.score(theirs, phases.still_going)
+    return mine, theirs, asked_by.flatten().tolist()
+
+
+def take_back(
+    mine: list[Sample], theirs: list[Sample], makers: list[int], sampling: Topology
+) -> None:
+    """What others say of mine, for what I say of theirs; see hand_over. Collective."""
     verdicts = [json.dumps([s.reward, s.invalid, s.reward_info, s.pred]).encode() for s in theirs]
-    back = torch.bincount(asked_by.flatten(), minlength=sampling.world).tolist()
-    sizes = all_to_all_rows(torch.tensor([len(v) for v in verdicts]).long(), back, sampling)
-    by_maker = asked_by.flatten().tolist()
-    num_bytes = [
-        sum(len(v) for v, maker in zip(verdicts, by_maker, strict=True) if maker == rank)
-        for rank in range(sampling.world)
-    ]
-    text = torch.frombuffer(bytearray(b"".join(verdicts) or b" "), dtype=torch.uint8)
+    by_maker: list[list[bytes]] = [[] for _ in range(sampling.world)]
+    for verdict, maker in zip(verdicts, makers, strict=True):
+        by_maker[maker].append(verdict)
+    sizes = torch.tensor([len(v) for part in by_maker for v in part]).long()
+    sizes = all_to_all_rows(sizes, [len(part) for part in by_maker], sampling)
+    num_bytes = [sum(map(len, part)) for part in by_maker]
+    text = torch.frombuffer(bytearray(b"".join(map(b"".join, by_maker)) or b" "), dtype=torch.uint8)
     text = all_to_all_rows(text[: sum(num_bytes)], num_bytes, sampling)
-    mine = [s for part in parts for s in part]
     for s, verdict in zip(mine, text.split(sizes.tolist()), strict=True):
         s.reward, s.invalid, s.reward_info, s.pred = json.loads(verdict.numpy().tobytes())
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -71,7 +71,7 @@ class Reward:
     is_async: bool
 
 
-def check(config: RewardConfig, ranks: int) -> None:
+def check(config: RewardConfig) -> None:
     """Raises ConfigError for limits under which nothing would end, or begin."""
     if config.workers < 1 or config.timeout_s <= 0:
         raise ConfigError(
@@ -83,6 +83,10 @@ def check(config: RewardConfig, ranks: int) -> None:
             f"rewards.max_concurrent={config.max_concurrent} and rewards.max_per_minute="
             f"{config.max_per_minute:g}: expected 0 (no limit) or more"
         )
+
+
+def check_shared(config: RewardConfig, ranks: int) -> None:
+    """Raises ConfigError where some of the ranks could call nothing."""
     if 0 < config.max_concurrent < ranks:
         raise ConfigError(
             f"rewards.max_concurrent={config.max_concurrent} is shared by {ranks} ranks: "
@@ -104,12 +108,14 @@ class RewardRunner:
         ranks: int = 1,
     ) -> None:
         """ranks: how many have a runner, and share the limits for coroutines."""
-        check(config, ranks)
+        check(config)
         self.config, self.ranks = config, ranks
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
         plain = [r.function for r in self.rewards.values() if not r.is_async]
         self.pool = WorkerPool(plain, config) if plain else None
         is_async = any(r.is_async for r in self.rewards.values())
+        if is_async:
+            check_shared(config, ranks)
         self.loop = LoopThread(config, ranks) if is_async else None
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
@@ -155,22 +161,19 @@ class RewardRunner:
         return self.loop.submit(reward.function, arguments)
 
     def async_outcome(self, future: Future[Outcome]) -> Outcome:
+        """The loop itself ends what is late, unless a coroutine blocks it."""
         assert self.loop is not None
-        limit_s = self.config.timeout_s + ASYNC_GRACE_S
+        limit_s = self.config.timeout_s + 2 * ASYNC_GRACE_S
         while not self.loop.stuck:
-            left_s = limit_s - self.loop.longest_s()
             try:
-                return future.result(max(0.0, left_s))
+                return future.result(max(0.0, limit_s - self.loop.longest_s()))
             except TimeoutError:
-                # others may have begun since, after which this one had to wait for its turn
+                # others may have begun since, for which this one had to wait
                 self.loop.stuck = self.loop.longest_s() >= limit_s
         with contextlib.suppress(TimeoutError):
             return future.result(0)
-        reason = (
-            f"timed out after {limit_s:g} s: an async reward must await and not block, since all "
-            "share one event loop, and must let itself be cancelled"
-        )
-        return Outcome(None, {}, reason)
+        future.cancel()
+        return Outcome(None, {}, not_ended(limit_s))
 
     def close(self) -> None:
         """Ends the processes and the event loop."""
@@ -180,19 +183,33 @@ class RewardRunner:
             self.loop.close()
 
 
-async def call_async(
-    function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
-) -> Outcome:
-    """As worker.call, for a coroutine function, cancelled after `timeout_s`."""
-    limit = asyncio.timeout(timeout_s)
+async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """As worker.call, for a coroutine function."""
     try:
-        async with limit:
-            result = await function(**arguments)
+        result = await function(**arguments)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
-        if isinstance(error, TimeoutError) and limit.expired():
-            return Outcome(None, {}, f"timed out after {timeout_s:g} s")
         return Outcome(None, {}, worker.reason_of(error))
     return worker.to_outcome(result)
+
+
+async def limited(call: Coroutine[Any, Any, Outcome], timeout_s: float) -> Outcome:
+    """Its outcome; once it is late it is cancelled, and left behind if it does not heed that."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=timeout_s)
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
+    if task.done():
+        return Outcome(None, {}, f"timed out after {timeout_s:g} s")
+    return Outcome(None, {}, not_ended(timeout_s + ASYNC_GRACE_S))
+
+
+def not_ended(limit_s: float) -> str:
+    return (
+        f"timed out after {limit_s:g} s: an async reward must await and not block, since all share "
+        "one event loop, and must let itself be cancelled"
+    )
 
 
 class LoopThread:
@@ -205,7 +222,7 @@ class LoopThread:
         self.next_at = 0.0  # of the loop's clock: when another may begin
         self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
         self.loop = asyncio.new_event_loop()
-        self.stuck = False  # something on it blocks, or ignores its cancellation
+        self.stuck = False  # something on it blocks
         threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
@@ -220,7 +237,7 @@ class LoopThread:
             call = id(arguments)
             self.began[call] = time.monotonic()
             try:
-                return await call_async(function, arguments, self.timeout_s)
+                return await limited(call_async(function, arguments), self.timeout_s)
             finally:
                 del self.began[call]
 

@@ -23,8 +23,6 @@ from spmdrl.config import ConfigError, OptimConfig, TrainConfig
         ("ref", {"ema": 0.9}, "ref.ema=0.9 has no effect"),
         ("critic", {"ema": 0.9}, "critic.ema=0.9 has no effect"),
         ("ref", {"optim": OptimConfig(name="muon")}, "ref.optim.name='muon'"),
-        ("ref", {"optim": OptimConfig(lr=1e-4)}, "ref.optim.lr=0.0001 has no effect"),
-        ("ref", {"activation_checkpointing": True}, "ref.activation_checkpointing=True has no"),
         ("prm", {"optim": OptimConfig(name="lion")}, "use one of adamw, adamw8bit, muon"),
         ("actor", {"optim": OptimConfig(muon_momentum=0.9)}, "it is of 'muon'"),
         ("actor", {"optim": OptimConfig(name="muon", muon_momentum=1.0)}, "out of range"),
