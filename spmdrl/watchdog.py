@@ -31,8 +31,14 @@ PERIOD_S = 0.5
 STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
 DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-OF_A_RANK = (LOST_PEER[0], "RuntimeError")  # by gloo or a line, not a reward's service or a pipe
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection was likely closed",
+)  # the last by a store
+# by gloo, a line or a store, and not by a reward's service or a pipe
+OF_A_RANK = (LOST_PEER[0], ("RuntimeError", "DistNetworkError"))
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
@@ -108,13 +114,18 @@ class Watchdog:
                 self.felt = True
                 with suppress(RuntimeError):  # it may be the store's rank that is gone
                     self.store.set("felt", "1")
-            self.done.wait(self.lost_s + 2 * PERIOD_S)
+            wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
+            if self.heard:
+                return  # of another's, which is the story
         with suppress(RuntimeError):
             self.store.compare_set("story", "", json.dumps(story))
         write_story(story, self.folder)
 
     def first_story(self) -> dict[str, Any] | None:
-        return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
+        """None too where there is no store any more."""
+        with suppress(RuntimeError):
+            return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
+        return None
 
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
@@ -167,8 +178,10 @@ class Watchdog:
                     died = DIED.format(self.beside.pid)
                     self._end_alone(self._lost(self.neighbour, self.beside, died))
                 continue
-            now = self.reached = time.monotonic()
-            self.broken = 0
+            before, now = self.reached, time.monotonic()
+            self.reached, self.broken = now, 0
+            if now - before > self.lost_s / 2:  # this process was stopped itself, maybe all were
+                self.woke = now
             peer_since = max(peer_since, self.woke)
             if story is not None:
                 self.heard = True
@@ -226,7 +239,7 @@ class Watchdog:
                 self.reached = self.woke = now
             looked = now
             silent_s = now - self.reached
-            refused = self.broken > 2 * GRACE_S / PERIOD_S
+            refused = self.broken > (1 if self.felt else 2) * GRACE_S / PERIOD_S
             if silent_s <= self.lost_s and not refused:
                 continue
             beside = self.beside
