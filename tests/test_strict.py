@@ -183,7 +183,8 @@ def test_what_cannot_be_strict_is_refused(qwen3: Path) -> None:
     rollout = good.rollout
     cases: list[tuple[str, dict[str, Any]]] = [
         ("rollout.dtype='bfloat16' and", {"rollout": replace(rollout, dtype="bfloat16")}),
-        ("min_tokens=3", {"rollout": replace(rollout, min_tokens=3)}),
+        ("min_tokens=3", {"rollout": replace(rollout, min_tokens=3),
+                          "algo": AlgoConfig(correction=CorrectionConfig(level="token"))}),
         ("tensor_parallel=2", {"rollout": replace(rollout, tensor_parallel=2)}),
         ("Megatron", {"actor": TrainConfig(dtype="float32", engine="megatron")}),
         ("top_k=5", {"rollout": replace(rollout, top_k=5),
