@@ -95,7 +95,7 @@ class Watchdog:
         self.heard = False  # of a failure
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
-        self.head: Beat | None = None  # rank 0's first
+        self.head: Beat | None = None  # rank 0's last, on other hosts
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -162,7 +162,8 @@ class Watchdog:
                 story = self.first_story()
                 text = self._beat_of(peer)
                 limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
-                self.head = self.head or Beat.read(self._beat_of(0))
+                if not self.near_store and count % 2:
+                    self.head = Beat.read(self._beat_of(0)) or self.head
                 if self.neighbour is not None:
                     self.beside = Beat.read(self._beat_of(self.neighbour))
                 if self.phase_since != told and count % 8 == 0:

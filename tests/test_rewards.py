@@ -392,7 +392,7 @@ def test_coroutines_begin_no_more_often_than_allowed():
 
 
 def test_one_that_ignores_its_cancellation_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.runner.ASYNC_GRACE_S", 0.2)
+    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.2)
 
     async def reward(response):
         while response == "swallow":
@@ -410,7 +410,7 @@ def test_one_that_ignores_its_cancellation_costs_itself_alone(monkeypatch):
 
 
 def test_one_that_blocks_ends_those_that_wait_for_their_turn(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.runner.ASYNC_GRACE_S", 0.3)
+    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.3)
 
     async def reward(response):
         if response == "block":
@@ -442,7 +442,7 @@ def test_limits_that_cannot_be(settings, words):
 
 
 def test_a_blocked_event_loop_does_not_hang_the_run(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.runner.ASYNC_GRACE_S", 0.3)
+    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.3)
 
     async def reward(response):
         if response == "block":

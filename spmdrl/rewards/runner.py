@@ -7,7 +7,6 @@ loop in a thread. A sample without a reward is invalid and says why; it never sc
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 import functools
@@ -18,8 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -33,6 +31,7 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
 from spmdrl.rewards import worker
+from spmdrl.rewards.coroutines import LoopThread
 from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, IMPORTED_FIRST
 from spmdrl.rewards.worker import Outcome
 from spmdrl.topology import Topology
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from spmdrl.types import Sample
 
 START_LIMIT_S = 300.0  # for a worker to import what the reward functions need
-ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its cancellation
 
 # What a reward function can ask for by naming a parameter.
 ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
@@ -146,8 +144,7 @@ class RewardRunner:
             self.loop = LoopThread(self.config, self.ranks)
         futures = [self.submit(r, sample) for r, sample in zip(rewards, samples, strict=True)]
         for reward, sample, future in zip(rewards, samples, futures, strict=True):
-            # A worker answers or is killed; a coroutine may do neither.
-            outcome = self.async_outcome(future) if reward.is_async else future.result()
+            outcome = self.outcome_of(reward, future)
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
             still_going()
@@ -160,20 +157,12 @@ class RewardRunner:
         assert self.loop is not None
         return self.loop.submit(reward.function, arguments)
 
-    def async_outcome(self, future: Future[Outcome]) -> Outcome:
-        """The loop itself ends what is late, unless a coroutine blocks it."""
+    def outcome_of(self, reward: Reward, future: Future[Outcome]) -> Outcome:
+        """A worker answers or is killed; a coroutine may do neither."""
+        if not reward.is_async:
+            return future.result()
         assert self.loop is not None
-        limit_s = self.config.timeout_s + 2 * ASYNC_GRACE_S
-        while not self.loop.stuck:
-            try:
-                return future.result(max(0.0, limit_s - self.loop.longest_s()))
-            except TimeoutError:
-                # others may have begun since, for which this one had to wait
-                self.loop.stuck = self.loop.longest_s() >= limit_s
-        with contextlib.suppress(TimeoutError):
-            return future.result(0)
-        future.cancel()
-        return Outcome(None, {}, not_ended(limit_s))
+        return self.loop.outcome(future)
 
     def close(self) -> None:
         """Ends the processes and the event loop."""
@@ -181,73 +170,6 @@ class RewardRunner:
             self.pool.close()
         if self.loop is not None:
             self.loop.close()
-
-
-async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    """As worker.call, for a coroutine function."""
-    try:
-        result = await function(**arguments)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
-        return Outcome(None, {}, worker.reason_of(error))
-    return worker.to_outcome(result)
-
-
-async def limited(call: Coroutine[Any, Any, Outcome], timeout_s: float) -> Outcome:
-    """Its outcome; once it is late it is cancelled, and left behind if it does not heed that."""
-    task = asyncio.ensure_future(call)
-    await asyncio.wait({task}, timeout=timeout_s)
-    if task.done():
-        return task.result()
-    task.cancel()
-    await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
-    if task.done():
-        return Outcome(None, {}, f"timed out after {timeout_s:g} s")
-    return Outcome(None, {}, not_ended(timeout_s + ASYNC_GRACE_S))
-
-
-def not_ended(limit_s: float) -> str:
-    return (
-        f"timed out after {limit_s:g} s: an async reward must await and not block, since all share "
-        "one event loop, and must let itself be cancelled"
-    )
-
-
-class LoopThread:
-    """An event loop in a thread, on which coroutines run, as many and as often as allowed."""
-
-    def __init__(self, config: RewardConfig, ranks: int) -> None:
-        self.timeout_s = config.timeout_s
-        self.places = asyncio.Semaphore(config.max_concurrent // ranks or sys.maxsize)
-        self.apart_s = 60 * ranks / config.max_per_minute if config.max_per_minute else 0.0
-        self.next_at = 0.0  # of the loop's clock: when another may begin
-        self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
-        self.loop = asyncio.new_event_loop()
-        self.stuck = False  # something on it blocks
-        threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True).start()
-
-    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
-        return asyncio.run_coroutine_threadsafe(self.in_turn(function, arguments), self.loop)
-
-    async def in_turn(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-        """To wait for its turn costs a sample nothing of its time."""
-        async with self.places:
-            begins_at = max(self.next_at, self.loop.time())
-            self.next_at = begins_at + self.apart_s
-            await asyncio.sleep(begins_at - self.loop.time())
-            call = id(arguments)
-            self.began[call] = time.monotonic()
-            try:
-                return await limited(call_async(function, arguments), self.timeout_s)
-            finally:
-                del self.began[call]
-
-    def longest_s(self) -> float:
-        """For how long the oldest of those that run has."""
-        began = min(list(self.began.values()), default=None)
-        return 0.0 if began is None else time.monotonic() - began
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class Job(NamedTuple):

@@ -93,8 +93,9 @@ def test_the_average_of_a_run_is_exported(run_folder, monkeypatch):
 
 def test_a_run_does_not_resume_with_another_optimizer(run_folder):
     resume = ["--resume", "auto", "--critic.optim.name", "adamw", "--steps", "3"]
-    done = train(run_folder, 1, *RUN, *resume)
+    done = train(run_folder, 2, *RUN, *resume)
     assert done.code == 2, done.output
+    assert "failed in phase" not in done.output  # that rank 0 leaves first is no failure
     assert "critic was written with optim.name='adamw8bit', and this run has 'adamw'" in done.output
 
 

@@ -1,0 +1,99 @@
+"""Coroutine reward functions: on one event loop in a thread, limited in time and in number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from spmdrl.config import RewardConfig
+from spmdrl.rewards import worker
+from spmdrl.rewards.worker import Outcome
+
+ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its cancellation
+
+
+async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """As worker.call, for a coroutine function."""
+    try:
+        result = await function(**arguments)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
+        return Outcome(None, {}, worker.reason_of(error))
+    return worker.to_outcome(result)
+
+
+async def limited(call: Coroutine[Any, Any, Outcome], timeout_s: float) -> Outcome:
+    """Its outcome; once it is late it is cancelled, and left behind if it does not heed that."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=timeout_s)
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
+    if task.done():
+        return Outcome(None, {}, f"timed out after {timeout_s:g} s")
+    return Outcome(None, {}, not_ended(timeout_s + ASYNC_GRACE_S))
+
+
+def not_ended(limit_s: float) -> str:
+    return (
+        f"timed out after {limit_s:g} s: an async reward must await and not block, since all share "
+        "one event loop, and must let itself be cancelled"
+    )
+
+
+class LoopThread:
+    """An event loop in a thread, on which coroutines run, as many and as often as allowed."""
+
+    def __init__(self, config: RewardConfig, ranks: int) -> None:
+        self.timeout_s = config.timeout_s
+        self.places = asyncio.Semaphore(config.max_concurrent // ranks or sys.maxsize)
+        self.apart_s = 60 * ranks / config.max_per_minute if config.max_per_minute else 0.0
+        self.next_at = 0.0  # of the loop's clock: when another may begin
+        self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
+        self.loop = asyncio.new_event_loop()
+        self.stuck = False  # something on it blocks
+        threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+        return asyncio.run_coroutine_threadsafe(self.in_turn(function, arguments), self.loop)
+
+    async def in_turn(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+        """To wait for its turn costs a sample nothing of its time."""
+        async with self.places:
+            begins_at = max(self.next_at, self.loop.time())
+            self.next_at = begins_at + self.apart_s
+            await asyncio.sleep(begins_at - self.loop.time())
+            call = id(arguments)
+            self.began[call] = time.monotonic()
+            try:
+                return await limited(call_async(function, arguments), self.timeout_s)
+            finally:
+                del self.began[call]
+
+    def outcome(self, future: Future[Outcome]) -> Outcome:
+        """The loop itself ends what is late, unless a coroutine blocks it."""
+        limit_s = self.timeout_s + 2 * ASYNC_GRACE_S
+        while not self.stuck:
+            try:
+                return future.result(max(0.0, limit_s - self.longest_s()))
+            except TimeoutError:
+                # others may have begun since, for which this one had to wait
+                self.stuck = self.longest_s() >= limit_s
+        with contextlib.suppress(TimeoutError):
+            return future.result(0)
+        future.cancel()
+        return Outcome(None, {}, not_ended(limit_s))
+
+    def longest_s(self) -> float:
+        """For how long the oldest of those that run has."""
+        began = min(list(self.began.values()), default=None)
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
