@@ -108,8 +108,7 @@ def started(config: Any) -> Iterator[Runtime]:
         leave(FAILED)
     except Exception as error:  # noqa: BLE001  told with rank and phase, then the process ends
         story = asdict(phases.story(error))
-        watchdog.report(story)
-        story = watchdog.first_story() or story
+        story = watchdog.report(story)
         watchdog.tell(story)
         leave(story["exit_code"])
     watchdog.progress("end")
@@ -125,8 +124,7 @@ def started(config: Any) -> Iterator[Runtime]:
 def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
     """The other ranks end as well: this one will not be there to finish the step with them."""
     story = asdict(phases.story_of(why, exit_code=code))
-    watchdog.report(story)
-    watchdog.tell(watchdog.first_story() or story)
+    watchdog.tell(watchdog.report(story))
 
 
 def local_neighbour() -> int | None:

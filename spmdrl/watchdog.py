@@ -92,7 +92,8 @@ class Watchdog:
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
         self.began, self.woke = time.time(), time.monotonic()
-        self.heard = False  # of a failure
+        self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
+        self.written: set[str] = set()  # stories by this rank, names of files
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
@@ -105,8 +106,14 @@ class Watchdog:
     def progress(self, phase: str) -> None:
         self.phase, self.phase_since = phase, time.monotonic()
 
-    def report(self, story: dict[str, Any]) -> None:
-        """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first."""
+    @property
+    def heard(self) -> bool:
+        """Of a failure anywhere."""
+        return self.first is not None
+
+    def report(self, story: dict[str, Any]) -> dict[str, Any]:
+        """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first.
+        The story to be told: another's, where that came first."""
         if any(words in story["cause"] for words in LOST_PEER):
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell;
             # who watches a rank that is alone on its host need not wait as long as usual
@@ -115,25 +122,24 @@ class Watchdog:
                 with suppress(RuntimeError):  # it may be the store's rank that is gone
                     self.store.set("felt", "1")
             wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
-            if self.heard:
-                return  # of another's, which is the story
+            if self.first:
+                return self.first
         with suppress(RuntimeError):
-            self.store.compare_set("story", "", json.dumps(story))
-        write_story(story, self.folder)
+            self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
+        self._write(story)
+        return self.first or story  # the store's rank may have left since: what was heard counts
 
-    def first_story(self) -> dict[str, Any] | None:
-        """None too where there is no store any more."""
-        with suppress(RuntimeError):
-            return json.loads(self.store.get("story")) if self.store.check(["story"]) else None
-        return None
+    def _write(self, story: dict[str, Any]) -> None:
+        write_story(story, self.folder)
+        self.written.add("rank_{rank}.json".format(**story))
 
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
         text = leave_word(story, self.folder)
         try:
             first = self.store.add("claims", 1) == 1
-        except RuntimeError:  # no store any more: better told twice than not at all
-            first = True
+        except RuntimeError:  # no store any more: between hosts better told twice than not at all
+            first = not self._is_told()
         if first:
             say(text)
         with suppress(RuntimeError):
@@ -159,7 +165,8 @@ class Watchdog:
                 count += 1
                 own = Beat(count, os.getpid(), self.host, self.phase)
                 self.store.set(f"beat/{self.rank}", str(own))
-                story = self.first_story()
+                if self.first is None and self.store.check(["story"]):
+                    self.first = json.loads(self.store.get("story"))
                 text = self._beat_of(peer)
                 limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
                 if not self.near_store and count % 2:
@@ -184,11 +191,10 @@ class Watchdog:
             if now - before > self.lost_s / 2:  # this process was stopped itself, maybe all were
                 self.woke = now
             peer_since = max(peer_since, self.woke)
-            if story is not None:
-                self.heard = True
+            if self.first is not None:
                 story_since = story_since or now
                 if now - story_since > GRACE_S:
-                    self._end(story)
+                    self._end(self.first)
                 continue
             if text != peer_text or text in ("", "bye"):
                 peer_text, peer_since = text, now
@@ -261,13 +267,16 @@ class Watchdog:
         is told then, and that rank's end no story of its own."""
         if self._is_told():
             os._exit(FAILED)
-        write_story(story, self.folder)
+        self._write(story)
         say(leave_word(story, self.folder))
         self._end_frozen(story)
         os._exit(FAILED)
 
     def _is_told(self) -> bool:
+        """By another rank of this host: they write before they tell."""
         for path in self.folder.glob("rank_*.json"):
+            if path.name in self.written:
+                continue
             with suppress(OSError, json.JSONDecodeError):  # it is being written
                 told = json.loads(path.read_text())
                 by = told.get("by", told["host"])

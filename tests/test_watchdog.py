@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from spmdrl import watchdog
-from spmdrl.watchdog import Watchdog
+from spmdrl.exits import FAILED, write_story
+from spmdrl.watchdog import LOST_PEER, Watchdog
 
 pytestmark = pytest.mark.clock
 
@@ -36,7 +39,7 @@ def watchdogs() -> Iterator[list[Watchdog]]:
 
 
 def story_of(watched: Watchdog, end: float) -> dict[str, Any]:
-    while (story := watched.first_story()) is None:
+    while (story := watched.first) is None:
         assert time.monotonic() < end, "nobody has noticed"
         time.sleep(0.02)
     return story
@@ -59,7 +62,7 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
     while time.monotonic() < end:
         for _, busy, phase, _ in jobs:
             busy.progress(phase)
-            assert busy.first_story() is None
+            assert not busy.heard
         time.sleep(0.02)
     stopped = time.monotonic()
     for first, busy, _, folder in jobs:
@@ -71,3 +74,38 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
         while not written.exists():  # the others hear of it before it is on disk
             assert time.monotonic() < stopped + 4 * STALL_S
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], written: bool
+) -> None:
+    """Rank 0 tells and leaves with its store; rank 1 then feels that and has no story of its own.
+    Where rank 0 wrote none, it may have ended before it could tell either: then rank 1 does."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    fields = {"host": socket.gethostname(), "phase": "rollout", "details": "", "exit_code": FAILED}
+    first = {"rank": 0, "cause": "OSError: disk on fire", **fields}
+    felt = {"rank": 1, "cause": f"ConnectionResetError: {LOST_PEER[0]}: rank 0", **fields}
+    rank_1 = Watchdog(client, 1, 2, tmp_path, STALL_S, lost_s=1e9)
+    try:
+        if written:
+            write_story(first, tmp_path)
+        server.set("story", json.dumps(first))
+        end = time.monotonic() + 10
+        while not rank_1.heard:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        del server
+        while not rank_1.broken:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        told = rank_1.report(felt)
+        rank_1.tell(told)
+    finally:
+        rank_1.done.set()
+        rank_1.thread.join()
+        rank_1.guard.join()
+    assert told == first
+    assert not Path(tmp_path, "rank_1.json").exists()
+    assert ("disk on fire" in capfd.readouterr().err) is not written
