@@ -25,6 +25,8 @@ BOUNDS: Bounds = {
     "DataConfig.max_eval_prompts": COUNT,
     "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": POSITIVE,
     "RewardConfig.max_invalid_fraction": (0, 1),
+    "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_reply_tokens": COUNT,
+    "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": POSITIVE,
     "RolloutConfig.n": COUNT, "RolloutConfig.max_tokens": COUNT,
     "RolloutConfig.temperature": POSITIVE, "RolloutConfig.top_p": (TINY, 1),
     "RolloutConfig.tensor_parallel": COUNT, "RolloutConfig.max_num_seqs": COUNT,

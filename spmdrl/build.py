@@ -20,6 +20,7 @@ from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine as build_rollout
+from spmdrl.rollout.dialogue import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.routing import Post
@@ -94,6 +95,9 @@ def build(
         )
         if rollout is not None:
             undo.callback(rollout.shutdown)
+        dialogue = build_dialogue(config, tokenizer, ranks)
+        if dialogue is not None:
+            undo.callback(dialogue.close)
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
@@ -104,7 +108,7 @@ def build(
         roles = Roles(
             config, topology, places.of(placement.sampling, dp=-1),
             places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
-            tokenizer, Sampler(ranks, driver, scoring, rewards), weights,
+            tokenizer, Sampler(ranks, driver, scoring, rewards, dialogue), weights,
             mailbox=Mailbox(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
@@ -132,7 +136,8 @@ def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
 ) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder]:
     """To train on, held out, and the order of the first. Collective."""
-    data, vocab_size, asks = config.data, vocab_size_of(config.model), needs_truth(config.reward)
+    data, vocab_size = prompts_of(config), vocab_size_of(config.model)
+    asks = needs_truth(config.reward)
     prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size, asks)
     order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
     check_enough(config, len(prompts))
@@ -150,7 +155,7 @@ def load_held_out(
     config: PpoConfig, tokenizer: Any, topology: Topology
 ) -> tuple[list[tuple[int, Prompt]], set[str]]:
     """(the prompts by number, the data_sources of the whole file). Collective."""
-    data = config.data
+    data = prompts_of(config)
     assert data.eval is not None
     dataset = PromptDataset.load(
         data.eval, tokenizer, data, topology, vocab_size_of(config.model),
@@ -185,6 +190,13 @@ def build_trainers(
     return trainers
 
 
+def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialogue | None:
+    """ranks: of the rollout. On the leaders of its engines."""
+    if not (has_replies(config) and ranks.here and ranks.axis_rank("tp") == 0):
+        return None
+    return Dialogue(config, tokenizer, ranks.axis_size("dp"))
+
+
 class Places:
     """Topologies by their ranks; those of the same ranks share their groups."""
 
@@ -202,5 +214,7 @@ class Places:
 def close(roles: Roles) -> None:
     if roles.sampler.rewards is not None:
         roles.sampler.rewards.close()
+    if roles.sampler.dialogue is not None:
+        roles.sampler.dialogue.close()
     if roles.sampler.here:
         roles.sampler.engine.shutdown()

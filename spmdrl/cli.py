@@ -229,6 +229,8 @@ def literal(value: Any) -> str:
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k!r}: {literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{literal(v)}, " for v in value).removesuffix(" ") + ")"
     return repr(value)
 
 
@@ -246,6 +248,8 @@ def _code_of(node: Any) -> list[str]:
         return _code_of(node.func)
     if isinstance(node, Mapping):
         return [c for v in node.values() for c in _code_of(v)]
+    if isinstance(node, tuple):
+        return [c for v in node for c in _code_of(v)]
     if dataclasses.is_dataclass(node):
         return [c for f in dataclasses.fields(node) for c in _code_of(getattr(node, f.name))]
     return []

@@ -20,6 +20,7 @@ from spmdrl.metrics import sample_metrics
 from spmdrl.rewards.remote import Scorer, score
 from spmdrl.rewards.runner import check_invalid
 from spmdrl.roles import Roles
+from spmdrl.rollout.dialogue import has_replies
 from spmdrl.rollout.sampling import (
     evaluation_params,
     greedy_params,
@@ -111,13 +112,12 @@ def ask(
         address = {"run_seed": config.seed, "step": step}
         questions = questions_of(prompts, config.rollout.n, purpose=purpose, **address)
         samples, _ = sample_questions(
-            sampler.scheduler, questions, training_params(config.rollout),
-            tokenizer=roles.tokenizer, **hooks(roles),
-        )  # fmt: skip
+            sampler.scheduler, questions, training_params(config.rollout), **hooks(roles)
+        )
         if config.rollout.greedy_baseline:
             greedy, _ = sample_questions(
                 sampler.scheduler, questions_of(prompts, 1, purpose="greedy", **address),
-                greedy_params(config.rollout), tokenizer=roles.tokenizer, **hooks(roles),
+                greedy_params(config.rollout), **hooks(roles),
             )  # fmt: skip
             for sample in greedy:
                 sample.index = GREEDY
@@ -147,8 +147,8 @@ def ask_for_some(roles: Roles, leftover: Leftover, source: Source, step: int) ->
         samples = leftover.samples
         if enough > 0:
             made, questions = sample_questions(
-                sampler.scheduler, questions, training_params(config.rollout),
-                tokenizer=roles.tokenizer, enough=enough, **hooks(roles),
+                sampler.scheduler, questions, training_params(config.rollout), enough=enough,
+                **hooks(roles),
             )  # fmt: skip
             samples = samples + made
             unanswered = {question.group for question in questions}
@@ -160,8 +160,12 @@ def ask_for_some(roles: Roles, leftover: Leftover, source: Source, step: int) ->
 
 
 def hooks(roles: Roles) -> dict[str, Any]:
-    """What a rollout does between two bursts of steps: say that it lives, look for new weights."""
-    found: dict[str, Any] = {"between_bursts": roles.phases.still_going}
+    """Who else takes part in a rollout; what it does between two bursts of steps: say that it
+    lives, look for new weights."""
+    found: dict[str, Any] = {
+        "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
+        "between_bursts": roles.phases.still_going,
+    }  # fmt: skip
     if roles.mailbox is not None:
         found["new_weights"] = lambda: new_weights(roles)
         found["load_weights"] = lambda: push(roles, roles.policy_version + 1)
@@ -277,18 +281,21 @@ def evaluate(
             )
             samples, _ = sample_questions(
                 sampler.scheduler, questions, evaluation_params(config),
-                tokenizer=roles.tokenizer, between_bursts=roles.phases.still_going,
+                tokenizer=roles.tokenizer, dialogue=sampler.dialogue,
+                between_bursts=roles.phases.still_going,
             )  # fmt: skip
     held_out = {prompt.id: prompt for _, prompt in prompts}
     score(samples, roles, held_out.__getitem__, phase="evaluate")
     show(samples)
     with roles.phases("evaluate", sampling):
         check_invalid(samples, config.rewards, sampling)
-        metrics = sample_metrics(samples, sampling, by_source=True)
+        metrics = sample_metrics(samples, sampling, by_source=True, replies=has_replies(config))
         picked = {
             name.replace("reward/mean", "accuracy"): value
             for name, value in metrics.items()
-            if "reward/mean" in name or name in ("reward/invalid", "response/mean_tokens")
+            if "reward/mean" in name
+            or name in ("reward/invalid", "response/mean_tokens")
+            or name.startswith(("turns/", "tools/"))
         }
         if config.eval_samples > 1:
             attempts = gather_attempts(prompts, samples, config.seed, sampling)

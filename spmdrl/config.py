@@ -47,6 +47,19 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class MultiTurnConfig:
+    """Turns of a sample, where `PpoConfig.tools` or `.environment` answer. docs/multi_turn.md"""
+
+    max_turns: int = 8  # of the policy, per sample
+    parser: str = "hermes"  # vLLM's name for how the model writes a tool call
+    max_reply_tokens: int = 512  # of a message; the middle of a longer one is left out
+    workers: int = 2  # processes per engine for plain functions; async functions share one loop
+    timeout_s: float = 30.0  # per call, from when its turn has come
+    max_concurrent: int = 0  # async calls at a time, of all engines together; 0: no limit
+    max_per_minute: float = 0.0  # async calls begun, of all engines together; 0: no limit
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """The engine that samples, and how it samples while training."""
 
@@ -284,6 +297,11 @@ class PpoConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    # functions that the policy may call, with type hints and a docstring; "python": the sandbox
+    tools: tuple[Callable[..., Any] | Literal["python"], ...] = ()
+    # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last
+    environment: Callable[..., Any] | None = None
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     actor: TrainConfig = field(default_factory=TrainConfig)
     ref: TrainConfig = field(default_factory=TrainConfig)
     critic: TrainConfig | None = None  # required by gae

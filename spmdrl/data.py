@@ -135,8 +135,9 @@ class PromptDataset:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
             text = str(self.encoder.tokenizer.decode(token_ids))
         return Prompt(
-            row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info
-        )
+            row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info,
+            fields.prompt if isinstance(fields.prompt, list) else None,
+        )  # fmt: skip
 
     def by_id(self, row: int) -> Prompt:
         """The prompt whose id this is."""

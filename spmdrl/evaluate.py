@@ -129,8 +129,10 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
         if config.resume != "never":
             step = json.loads(Path(config.resume, "run.json").read_text())["step"]
             name, model = config.resume, exported(config, runtime)
-        sampler = sampler_of(config, model, rewards, runtime)
+        sampler = sampler_of(config, model, rewards, tokenizer, runtime)
         undo.callback(sampler.engine.shutdown)
+        if sampler.dialogue is not None:
+            undo.callback(sampler.dialogue.close)
         log = Path(out, "metrics.jsonl")
         number = 1 + (len(log.read_text().splitlines()) if log.exists() else 0)
         path = Path(out, "samples", f"{number}.jsonl")
@@ -176,8 +178,11 @@ def exported(config: PpoConfig, runtime: Runtime) -> str:
     return str(folder)
 
 
-def sampler_of(config: PpoConfig, model: str, rewards: RewardRunner, runtime: Runtime) -> Sampler:
+def sampler_of(
+    config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime
+) -> Sampler:
     """On all ranks. Collective."""
+    from spmdrl.build import build_dialogue
     from spmdrl.remote_code import allow_code
     from spmdrl.roles import Sampler
     from spmdrl.rollout import build_engine
@@ -193,8 +198,9 @@ def sampler_of(config: PpoConfig, model: str, rewards: RewardRunner, runtime: Ru
         engine = build_engine(model, rollout, longest, ranks, topology, config.strict)
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
+        dialogue = build_dialogue(config, tokenizer, ranks)
         scoring = Topology.build(topology.device, range(rewards.ranks), dp=-1)
-    return Sampler(ranks, scheduler, scoring, rewards if scoring.here else None)
+    return Sampler(ranks, scheduler, scoring, rewards if scoring.here else None, dialogue)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.engine import Completion
 from spmdrl.rollout.handover import pack, unpack
-from spmdrl.rollout.sampling import Question, as_sample
+from spmdrl.rollout.sampling import Question, as_samples, completion_of
 from spmdrl.safe_load import read_plain
 from spmdrl.types import Prompt, Sample
 
@@ -43,10 +43,7 @@ class Leftover:
     def save(self, file: BinaryIO) -> None:
         """This rank's part, with all questions."""
         begun = {i: q.begun for i, q in enumerate(self.questions) if q.begun is not None}
-        ended = {
-            i: Completion(s.response_ids, s.rollout_logprobs, s.finish_reason, s.policy_version)
-            for i, s in enumerate(self.samples)
-        }
+        ended = {i: completion_of(s) for i, s in enumerate(self.samples)}
         torch.save(
             {
                 "n": self.config.n,
@@ -87,10 +84,11 @@ class Leftover:
         self.samples = []
         for share in shares[rank::world]:
             ended = unpack(share["ended"].numpy().tobytes())
-            for i, (group, index) in enumerate(share["samples"].tolist()):
-                text = tokenizer.decode(ended[i].token_ids, skip_special_tokens=True)
-                question = Question(prompts[group], group, index, seed=0)
-                self.samples.append(as_sample(question, ended[i], text))
+            asked = [
+                Question(prompts[group], group, index, seed=0)
+                for group, index in share["samples"].tolist()
+            ]
+            self.samples += as_samples(asked, [ended[i] for i in range(len(asked))], tokenizer)
 
 
 def table(rows: list[tuple[int, ...]], columns: int) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def sample_row(s: Sample) -> dict[str, Any]:
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
-        **s.reward_info,
+        **({"messages": s.messages} if len(s.messages) > 1 else {}), **s.reward_info,
     }  # fmt: skip
 
 
@@ -201,14 +201,30 @@ def add_exactly(parts: list[float], value: float) -> None:
     parts[kept:] = [value]
 
 
+def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
+    """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
+    tools/calls; of these tools/failed, a fraction."""
+    add("turns/mean", sum(message["role"] == "assistant" for message in s.messages))
+    add("turns/cut", s.finish_reason == "turns")
+    add("turns/reply_tokens", len(s.loss_mask) - sum(s.loss_mask))
+    calls = [message for message in s.messages if message["role"] == "tool"]
+    add("tools/calls", len(calls))
+    for call in calls:
+        add("tools/failed", bool(call.get("is_error")))
+
+
 def sample_metrics(
-    samples: list[Sample], topology: Topology, by_source: bool = False, penalised: bool = False
+    samples: list[Sample],
+    topology: Topology,
+    by_source: bool = False,
+    penalised: bool = False,
+    replies: bool = False,
 ) -> dict[str, float]:
     """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
 
     reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
     response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
-    <data_source>/reward/mean where there are several sources.
+    <data_source>/reward/mean where there are several sources. replies: see count_replies.
     """
     sums: dict[str, tuple[list[float], int]] = {}  # name -> (an exact sum, count)
 
@@ -220,6 +236,8 @@ def sample_metrics(
     for s in samples:
         add("response/mean_tokens", len(s.response_ids))
         add("response/truncated", s.finish_reason == "length")
+        if replies:
+            count_replies(s, add)
         add("reward/invalid", s.invalid is not None)
         if s.reward is None:
             continue

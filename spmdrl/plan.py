@@ -14,7 +14,14 @@ from transformers import PreTrainedConfig
 
 from spmdrl.algo.checks import check_algo, require, weighs_the_engine
 from spmdrl.bounds import check_bounds
-from spmdrl.config import CheckpointConfig, ConfigError, PpoConfig, SftConfig, TrainConfig
+from spmdrl.config import (
+    CheckpointConfig,
+    ConfigError,
+    MultiTurnConfig,
+    PpoConfig,
+    SftConfig,
+    TrainConfig,
+)
 from spmdrl.engines.lora import check_lora
 from spmdrl.engines.megatron_layout import check_layout
 from spmdrl.engines.megatron_parts import degrees_of
@@ -30,6 +37,9 @@ from spmdrl.placement import (
     training_roles,
 )
 from spmdrl.remote_code import allow_code, has_foreign_code
+from spmdrl.rewards.calls import arguments_of
+from spmdrl.rollout.dialogue import ARGUMENTS, has_replies
+from spmdrl.rollout.tools import Toolbox
 from spmdrl.rollout.vllm_core import check_attention
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
@@ -58,6 +68,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_checkpoint(config.checkpoint)
     check_read(config)
     check_evaluation(config)
+    check_turns(config)
     metric = config.checkpoint.best_metric
     require(
         not config.checkpoint.keep_best
@@ -196,11 +207,35 @@ def check_evaluation(config: PpoConfig) -> None:
     )
 
 
+def check_turns(config: PpoConfig) -> None:
+    """Raises ConfigError where tools or an environment cannot answer."""
+    if not has_replies(config):
+        require(
+            config.multi_turn == MultiTurnConfig(),
+            "multi_turn has no effect: the config has neither tools nor an environment",
+        )
+        return
+    rollout = config.rollout
+    require(
+        not rollout.ignore_eos,
+        "rollout.ignore_eos=True: a turn would never end, so tools and environment never be asked",
+    )
+    require(
+        not rollout.static_split,
+        "rollout.static_split=True repeats a run bit for bit, but when a tool or an environment "
+        "answers, and so what is in a batch with what, is a matter of timing: leave it False",
+    )
+    Toolbox(config.tools)
+    if config.environment is not None:
+        arguments_of(config.environment, ARGUMENTS, "environment")
+
+
 def check_held_out(config: PpoConfig) -> None:
     """As `check`, of what an evaluation by itself has."""
     check_bounds(config)
     check_places(config)
     check_evaluation(config)
+    check_turns(config)
     if config.trust_remote_code:
         allow_code(config.model)
     hf = load_hf_config(config.model)

@@ -12,6 +12,7 @@ from spmdrl.phases import Phases
 from spmdrl.placement import Ranks
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout.dialogue import Dialogue
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.rollout.mailbox import Mailbox
 from spmdrl.rollout.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Sampler:
     driver: Scheduler | None
     scoring: Topology  # ranks that run reward functions
     rewards: RewardRunner | None
+    dialogue: Dialogue | None = None  # on an engine's leader, where answers may have several turns
 
     @property
     def here(self) -> bool:

@@ -47,6 +47,7 @@ from spmdrl.packing import Deal, deal, empty_batch, pack_samples
 from spmdrl.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
 from spmdrl.roles import Roles, Trainer
+from spmdrl.rollout.dialogue import has_replies
 from spmdrl.routing import (
     ASKED_FIELDS,
     FIELDS,
@@ -133,7 +134,10 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
 def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal, dict[str, Any]]:
     """This rank's samples as they are sent to the actor, who gets which of all, and metrics."""
     algo, sampling = roles.config.algo, roles.sampling
-    metrics = sample_metrics(collected.asked, sampling, penalised=algo.overlong_buffer > 0)
+    metrics = sample_metrics(
+        collected.asked, sampling, penalised=algo.overlong_buffer > 0,
+        replies=has_replies(roles.config),
+    )  # fmt: skip
     check_invalid(collected.asked, roles.config.rewards, sampling)
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = collected.rounds

@@ -23,6 +23,7 @@ from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner, needs_truth
+from spmdrl.rollout.dialogue import prompts_of
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
 from spmdrl.stopping import Ending
@@ -268,7 +269,7 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         if paths is None:
             continue
         dataset = PromptDataset.load(
-            paths, tokenizer, config.data, runtime.topology, vocab_size_of(config.model),
+            paths, tokenizer, prompts_of(config), runtime.topology, vocab_size_of(config.model),
             needs_truth(config.reward),
         )  # fmt: skip
         rewards.check_sources(dataset.data_sources)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -32,6 +34,11 @@ class Prompt:
     ground_truth: Any
     text: str  # the prompt as the model sees it, for logs
     extra_info: dict[str, Any] = field(default_factory=dict)
+    chat: list[Message] | None = None  # as the data has it; None: it has a plain string
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": self.text}] if self.chat is None else self.chat
 
 
 @dataclass
@@ -44,9 +51,11 @@ class Sample:
     response_ids: list[int]
     rollout_logprobs: list[float]  # of the distribution that was sampled from
     loss_mask: list[int]  # 0 on tokens that the policy did not choose (tools, environment)
-    policy_version: list[int]  # of the weights that chose the token
-    finish_reason: str  # "stop" | "length"
-    response: str = ""  # decoded without special tokens
+    policy_version: list[int]  # of the weights that chose the token; -1 on those nobody chose
+    finish_reason: str  # "stop" | "length" | "turns": another would have been due | "error"
+    response: str = ""  # the policy's last turn, decoded without special tokens
+    # what was said behind the prompt: a message per turn of the policy's, and the replies
+    messages: list[Message] = field(default_factory=list)
     reward: float | None = None  # None: not scored yet, or invalid
     penalty: float = 0.0  # added to the reward for the algorithm (DAPO's overlong punishment)
     greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
@@ -57,6 +66,11 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    @property
+    def chat(self) -> list[Message]:
+        """Prompt and answer."""
+        return [*self.prompt.messages, *self.messages]
 
     @property
     def rewards_by_key(self) -> dict[str, float]:

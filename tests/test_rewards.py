@@ -243,8 +243,8 @@ REASONS = {
     "loop": "timed out after 1 s",
     "C": "timed out after 1 s",
     "stubborn": "timed out after 1 s",
-    "os._exit": "the reward process exited with code 3",
-    "segfault": "the reward process died of SIGSEGV",
+    "os._exit": "its process exited with code 3",
+    "segfault": "its process died of SIGSEGV",
     "close": "the reward process",
 }
 

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import Completion
-from spmdrl.rollout.scheduler import Desk, Goal
+from spmdrl.rollout.engine import Completion, Request
+from spmdrl.rollout.scheduler import Desk, Goal, Nobody
 
 STUB = SimpleNamespace(max_num_seqs=4, num_waiting=0)
 
 
 def desk_of(number, store, num_engines=2):
     scheduler = SimpleNamespace(engine=STUB, number=number, num_engines=num_engines, static=False)
-    return Desk(scheduler, store, 8, Goal(), lambda: False)
+    return Desk(scheduler, store, 8, Goal(), lambda: False, Nobody())
 
 
 def test_half_of_the_difference_is_given_away_and_arrives():
@@ -23,8 +23,9 @@ def test_half_of_the_difference_is_given_away_and_arrives():
     assert store.get("ask/0") == b"1:1:0"
     given = victim.serve([10, 11, 12, 13, 14, 15])
     assert len(given) == 3
-    victim.hand_over({5: Completion([7, 8], [-0.5, -1.0], "abort", [3, 3])})
-    assert len(thief.collect()) == 4 * (1 + 3 + 3 * 2)
+    gift = {5: Completion([7, 8], [-0.5, -1.0], "abort", [3, 3])}
+    victim.hand_over(gift)
+    assert thief.collect() == gift
     assert store.get("ask/0") == b""
 
 
@@ -33,8 +34,7 @@ def test_an_engine_that_has_left_is_given_nothing():
     victim, thief = desk_of(0, store), desk_of(1, store)
     victim.publish(6)
     thief.ask()
-    _, gift = thief.leave()
-    assert gift == {}
+    assert thief.leave({}, [Request([1], seed=0)] * 8).finished == {}
     assert store.get("ask/0") == b"withdrawn"
     assert victim.serve([10, 11, 12]) == []
 

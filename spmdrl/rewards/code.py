@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from spmdrl.rewards.sandbox import USUAL, Kind, Limits, Result, ask_value, run_tests
+from spmdrl.rewards.sandbox import USUAL, Kind, Limits, Result, ask_value, run_code, run_tests
 from spmdrl.rewards.sandbox_values import plain
 
 LANGUAGES = ("", "python", "python3", "py")
@@ -55,6 +55,18 @@ def code(
         "no_code": float(program is None),
         "limit_hit": float(any(result.status in LIMITS_HIT for result in results)),
     }
+
+
+def python(code: str) -> str:
+    """Runs a Python program and returns what it prints. Every program starts anew.
+
+    Args:
+        code: the program; print what you want to know
+    """
+    result = run_code(code)
+    if result.status == "ok" and result.exit_code == 0:
+        return result.stdout
+    return f"{result.stdout}\n{result.stderr}\n[{result.status}]".strip()
 
 
 def last_block(response: str) -> str | None:

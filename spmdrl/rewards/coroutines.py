@@ -1,4 +1,4 @@
-"""Coroutine reward functions: on one event loop in a thread, limited in time and in number."""
+"""Coroutine functions of users: on one event loop in a thread, limited in time and in number."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from spmdrl.config import RewardConfig
 from spmdrl.rewards import worker
+from spmdrl.rewards.pool import Function, Kind, Limits
 from spmdrl.rewards.worker import Outcome
 
 ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its cancellation
 
 
-async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+async def call_async(function: Function, arguments: dict[str, Any], kind: Kind) -> Any:
     """As worker.call, for a coroutine function."""
     try:
         result = await function(**arguments)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
-        return Outcome(None, {}, worker.reason_of(error))
-    return worker.to_outcome(result)
+        return kind.failed(worker.reason_of(error))
+    return kind.of(result)
 
 
-async def limited(call: Coroutine[Any, Any, Outcome], timeout_s: float) -> Outcome:
+async def limited(call: Coroutine[Any, Any, Any], timeout_s: float, kind: Kind) -> Any:
     """Its outcome; once it is late it is cancelled, and left behind if it does not heed that."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=timeout_s)
@@ -36,34 +36,34 @@ async def limited(call: Coroutine[Any, Any, Outcome], timeout_s: float) -> Outco
     task.cancel()
     await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
     if task.done():
-        return Outcome(None, {}, f"timed out after {timeout_s:g} s")
-    return Outcome(None, {}, not_ended(timeout_s + ASYNC_GRACE_S))
+        return kind.failed(f"timed out after {timeout_s:g} s")
+    return kind.failed(not_ended(timeout_s + ASYNC_GRACE_S))
 
 
 def not_ended(limit_s: float) -> str:
     return (
-        f"timed out after {limit_s:g} s: an async reward must await and not block, since all share "
-        "one event loop, and must let itself be cancelled"
+        f"timed out after {limit_s:g} s: an async function must await and not block, since all "
+        "share one event loop, and must let itself be cancelled"
     )
 
 
 class LoopThread:
     """An event loop in a thread, on which coroutines run, as many and as often as allowed."""
 
-    def __init__(self, config: RewardConfig, ranks: int) -> None:
-        self.timeout_s = config.timeout_s
+    def __init__(self, config: Limits, ranks: int, kind: Kind = Outcome) -> None:
+        self.timeout_s, self.kind = config.timeout_s, kind
         self.places = asyncio.Semaphore(config.max_concurrent // ranks or sys.maxsize)
         self.apart_s = 60 * ranks / config.max_per_minute if config.max_per_minute else 0.0
         self.next_at = 0.0  # of the loop's clock: when another may begin
         self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
         self.loop = asyncio.new_event_loop()
         self.stuck = False  # something on it blocks
-        threading.Thread(target=self.loop.run_forever, name="async rewards", daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name="coroutines", daemon=True).start()
 
-    def submit(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Future[Outcome]:
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(self.in_turn(function, arguments), self.loop)
 
-    async def in_turn(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    async def in_turn(self, function: Function, arguments: dict[str, Any]) -> Any:
         """To wait for its turn costs a sample nothing of its time."""
         async with self.places:
             begins_at = max(self.next_at, self.loop.time())
@@ -72,23 +72,33 @@ class LoopThread:
             call = id(arguments)
             self.began[call] = time.monotonic()
             try:
-                return await limited(call_async(function, arguments), self.timeout_s)
+                called = call_async(function, arguments, self.kind)
+                return await limited(called, self.timeout_s, self.kind)
             finally:
                 del self.began[call]
 
-    def outcome(self, future: Future[Outcome]) -> Outcome:
+    def outcome(self, future: Future[Any]) -> Any:
         """The loop itself ends what is late, unless a coroutine blocks it."""
-        limit_s = self.timeout_s + 2 * ASYNC_GRACE_S
+        limit_s = self.limit_s
         while not self.stuck:
             try:
                 return future.result(max(0.0, limit_s - self.longest_s()))
             except TimeoutError:
                 # others may have begun since, for which this one had to wait
-                self.stuck = self.longest_s() >= limit_s
+                self.stuck = self.is_late()
         with contextlib.suppress(TimeoutError):
             return future.result(0)
         future.cancel()
-        return Outcome(None, {}, not_ended(limit_s))
+        return self.kind.failed(not_ended(limit_s))
+
+    @property
+    def limit_s(self) -> float:
+        """After which a coroutine cannot have been cancelled."""
+        return self.timeout_s + 2 * ASYNC_GRACE_S
+
+    def is_late(self) -> bool:
+        """Whether something blocks the loop."""
+        return self.longest_s() >= self.limit_s
 
     def longest_s(self) -> float:
         """For how long the oldest of those that run has."""

@@ -11,10 +11,10 @@ import torch
 from spmdrl.collectives import all_to_all_rows
 from spmdrl.phases import Phases
 from spmdrl.roles import Sampler
+from spmdrl.rollout.handover import pack, unpack
+from spmdrl.rollout.sampling import Question, as_samples, completion_of
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt, Sample
-
-REASONS = ("stop", "length", "abort")
 
 
 class Scorer(Protocol):
@@ -62,43 +62,34 @@ def hand_over(
     parts = [[s for s, r in zip(samples, scorer_of, strict=True) if r == rank]
              for rank in range(sampling.world)]  # fmt: skip
     mine = [s for part in parts for s in part]
-    heads = [[s.prompt.id, s.index, REASONS.index(s.finish_reason), len(s.response_ids)]
-             for s in mine]  # fmt: skip
-    head = torch.tensor(heads, dtype=torch.int64).reshape(-1, 4)
-    tokens = torch.tensor([t for s in mine for t in s.response_ids]).long()
+    head = torch.tensor([[s.prompt.id, s.index] for s in mine], dtype=torch.int64).reshape(-1, 2)
     counts = [len(part) for part in parts]
     asked = all_to_all_rows(head, counts, sampling)
-    asked_by = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
-    lengths = [sum(len(s.response_ids) for s in part) for part in parts]
-    answers = all_to_all_rows(tokens, lengths, sampling).split(asked[:, 3].tolist())
-    theirs = [
-        rebuilt(row, ids.tolist(), prompt_of, by.tokenizer)
-        for row, ids in zip(asked.tolist(), answers, strict=True)
-    ]
-    return mine, theirs, asked_by.flatten().tolist()
+    makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
+    packed = [pack(dict(enumerate(map(completion_of, part)))) for part in parts]
+    answers = [a for theirs in all_to_all_bytes(packed, sampling) for a in unpack(theirs).values()]
+    questions = [Question(prompt_of(id), 0, index, seed=0) for id, index in asked.tolist()]
+    theirs = as_samples(questions, answers, by.tokenizer)
+    return mine, theirs, makers.flatten().tolist()
 
 
 def take_back(
     mine: list[Sample], theirs: list[Sample], makers: list[int], sampling: Topology
 ) -> None:
     """What others say of mine, for what I say of theirs; see hand_over. Collective."""
-    verdicts = [json.dumps([s.reward, s.invalid, s.reward_info, s.pred]).encode() for s in theirs]
-    by_maker: list[list[bytes]] = [[] for _ in range(sampling.world)]
-    for verdict, maker in zip(verdicts, makers, strict=True):
-        by_maker[maker].append(verdict)
-    sizes = torch.tensor([len(v) for part in by_maker for v in part]).long()
-    sizes = all_to_all_rows(sizes, [len(part) for part in by_maker], sampling)
-    num_bytes = [sum(map(len, part)) for part in by_maker]
-    text = torch.frombuffer(bytearray(b"".join(map(b"".join, by_maker)) or b" "), dtype=torch.uint8)
-    text = all_to_all_rows(text[: sum(num_bytes)], num_bytes, sampling)
-    for s, verdict in zip(mine, text.split(sizes.tolist()), strict=True):
-        s.reward, s.invalid, s.reward_info, s.pred = json.loads(verdict.numpy().tobytes())
+    verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
+    for s, maker in zip(theirs, makers, strict=True):
+        verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred])
+    received = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
+    about_mine = [verdict for part in received for verdict in json.loads(part)]
+    for s, verdict in zip(mine, about_mine, strict=True):
+        s.reward, s.invalid, s.reward_info, s.pred = verdict
 
 
-def rebuilt(
-    row: list[int], ids: list[int], prompt_of: Callable[[int], Prompt], tokenizer: Any
-) -> Sample:
-    """As much of a sample as a reward function can ask for."""
-    prompt_id, index, reason, _ = row
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return Sample(prompt_of(prompt_id), 0, index, ids, [], [], [], REASONS[reason], response=text)
+def all_to_all_bytes(parts: list[bytes], topology: Topology) -> list[bytes]:
+    """parts: one for each rank; what each of them sent. Collective."""
+    sizes = [len(part) for part in parts]
+    received = all_to_all_rows(torch.tensor(sizes), [1] * len(parts), topology).tolist()
+    sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    rows = all_to_all_rows(sent, sizes, topology)
+    return [part.numpy().tobytes() for part in rows.split(received)]

@@ -1,4 +1,4 @@
-"""The process that runs plain reward functions, one call at a time, until its pipe is closed.
+"""The process that runs plain functions of users, one call at a time, until its pipe is closed.
 
 Started by path (`python worker.py FD PARENT_PID`) and not by multiprocessing, whose children import
 the trainer's main module, and torch with it. Uses the standard library and cloudpickle only.
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import inspect
+import json
 import math
 import os
 import pickle
@@ -35,13 +36,48 @@ class Outcome(NamedTuple):
     invalid: str | None
     pred: str | None = None  # what the function read as the answer
 
+    @classmethod
+    def failed(cls, reason: str) -> Outcome:
+        return cls(None, {}, reason)
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    @classmethod
+    def of(cls, result: Any) -> Outcome:
+        return to_outcome(result)
+
+
+class Reply(NamedTuple):
+    """What a tool or an environment returned, as plain data; or why it did not."""
+
+    value: Any
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, reason: str) -> Reply:
+        return cls(None, reason)
+
+    @classmethod
+    def of(cls, result: Any) -> Reply:
+        if inspect.iscoroutine(result):
+            result.close()
+            return cls(None, "returned a coroutine; declare it with `async def`")
+        try:
+            return cls(json.loads(json.dumps(result, default=str)))
+        except (ValueError, TypeError, RecursionError) as error:
+            return cls(None, f"returned what is no plain data: {error}")
+
+
+KINDS: dict[str, type[Outcome] | type[Reply]] = {"Outcome": Outcome, "Reply": Reply}
+
+
+def call(
+    function: Callable[..., Any], arguments: dict[str, Any],
+    kind: type[Outcome] | type[Reply] = Outcome,
+) -> Outcome | Reply:  # fmt: skip
     try:
         result = function(**arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
-        return Outcome(None, {}, reason_of(error))
-    return to_outcome(result)
+        return kind.failed(reason_of(error))
+    return kind.of(result)
 
 
 def reason_of(error: BaseException) -> str:
@@ -137,6 +173,7 @@ def main(fd: int, parent: int) -> None:
 def serve(pipe: Connection) -> None:
     """Loads the functions, then answers calls. What user code raises is an answer too."""
     setup = pipe.recv()
+    kind = KINDS[setup["kind"]]
     try:
         functions = load(setup)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's module may raise anything
@@ -145,7 +182,7 @@ def serve(pipe: Connection) -> None:
     pipe.send(READY)
     while True:
         index, arguments = pipe.recv()
-        pipe.send(tuple(call(functions[index], arguments)))  # this Outcome is not the trainer's
+        pipe.send(tuple(call(functions[index], arguments, kind)))  # not the trainer's class
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import Tensor
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.weights.layout import Layout
 
+NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an environment wrote
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -40,6 +42,15 @@ class Request:
     logprobs: Sequence[float] = ()  # one per token of response_ids
     versions: Sequence[int] = ()  # one per token of response_ids
     max_tokens: int | None = None  # of this answer; None: SamplingParams.max_tokens
+    replies: Sequence[str] = ()  # as Completion.replies
+    awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
+
+    def begun(self) -> Completion:
+        """What there is of the answer."""
+        return Completion(
+            list(self.response_ids), list(self.logprobs), "stop" if self.awaits_reply else "abort",
+            list(self.versions), list(self.replies),
+        )  # fmt: skip
 
     def limit(self, params: SamplingParams) -> int:
         """Number of tokens after which the answer ends."""
@@ -50,13 +61,18 @@ class Request:
 class Completion:
     """A whole answer, with what it was begun with; one entry per token.
 
-    `logprobs` are of the distribution sampled from: after temperature, top-k and top-p.
+    `logprobs` are of the distribution sampled from: after temperature, top-k and top-p; 0 where
+    the token was not chosen.
     """
 
     token_ids: list[int]  # the stop token, if one ended it, is included
     logprobs: list[float]  # natural log
-    finish_reason: str  # "stop" | "length" | "abort": not at its end
-    versions: list[int] = field(default_factory=list)  # of the weights that chose the token
+    # "stop" | "length" | "abort": not at its end | with several turns also "turns" | "error"
+    finish_reason: str
+    versions: list[int] = field(default_factory=list)  # of the weights that chose it, or NOT_CHOSEN
+    # JSON, a list of messages: what stands in each run of tokens that were not chosen, in order;
+    # one more where the last thing said was no token ("error")
+    replies: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,8 +93,9 @@ class Answer:
 
     def completion(self) -> Completion:
         return Completion(
-            self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions
-        )
+            self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions,
+            list(self.request.replies),
+        )  # fmt: skip
 
 
 class RolloutEngine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,20 +13,25 @@ from spmdrl.collectives import all_gather_rows
 from spmdrl.rollout.engine import Completion, Request
 from spmdrl.topology import Topology
 
-REASONS = ("abort", "stop", "length")
+REASONS = ("abort", "stop", "length", "turns", "error")
 
 
 def pack(answers: Mapping[int, Completion]) -> bytes:
     """Answers by the position of their request in a list that both sides know; int32 throughout.
 
-    num_answers, then (position, reason, length) of each, then the token ids, versions and logprobs
-    (the bits of float32) of all of them, end to end.
+    num_answers, words of JSON, then (position, reason, length) of each, then the JSON of their
+    replies, then the token ids, versions and logprobs (the bits of float32) of all of them, end to
+    end.
     """
-    head = [len(answers)]
+    replies = [answer.replies for answer in answers.values()]
+    text = json.dumps(replies).encode() if any(replies) else b""
+    text += b" " * (-len(text) % 4)
+    head = [len(answers), len(text) // 4]
     for position, answer in answers.items():
         head += [position, REASONS.index(answer.finish_reason), len(answer.token_ids)]
     parts = [
         np.array(head, np.int32),
+        np.frombuffer(text, np.int32),
         np.array([t for a in answers.values() for t in a.token_ids], np.int32),
         np.array([v for a in answers.values() for v in a.versions], np.int32),
         np.array([x for a in answers.values() for x in a.logprobs], np.float32).view(np.int32),
@@ -35,15 +41,21 @@ def pack(answers: Mapping[int, Completion]) -> bytes:
 
 def unpack(packed: bytes) -> dict[int, Completion]:
     words = np.frombuffer(packed, np.int32)
-    start = 1 + 3 * int(words[0])
-    head, body = words[1:start].reshape(-1, 3), words[start:].reshape(3, -1)
+    count, size = words[:2].tolist()
+    start = 2 + 3 * count
+    head, text = words[2:start].reshape(-1, 3), words[start : start + size].tobytes()
+    body = words[start + size :].reshape(3, -1)
+    replies = json.loads(text) if text else [[]] * count
     ends = head[:, 2].cumsum()
     answers = {}
-    for (position, reason, length), end in zip(head.tolist(), ends.tolist(), strict=True):
+    for (position, reason, length), end, said in zip(
+        head.tolist(), ends.tolist(), replies, strict=True
+    ):
         tokens, versions, logprobs = body[:, end - length : end]
         answers[position] = Completion(
-            tokens.tolist(), logprobs.view(np.float32).tolist(), REASONS[reason], versions.tolist()
-        )
+            tokens.tolist(), logprobs.view(np.float32).tolist(), REASONS[reason],
+            versions.tolist(), list(said),
+        )  # fmt: skip
     return answers
 
 
@@ -59,8 +71,9 @@ def share(answers: Mapping[int, Completion], topology: Topology) -> dict[int, Co
 def resume(request: Request, begun: Completion) -> Request:
     """The request, to be continued behind what there is of its answer."""
     return replace(
-        request, response_ids=begun.token_ids, logprobs=begun.logprobs, versions=begun.versions
-    )
+        request, response_ids=begun.token_ids, logprobs=begun.logprobs, versions=begun.versions,
+        replies=begun.replies, awaits_reply=begun.finish_reason == "stop",
+    )  # fmt: skip
 
 
 def pick(ids: Sequence[int], count: int, num_waiting: int) -> list[int]:

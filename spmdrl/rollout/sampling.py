@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from spmdrl.config import PpoConfig, RolloutConfig
-from spmdrl.rollout.engine import Completion, Request, SamplingParams
+from spmdrl.rollout.dialogue import Dialogue, messages_of, replies_of, turns_of
+from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.handover import resume, share
 from spmdrl.rollout.scheduler import Goal, Scheduler
 from spmdrl.types import Prompt, Sample
@@ -95,6 +97,7 @@ def sample_questions(
     params: SamplingParams,
     *,
     tokenizer: Any,
+    dialogue: Dialogue | None = None,
     enough: int | None = None,
     **hooks: Any,
 ) -> tuple[list[Sample], list[Question]]:
@@ -104,19 +107,18 @@ def sample_questions(
     either among the left ones, begun or not, or a sample on exactly one leader. enough: as many
     complete groups end the round, over all engines; None: all do. A group is complete when all its
     questions of this round are answered, so one that an earlier round had partly answered needs
-    only the rest. hooks: see Scheduler.run.
+    only the rest. dialogue: on leaders, where an answer may have several turns. hooks: see
+    Scheduler.run.
     """
     requests = [as_request(question) for question in questions]
     goal = Goal([question.group for question in questions], enough)
-    outcome = scheduler.run(requests, params, goal, **hooks)
+    others = None
+    if dialogue is not None:
+        others = dialogue.about([(q.prompt, q.index) for q in questions], params)
+    outcome = scheduler.run(requests, params, goal, others=others, **hooks)
     left = {} if enough is None else share(outcome.unfinished, scheduler.topology)
-    positions = sorted(outcome.finished)
-    answers = [outcome.finished[i].token_ids for i in positions]
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if answers else []
-    samples = [
-        as_sample(questions[i], outcome.finished[i], text)
-        for i, text in zip(positions, texts, strict=True)
-    ]
+    ended = sorted(outcome.finished.items())
+    samples = as_samples([questions[i] for i, _ in ended], [c for _, c in ended], tokenizer)
     return samples, [
         replace(questions[i], begun=begun if begun.token_ids else None) for i, begun in left.items()
     ]
@@ -127,18 +129,44 @@ def as_request(question: Question) -> Request:
     return request if question.begun is None else resume(request, question.begun)
 
 
-def as_sample(question: Question, completion: Completion, text: str) -> Sample:
+def as_samples(
+    questions: list[Question], answers: list[Completion], tokenizer: Any
+) -> list[Sample]:
+    """What the policy said is decoded turn by turn."""
+    turns = [turns_of(answer) for answer in answers]
+    flat = list(chain(*turns))
+    texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=True) if flat else ())
+    return [
+        as_sample(question, answer, list(islice(texts, len(said))))
+        for question, answer, said in zip(questions, answers, turns, strict=True)
+    ]
+
+
+def as_sample(question: Question, completion: Completion, texts: list[str]) -> Sample:
+    """texts: of the policy's turns."""
+    messages = messages_of(completion, texts)
+    failed = completion.finish_reason == "error"
     return Sample(
         prompt=question.prompt,
         group=question.group,
         index=question.index,
         response_ids=completion.token_ids,
         rollout_logprobs=completion.logprobs,
-        loss_mask=[1] * len(completion.token_ids),
+        loss_mask=[int(version != NOT_CHOSEN) for version in completion.versions],
         policy_version=completion.versions,
         finish_reason=completion.finish_reason,
-        response=text,
+        response=texts[-1],
+        messages=messages,
+        invalid=f"the environment: {messages[-1]['content']}" if failed else None,
     )
+
+
+def completion_of(sample: Sample) -> Completion:
+    """What as_samples makes the same sample of."""
+    return Completion(
+        sample.response_ids, sample.rollout_logprobs, sample.finish_reason, sample.policy_version,
+        replies_of(sample.messages),
+    )  # fmt: skip
 
 
 def eos_token_ids(model: str) -> tuple[int, ...]:

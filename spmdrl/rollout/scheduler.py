@@ -29,13 +29,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import Answer, Completion, Request, RolloutEngine, SamplingParams
+from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.handover import pack, pick, resume, unpack
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.topology import Topology
@@ -72,6 +72,42 @@ class Goal:
             self.missing[group] = self.missing.get(group, 0) + 1
         if self.enough is not None and not 0 < self.enough <= len(self.missing):
             raise ValueError(f"{self.enough} of {len(self.missing)} groups cannot be complete")
+
+
+class Others(Protocol):
+    """Who answers when a turn has ended: tools, an environment. Asked on an engine's leader."""
+
+    def ask(self, position: int, turn: Completion) -> bool:
+        """Whether a reply to it will come; if not, the answer is over."""
+        ...
+
+    def came(self) -> dict[int, Completion]:
+        """Answers with the replies that have come since: to go on where they say "abort"."""
+        ...
+
+    def give_up(self) -> dict[int, Completion]:
+        """Those whose replies have not come, as they were; a later round asks again."""
+        ...
+
+    def __len__(self) -> int:
+        """How many have not come."""
+        ...
+
+
+class Nobody:
+    """Others, where every answer has one turn."""
+
+    def ask(self, position: int, turn: Completion) -> bool:
+        return False
+
+    def came(self) -> dict[int, Completion]:
+        return {}
+
+    def give_up(self) -> dict[int, Completion]:
+        return {}
+
+    def __len__(self) -> int:
+        return 0
 
 
 @dataclass
@@ -132,12 +168,14 @@ class Scheduler:
         params: SamplingParams,
         goal: Goal | None = None,
         *,
+        others: Others | None = None,
         between_bursts: Callable[[], None] = lambda: None,
         new_weights: Callable[[], bool] = lambda: False,
         load_weights: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Completes the requests, the same list on every rank. Collective over the topology.
 
+        others: on leaders; None: an answer has one turn.
         between_bursts: called on every rank after each burst that got on. new_weights: on rank 0
         at each of its boundaries; where it returns True, load_weights is called on every rank of
         every engine, at its next boundary and before the round is over. It replaces the weights,
@@ -147,7 +185,7 @@ class Scheduler:
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
         desk = None
         if self.is_leader:
-            desk = Desk(self, store, len(requests), goal or Goal(), new_weights)
+            desk = Desk(self, store, len(requests), goal or Goal(), new_weights, Nobody() if others is None else others)
         over = False
         try:
             outcome = self.work(desk, requests, params, between_bursts, load_weights)
@@ -157,6 +195,7 @@ class Scheduler:
                 desk.raise_alarm()
         check_each_once(outcome, len(requests), self.topology)
         if desk is not None:
+            self.num_stolen += desk.num_stolen
             desk.clear()
         return outcome
 
@@ -169,7 +208,7 @@ class Scheduler:
         load_weights: Callable[[], None],
     ) -> Outcome:
         """This engine's part of a round."""
-        engine, outcome = self.engine, Outcome()
+        engine = self.engine
         positions: dict[int, int] = {}  # by engine id, of what is inside
         assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
         engine.forget_prefixes()
@@ -181,20 +220,20 @@ class Scheduler:
             aborted = engine.abort(give)
             partial = {positions.pop(id): c for id, c in zip(give, aborted, strict=True)}
             if decision.stop:
-                if desk is not None:
-                    untaken, gift = desk.leave()
-                    begun = {i: Answer.begin(requests[i], params).completion() for i in untaken}
-                    outcome.unfinished = partial | gift | begun
-                return outcome
+                return Outcome() if desk is None else desk.leave(partial, requests)
             if desk is not None:
                 desk.hand_over(partial)
             fresh = range(decision.first, decision.first + decision.count)
-            taken = unpack(decision.taken)
-            asked = [requests[i] for i in fresh]
-            asked += [resume(requests[i], begun) for i, begun in taken.items()]
-            self.num_stolen += len(taken)
+            asked = {i: requests[i] for i in fresh}
+            for i, begun in unpack(decision.taken).items():
+                asked[i] = resume(requests[i], begun)
+            waiting = [i for i, request in asked.items() if request.awaits_reply]
+            if desk is not None:
+                desk.turns_ended({i: asked[i].begun() for i in waiting})
+            for i in waiting:
+                del asked[i]
             if asked:
-                positions |= zip(engine.add(asked, params), [*fresh, *taken], strict=True)
+                positions |= zip(engine.add(list(asked.values()), params), asked, strict=True)
             if not positions:
                 if desk is not None:
                     time.sleep(IDLE_S * (1 + self.num_engines / 8))  # one server answers them all
@@ -205,8 +244,7 @@ class Scheduler:
                 between_bursts()
             if desk is not None:
                 desk.took(num_steps, time.perf_counter() - started_at)
-                desk.ended(list(ended))
-                outcome.finished |= ended
+                desk.turns_ended(ended)
 
     def burst(
         self, decision: Decision, positions: dict[int, int]
@@ -248,6 +286,7 @@ class Desk:
         num_requests: int,
         goal: Goal,
         new_weights: Callable[[], bool],
+        others: Others,
     ) -> None:
         self.store: Any = store  # its stub knows no bytes
         self.num_requests, self.goal = num_requests, goal
@@ -272,10 +311,15 @@ class Desk:
         self.asked_of = 0
         self.gift = ""
         self.num_steps = 1  # of the next burst
+        self.others = others
+        self.resumed: dict[int, Completion] = {}  # to go on, with replies
+        self.outcome = Outcome()
+        self.num_stolen = 0
 
     def decide(self, ids: list[int]) -> Decision:
         """ids: of what is inside the engine, in the order it was added."""
         decision = Decision(num_steps=self.num_steps)
+        self.hear()
         if self.unreported or self.me == 0 or not self.all_taken:
             self.done = self.store.add("done", self.unreported)
             self.unreported = 0
@@ -284,16 +328,23 @@ class Desk:
         decision.stop = bool(log & 1)
         if decision.stop:
             return decision
+        taken, self.resumed = self.resumed, {}
+        inside = len(ids) + len(taken)
         if not self.all_taken:
-            fresh = self.take(len(ids))
+            fresh = self.take(inside + len(self.others))
             decision.first, decision.count = fresh.start, len(fresh)
-        inside = len(ids) + decision.count
+            inside += len(fresh)
         if self.all_taken and self.steals:
-            decision.taken = self.collect()
-            self.publish(inside + int(np.frombuffer(decision.taken, np.int32)[0]))
+            gift = self.collect()
+            self.num_stolen += len(gift)
+            taken |= gift
+            inside += len(gift)
+            self.publish(inside)
             decision.give = self.serve(ids)
             if self.asked == "":
                 self.ask()
+        if taken:
+            decision.taken = pack(taken)
         if not self.all_taken:
             decision.refill_below = min(self.engine.max_num_seqs, math.ceil(0.8 * inside))
         return decision
@@ -336,11 +387,24 @@ class Desk:
         self.all_taken = end >= self.num_requests
         return range(min(end - wanted, self.num_requests), min(end, self.num_requests))
 
-    def ended(self, positions: list[int]) -> None:
-        self.unreported += len(positions)
+    def hear(self) -> None:
+        """Takes the replies that have come."""
+        over: dict[int, Completion] = {}
+        for position, answer in self.others.came().items():
+            goes_on = answer.finish_reason == "abort"
+            (self.resumed if goes_on else over)[position] = answer
+        self.ended(over)
+
+    def turns_ended(self, turns: dict[int, Completion]) -> None:
+        """Answers that are over, unless the others have something to say to them."""
+        self.ended({i: turn for i, turn in turns.items() if not self.others.ask(i, turn)})
+
+    def ended(self, answers: dict[int, Completion]) -> None:
+        self.outcome.finished |= answers
+        self.unreported += len(answers)
         if self.goal.enough is None:
             return
-        for position in positions:
+        for position in answers:
             group = self.goal.groups[position]
             if self.store.add(f"group/{group}", 1) == self.goal.missing[group]:
                 self.store.add("complete", 1)
@@ -369,15 +433,15 @@ class Desk:
             self.num_asks += 1
             self.asked, self.asked_of = wish, most
 
-    def collect(self) -> bytes:
+    def collect(self) -> dict[int, Completion]:
         """What came for the ask that is open, if it has come."""
         key = f"gift/{self.me}/{self.num_asks}"
         if self.asked == "" or not self.store.check([key]):
-            return pack({})
+            return {}
         gift = self.store.get(key)
         self.store.delete_key(key)
         self.asked = ""
-        return gift
+        return unpack(gift)
 
     def serve(self, ids: list[int]) -> list[int]:
         """What to give to the engine that asks: half of the difference."""
@@ -400,9 +464,10 @@ class Desk:
 
     # the end
 
-    def leave(self) -> tuple[list[int], dict[int, Completion]]:
-        """What belongs to this engine and never got into it: fresh requests, to engine 0 those that
-        nobody took; and a gift that is on its way."""
+    def leave(self, partial: dict[int, Completion], requests: Sequence[Request]) -> Outcome:
+        """partial: what was inside the engine. What never got into it is unfinished too: fresh
+        requests, to engine 0 those that nobody took; a gift that is on its way; and what waits for
+        a reply, or has just got one."""
         untaken, gift = list(self.own), {}
         if self.me == 0:
             end = self.first_taken + self.store.add("next", self.num_requests)
@@ -411,8 +476,10 @@ class Desk:
             mailbox = f"ask/{self.asked_of}"
             if self.store.compare_set(mailbox, self.asked, WITHDRAWN).decode() != WITHDRAWN:
                 self.store.wait([f"gift/{self.me}/{self.num_asks}"])
-                gift = unpack(self.collect())
-        return untaken, gift
+                gift = self.collect()
+        begun = {i: requests[i].begun() for i in untaken}
+        self.outcome.unfinished = partial | gift | begun | self.resumed | self.others.give_up()
+        return self.outcome
 
     def raise_alarm(self) -> None:
         with suppress(dist.DistNetworkError, dist.DistStoreError):  # the store may be what failed

@@ -1,0 +1,244 @@
+"""Processes that run a user's functions, and can be killed: rewards, tools, an environment."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
+from spmdrl.rewards import worker
+from spmdrl.rewards.functions import IMPORTED_FIRST
+from spmdrl.rewards.worker import Outcome, Reply
+
+START_LIMIT_S = 300.0  # for a worker to import what the functions need
+
+Function = Callable[..., Any]
+Kind = type[Outcome] | type[Reply]
+Limits = RewardConfig | MultiTurnConfig
+
+
+class Job(NamedTuple):
+    function: int  # its index
+    arguments: dict[str, Any]
+    future: Future[Any]
+
+
+class WorkerPool:
+    """Worker processes, each driven by a thread of its own that takes jobs from one queue."""
+
+    def __init__(self, functions: list[Function], config: Limits, kind: Kind = Outcome) -> None:
+        """kind: what is made of what a function returns, and of a call that failed."""
+        self.timeout_s = config.timeout_s
+        self.index = {id(function): i for i, function in enumerate(functions)}
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self.closed = False
+        setup = worker_setup(functions, kind)
+        self.workers = [WorkerProcess(setup, kind) for _ in range(config.workers)]
+        self.threads = [
+            threading.Thread(target=self.serve, args=(w,), name="worker", daemon=True)
+            for w in self.workers
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Any]:
+        assert not self.closed, "nobody would take the job"
+        future: Future[Any] = Future()
+        self.jobs.put(Job(self.index[id(function)], arguments, future))
+        return future
+
+    def serve(self, process: WorkerProcess) -> None:
+        with contextlib.suppress(OSError):  # the first call tries again and tells
+            process.start()
+        while (job := self.jobs.get()) is not None:
+            if not job.future.set_running_or_notify_cancel():
+                continue  # nobody waits for it any more
+            try:
+                job.future.set_result(process.call(job.function, job.arguments, self.timeout_s))
+            except Exception as error:  # noqa: BLE001  it is raised by whoever waits for the result
+                process.stop()
+                job.future.set_exception(error)
+        process.stop()
+
+    def close(self) -> None:
+        """Drops what has not started and kills what runs."""
+        self.closed = True
+        with contextlib.suppress(Empty):
+            while job := self.jobs.get_nowait():
+                job.future.cancel()
+        for _ in self.threads:
+            self.jobs.put(None)
+        for process in self.workers:
+            process.kill()
+        for thread in self.threads:
+            thread.join(timeout=5)
+
+
+class WorkerProcess:
+    """One worker process and the pipe to it. Belongs to one thread.
+
+    The kernel kills the process when that thread or the trainer ends. It leads a session of its
+    own, so that Ctrl-C does not reach it, and that it is killed with all its children.
+    """
+
+    def __init__(self, setup: bytes, kind: Kind) -> None:
+        self.setup, self.kind = setup, kind
+        self.process: subprocess.Popen | None = None
+        self.ready = False  # it has loaded the functions
+
+    def start(self) -> None:
+        self.pipe, theirs = Pipe()
+        fd, script = theirs.fileno(), worker.__file__
+        try:
+            self.process = subprocess.Popen(
+                # -P: the script's folder must not come before the standard library
+                [sys.executable, "-P", script, str(fd), str(os.getpid())],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self.ready = False
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which wait_ready will tell
+            self.pipe.send_bytes(self.setup)
+
+    def wait_ready(self) -> None:
+        """Raises ConfigError where the functions cannot be loaded."""
+        if not self.pipe.poll(START_LIMIT_S):
+            raise ConfigError(
+                f"a worker process was not ready after {START_LIMIT_S:g} s of imports"
+            )
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            died = f"a worker process {self.stop()} while it loaded your functions"
+            raise ConfigError(died) from error
+        if answer != worker.READY:
+            raise ConfigError(
+                "a worker process cannot load your functions (rewards, tools); what they import "
+                f"must be installed, or its folder in PYTHONPATH:\n{answer}"
+            )
+        self.ready = True
+
+    def call(self, index: int, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Runs one function; afterwards a worker is there, the same or a fresh one.
+
+        `timeout_s` does not count the start of a worker. Raises ConfigError as wait_ready.
+        """
+        if self.ready and self.pipe.poll():  # it owes nothing, so this is its end: died when idle
+            self.stop()
+        if self.process is None:
+            self.start()
+        if not self.ready:
+            self.wait_ready()
+        try:
+            self.pipe.send((index, arguments))
+            if self.pipe.poll(timeout_s):
+                return self.kind(*self.pipe.recv())
+            self.stop()
+            reason = f"timed out after {timeout_s:g} s"
+        except (EOFError, OSError):
+            reason = f"its process {self.stop()}"
+        self.start()
+        return self.kind.failed(reason)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> str:
+        """Kills the process with its children, and says how it ended."""
+        if self.process is None:
+            return "was not running"
+        self.kill()
+        self.pipe.close()
+        code = self.process.wait()
+        self.process, self.ready = None, False
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def worker_setup(functions: list[Function], kind: Kind) -> bytes:
+    """What a worker receives first. Raises ConfigError where a function cannot be pickled.
+
+    Functions of a config file and of its neighbours, lambdas and closures travel by value, with
+    the globals they use; those of modules on sys.path are imported by the worker.
+    """
+    by_value = modules_by_value(functions)
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled = cloudpickle.dumps(functions)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        names = ", ".join(map(name_of, functions))
+        raise ConfigError(
+            f"cannot be sent to a worker process ({names}): {error}. Create clients, "
+            "locks and open files inside the function, or declare it with `async def`, which runs "
+            "in the trainer."
+        ) from error
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    imports = [IMPORTED_FIRST[function] for function in functions if function in IMPORTED_FIRST]
+    return pickle.dumps(
+        {"functions": pickled, "sys_path": sys.path, "imports": imports, "kind": kind.__name__}
+    )
+
+
+def modules_by_value(functions: list[Function]) -> list[ModuleType]:
+    """The functions' modules that a worker could not import, and the like from their folders.
+
+    Without __main__: cloudpickle sends what is defined there by value anyway.
+    """
+    modules = [sys.modules.get(module_name(function)) for function in functions]
+    own = {m for m in modules if m is not None and not is_importable(m)}
+    folders = {folder_of(m) for m in own} - {""}
+    loaded = [m for m in sys.modules.values() if folder_of(m) in folders]
+    found = [*own, *(m for m in loaded if m not in own and not is_importable(m))]
+    return [module for module in found if module.__name__ != "__main__"]
+
+
+def folder_of(module: ModuleType) -> str:
+    return os.path.dirname(getattr(module, "__file__", None) or "")
+
+
+def is_importable(module: ModuleType) -> bool:
+    """Whether a fresh process with our sys.path finds this very module by its name."""
+    parent = module.__name__.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module.__name__, path)
+        if spec is not None:
+            return spec.origin == getattr(module, "__file__", spec.origin)
+    return False
+
+
+def module_name(function: Function) -> str:
+    """Of the module that defines a function, the function in a partial, or an object's class."""
+    function = innermost(function)
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def innermost(function: Function) -> Function:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Function) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -1,0 +1,339 @@
+"""Turns beyond the first: tools and an environment answer the policy, and it goes on.
+
+A sample of several turns is one row of tokens. What the policy chose stays the very tokens that it
+chose; a reply stands behind them as the chat template writes it, up to where the model is to answer
+again. Nothing is decoded and encoded a second time.
+
+    response_ids   turn 1 ... <end>   reply ... <assistant>   turn 2 ... <end>
+    versions         3  3  3    3      -1   -1      -1          4  4  4    4
+    loss_mask        1  1  1    1       0    0       0          1  1  1    1
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from spmdrl.chat import Encoder, render_chat
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.files import BadRow
+from spmdrl.rewards.calls import Caller, arguments_of
+from spmdrl.rewards.pool import Function
+from spmdrl.rewards.worker import Reply
+from spmdrl.rollout.engine import NOT_CHOSEN, Completion, SamplingParams
+from spmdrl.rollout.tools import Call, CallParser, Toolbox, as_text
+from spmdrl.types import Message, Prompt
+
+CUT = "\n... (cut) ...\n"  # in place of the middle of a long message
+ROLES = ("user", "tool", "system")  # that an environment may speak as
+SPOKEN = "spmdrlspoken"  # stands for what the policy said, where a template writes a reply
+
+# What an environment can ask for by naming a parameter.
+ARGUMENTS: dict[str, Callable[[Turn], Any]] = {
+    "messages": lambda turn: turn.chat,
+    "ground_truth": lambda turn: turn.prompt.ground_truth,
+    "data_source": lambda turn: turn.prompt.data_source,
+    "extra_info": lambda turn: turn.prompt.extra_info,
+    "sample_index": lambda turn: turn.sample_index,
+    "num_turns": lambda turn: turn.number,
+}
+
+
+class Turn(NamedTuple):
+    """The policy has spoken: what an environment is told."""
+
+    prompt: Prompt
+    sample_index: int  # which of the prompt's
+    chat: list[Message]  # from the prompt on, this turn included
+    number: int  # 1: the first
+
+
+class Asked(NamedTuple):
+    """A tool, or the environment where `call` is None."""
+
+    call: Call | None
+    function: Function | None  # None: it cannot be called, and call.problem says why
+    future: Future[Reply] | None
+
+
+class Pending(NamedTuple):
+    """A turn whose replies are being made."""
+
+    turn: Completion
+    asked: list[Asked]
+
+
+class Dialogue:
+    """Of one engine, on its leader. Raises ConfigError for tools that cannot be used."""
+
+    def __init__(self, config: PpoConfig, tokenizer: Any, num_engines: int) -> None:
+        self.limits, self.environment = config.multi_turn, config.environment
+        self.toolbox = Toolbox(config.tools)
+        self.parser = (
+            CallParser(self.limits.parser, tokenizer, self.toolbox) if config.tools else None
+        )
+        self.replies = ReplyEncoder(config, tokenizer)
+        self.arguments: tuple[str, ...] = ()
+        functions = list(self.toolbox.functions.values())
+        if self.environment is not None:
+            self.arguments = arguments_of(self.environment, ARGUMENTS, "environment")
+            functions.append(self.environment)
+        self.caller = Caller(functions, self.limits, num_engines, Reply)
+
+    def calls_in(self, text: str, extra_info: dict[str, Any]) -> list[Call]:
+        """What the policy asks of tools in a turn."""
+        if self.parser is None:
+            return []
+        found, problem = self.parser(text)
+        calls = [self.toolbox.call(name, given, extra_info) for name, given in found]
+        if problem:
+            calls.append(Call("", None, f"the tool call cannot be read: {problem}"))
+        return calls
+
+    def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> Round:
+        """For one round of the scheduler: (prompt, sample index) of each of its requests."""
+        return Round(self, addressed, params.max_tokens)
+
+    def close(self) -> None:
+        self.caller.close()
+
+
+@dataclass
+class Round:
+    """scheduler.Others of one round."""
+
+    by: Dialogue
+    addressed: list[tuple[Prompt, int]]
+    max_tokens: int  # of an answer, its replies included
+    pending: dict[int, Pending] = field(default_factory=dict)
+    over: dict[int, Completion] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.pending) + len(self.over)
+
+    def ask(self, position: int, turn: Completion) -> bool:
+        if turn.finish_reason != "stop":
+            return False
+        asked = self.asked(position, turn)
+        if asked is None:
+            self.over[position] = replace(turn, finish_reason="turns")
+        elif asked:
+            self.pending[position] = Pending(turn, asked)
+        return asked is None or bool(asked)
+
+    def asked(self, position: int, turn: Completion) -> list[Asked] | None:
+        """Each call of a tool; without one the environment, if there is one. None: calls, in the
+        last turn that there may be."""
+        by, (prompt, sample_index) = self.by, self.addressed[position]
+        turns = turns_of(turn)
+        calls = by.calls_in(by.replies.spoken(turns[-1]), prompt.extra_info)
+        if calls and len(turns) >= by.limits.max_turns:
+            return None
+        if calls or by.environment is None:
+            return [self.submitted(call) for call in calls]
+        said = messages_of(turn, by.replies.texts(turn))
+        told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
+        given = {name: ARGUMENTS[name](told) for name in by.arguments}
+        return [Asked(None, by.environment, by.caller.submit(by.environment, given))]
+
+    def submitted(self, call: Call) -> Asked:
+        if call.arguments is None:
+            return Asked(call, None, None)
+        function = self.by.toolbox.functions[call.name]
+        return Asked(call, function, self.by.caller.submit(function, call.arguments))
+
+    def came(self) -> dict[int, Completion]:
+        ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]
+        over, self.over = self.over, {}
+        return over | {i: self.answered(self.pending.pop(i)) for i in ready}
+
+    def is_ready(self, pending: Pending) -> bool:
+        return all(
+            function is None or future is None or self.by.caller.is_ready(function, future)
+            for _, function, future in pending.asked
+        )
+
+    def result(self, asked: Asked) -> Reply:
+        if asked.function is None or asked.future is None:
+            assert asked.call is not None
+            return Reply(None, asked.call.problem)
+        return self.by.caller.result(asked.function, asked.future)
+
+    def answered(self, pending: Pending) -> Completion:
+        """The turn with its reply behind it, to go on; or over, with the reason."""
+        turn, messages = pending.turn, []
+        for asked in pending.asked:
+            result = self.result(asked)
+            if asked.call is not None:
+                messages.append(tool_message(asked.call, result))
+                continue
+            messages, problem = said_by_environment(result)
+            if problem:
+                return failed(turn, problem)
+        if not messages:
+            return turn
+        if len(turns_of(turn)) >= self.by.limits.max_turns:
+            return replace(turn, finish_reason="turns")
+        try:
+            messages, ids = self.by.replies.encode(messages, turn.token_ids[-1])
+        except BadRow as error:
+            return failed(turn, f"the reply cannot be said: {error}")
+        if len(turn.token_ids) + len(ids) >= self.max_tokens:
+            return replace(turn, finish_reason="length")
+        return Completion(
+            turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
+            turn.versions + [NOT_CHOSEN] * len(ids), [*turn.replies, json.dumps(messages)],
+        )  # fmt: skip
+
+    def give_up(self) -> dict[int, Completion]:
+        for pending in self.pending.values():
+            for *_, future in pending.asked:
+                if future is not None:
+                    future.cancel()
+        left = {i: pending.turn for i, pending in self.pending.items()}
+        left |= self.over
+        self.pending, self.over = {}, {}
+        return left
+
+
+def failed(turn: Completion, problem: str) -> Completion:
+    """The environment's failure makes the sample invalid."""
+    last = [{"role": "environment", "content": problem, "is_error": True}]
+    return replace(turn, finish_reason="error", replies=[*turn.replies, json.dumps(last)])
+
+
+def tool_message(call: Call, result: Reply) -> Message:
+    """What the policy reads of a call. An error's last line alone: the rest is about our code."""
+    content = as_text(result.value)
+    if result.error is not None:
+        lines = result.error.strip().splitlines()
+        content = f"Error: {lines[-1] if lines else 'no reason given'}"
+    message: Message = {"role": "tool", "name": call.name, "content": content}
+    if result.error is not None:
+        message["is_error"] = True
+    return message
+
+
+def said_by_environment(result: Reply) -> tuple[list[Message], str]:
+    """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
+    value = result.value
+    if result.error is not None:
+        return [], result.error
+    if value is None:
+        return [], ""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}], ""
+    if isinstance(value, list) and all(
+        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str)
+        for m in value
+    ):
+        return value, ""
+    expected = f"None, a text, or messages with a role ({', '.join(ROLES)}) and a text as content"
+    return [], f"the environment returned {json.dumps(value)[:200]}; expected {expected}"
+
+
+class ReplyEncoder:
+    """Messages as the tokens that the chat template writes between two turns of the policy's.
+
+    Raises ConfigError for a template that cannot write them.
+    """
+
+    def __init__(self, config: PpoConfig, tokenizer: Any) -> None:
+        data = prompts_of(config)
+        if data.control_tokens == "error":  # of the data; what a tool says cannot be refused
+            data = replace(data, control_tokens="escape")
+        self.encoder = Encoder(tokenizer, data, config.rollout.max_tokens)
+        self.most = config.multi_turn.max_reply_tokens
+        role = "tool" if config.tools else "user"
+        try:
+            ids = self.ids([{"role": role, "name": "x", "content": "x"}])
+        except BadRow as error:
+            raise ConfigError(f"the chat template cannot write a reply: {error}") from error
+        if not ids:
+            raise ConfigError("the chat template leaves replies out: it knows no role 'tool'")
+
+    def encode(self, messages: list[Message], last: int) -> tuple[list[Message], list[int]]:
+        """(the messages as they are said, their tokens behind the token `last`). Raises BadRow."""
+        said = [{**m, "content": self.shortened(m["content"])} for m in messages]
+        ids = self.ids(said)
+        return said, ids[1:] if ids[0] == last else ids  # the turn may have ended by itself
+
+    def ids(self, messages: list[Message]) -> list[int]:
+        """From the end of a turn on, up to where the next begins. Raises BadRow."""
+        encoder = self.encoder
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
+        marked, names = encoder.marked([*chat, *messages], "reply")
+        text = render_chat(marked, encoder.tokenizer, encoder.config.chat_template_kwargs)
+        _, spoken, behind = text.partition(SPOKEN)
+        if not spoken:
+            raise BadRow("it changes or leaves out what the assistant said before")
+        return (
+            encoder.in_pieces(behind, names) if encoder.control else encoder.encode(behind, False)
+        )
+
+    def shortened(self, text: str) -> str:
+        ids = self.encoder.encode(text, special=False, literal=True)
+        if len(ids) <= self.most:
+            return text
+        half = max(self.most // 2, 1)
+        return self.encoder.spell(ids[:half]) + CUT + self.encoder.spell(ids[-half:])
+
+    def spoken(self, ids: list[int]) -> str:
+        """A turn as it was said, without the control token that ended it."""
+        end = -1 if ids[-1] in self.encoder.control_ids else len(ids)
+        return self.encoder.spell(ids[:end])
+
+    def texts(self, answer: Completion) -> list[str]:
+        """Of each of its turns."""
+        tokenizer: Any = self.encoder.tokenizer
+        return tokenizer.batch_decode(turns_of(answer), skip_special_tokens=True)
+
+
+def has_replies(config: PpoConfig) -> bool:
+    """Whether an answer may have several turns."""
+    return bool(config.tools) or config.environment is not None
+
+
+def prompts_of(config: PpoConfig) -> DataConfig:
+    """config.data, its prompts with the tools in them. Raises ConfigError."""
+    if not config.tools:
+        return config.data
+    given = config.data.chat_template_kwargs
+    if "tools" in given:
+        raise ConfigError(
+            "data.chat_template_kwargs has 'tools', and so has the config: name them once"
+        )
+    return replace(
+        config.data, chat_template_kwargs={**given, "tools": Toolbox(config.tools).schemas}
+    )
+
+
+def turns_of(answer: Completion) -> list[list[int]]:
+    """The tokens of each turn of the policy's."""
+    pairs = zip(answer.token_ids, answer.versions, strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[1] != NOT_CHOSEN)
+    return [[token for token, _ in run] for chosen, run in runs if chosen]
+
+
+def messages_of(answer: Completion, texts: list[str]) -> list[Message]:
+    """What was said behind the prompt. texts: of the turns."""
+    said: list[Message] = []
+    for i, text in enumerate(texts):
+        said.append({"role": "assistant", "content": text})
+        said += json.loads(answer.replies[i]) if i < len(answer.replies) else []
+    return said
+
+
+def replies_of(messages: list[Message]) -> list[str]:
+    """Completion.replies, from what messages_of made of them."""
+    replies: list[list[Message]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            replies.append([])
+        else:
+            replies[-1].append(message)
+    return [json.dumps(reply) for reply in replies if reply]

@@ -1,0 +1,156 @@
+"""Functions that the policy may call: how the prompt describes them, and what the policy asked.
+
+How a model writes a call is its own affair; vLLM's parsers know some fifty ways.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from spmdrl.config import ConfigError
+from spmdrl.rewards.code import python
+from spmdrl.rewards.sandbox import check as check_sandbox
+
+FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
+# what a parser may raise of text that it does not understand
+PARSE_ERRORS = (
+    ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError, RecursionError
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """What the policy asked for; arguments None: `problem` says why it cannot be done."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    problem: str = ""
+
+
+class Toolbox:
+    """The tools of a run, by name. Raises ConfigError for a function that cannot be described."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | str]) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.schemas: list[dict[str, Any]] = []  # as chat templates take them
+        for tool in tools:
+            function = python if isinstance(tool, str) else tool
+            if function is python:
+                check_sandbox()
+            schema = schema_of(function)
+            name = schema["function"]["name"]
+            if name in self.functions:
+                raise ConfigError(f"two tools are called {name!r}: a call could be of either")
+            self.functions[name] = function
+            self.schemas.append(schema)
+
+    def call(self, name: str, arguments: str, extra_info: dict[str, Any]) -> Call:
+        """arguments: JSON, as the policy wrote them."""
+        if name not in self.functions:
+            return Call(
+                name, None, f"there is no tool {name!r}, there is {', '.join(self.functions)}"
+            )
+        try:
+            given = json.loads(arguments or "{}")
+        except ValueError as error:
+            return Call(name, None, f"the arguments are no JSON: {error}")
+        if not isinstance(given, dict):
+            return Call(name, None, f"the arguments must be a JSON object, got {arguments[:80]}")
+        signature = inspect.signature(self.functions[name])
+        if FILLED_IN in signature.parameters:
+            given[FILLED_IN] = extra_info
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            return Call(name, None, str(error))
+        return Call(name, given)
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema, of the type hints and the docstring. Raises ConfigError."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    if not inspect.isfunction(function):
+        raise ConfigError(f'a tool is a plain function or "python", got {function!r}')
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"the tool {function.__qualname__} cannot be described to the model: {error}. It needs "
+            "type hints, and a docstring that says what it does, with an `Args:` section"
+        ) from error
+    parameters = schema["function"]["parameters"]
+    parameters["properties"].pop(FILLED_IN, None)
+    parameters["required"] = [name for name in parameters.get("required", []) if name != FILLED_IN]
+    return schema
+
+
+class Complaints(logging.Handler):
+    """What a parser logs instead of raising it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.last = f"{type(error).__name__}: {error}" if error else record.getMessage()
+
+
+class CallParser:
+    """Finds the calls in what a model says, by one of vLLM's parsers.
+
+    Raises ConfigError for a name that vLLM does not know, and for a parser of other tokenizers.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, toolbox: Toolbox) -> None:
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise ConfigError(
+                f"tools need vllm, whose parsers read their calls: {error}"
+            ) from error
+        self.complaints = Complaints()
+        logger = logging.getLogger("vllm.tool_parsers")
+        logger.handlers, logger.propagate = [self.complaints], False
+        self.request = ChatCompletionRequest.model_validate(
+            {"messages": [], "model": "", "tools": toolbox.schemas}
+        )
+        try:
+            self.parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+            self.parser.extract_tool_calls("a word", self.request)
+        except KeyError as error:
+            names = sorted(ToolParserManager.list_registered())
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"multi_turn.parser={name!r} is none of vLLM's: {', '.join(names)}{hint}"
+            ) from error
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"multi_turn.parser={name!r} does not fit the model's tokenizer: {error}"
+            ) from error
+
+    def __call__(self, text: str) -> tuple[list[tuple[str, str]], str]:
+        """((name, arguments as JSON) of each call, why what looks like a call cannot be read)."""
+        self.complaints.last = ""
+        try:
+            found = self.parser.extract_tool_calls(text, self.request)
+        except PARSE_ERRORS as error:
+            return [], f"{type(error).__name__}: {error}"
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return calls, "" if calls else self.complaints.last
+
+
+def as_text(value: Any) -> str:
+    """What a tool returned, for the model to read."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
