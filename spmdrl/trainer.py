@@ -23,7 +23,7 @@ from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner, needs_truth
-from spmdrl.rollout.dialogue import prompts_of
+from spmdrl.rollout.dialogue import Dialogue, has_replies, prompts_of
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
 from spmdrl.stopping import Ending
@@ -282,6 +282,10 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
                   "in their text",
                   *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
     rewards.close()
+    if has_replies(config):
+        dialogue = Dialogue(config, tokenizer, 1)
+        lines += dialogue.lines()
+        dialogue.close()
     if runtime.is_main:
         print(as_source(config), describe(config, ranks, num_prompts), *lines, sep="\n")
 

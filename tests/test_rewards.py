@@ -245,7 +245,7 @@ REASONS = {
     "stubborn": "timed out after 1 s",
     "os._exit": "its process exited with code 3",
     "segfault": "its process died of SIGSEGV",
-    "close": "the reward process",
+    "close": "its process",
 }
 
 

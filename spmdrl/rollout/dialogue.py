@@ -12,6 +12,7 @@ again. Nothing is decoded and encoded a second time.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -22,11 +23,13 @@ from spmdrl.chat import Encoder, render_chat
 from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.files import BadRow
 from spmdrl.rewards.calls import Caller, arguments_of
-from spmdrl.rewards.pool import Function
+from spmdrl.rewards.pool import Function, name_of
 from spmdrl.rewards.worker import Reply
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, SamplingParams
 from spmdrl.rollout.tools import Call, CallParser, Toolbox, as_text
 from spmdrl.types import Message, Prompt
+
+logger = logging.getLogger(__name__)
 
 CUT = "\n... (cut) ...\n"  # in place of the middle of a long message
 ROLES = ("user", "tool", "system")  # that an environment may speak as
@@ -97,6 +100,19 @@ class Dialogue:
     def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> Round:
         """For one round of the scheduler: (prompt, sample index) of each of its requests."""
         return Round(self, addressed, params.max_tokens)
+
+    def lines(self) -> list[str]:
+        """For --dry-run: who replies, and how a reply looks to the model."""
+        limits, who = self.limits, [f"tool {name}" for name in self.toolbox.functions]
+        if self.environment is not None:
+            who.append(f"environment {name_of(self.environment)}")
+        role = "tool" if self.toolbox.functions else "user"
+        written = self.replies.encoder.spell(self.replies.ids([{"role": role, "content": "1"}]))
+        return [
+            f"turns: at most {limits.max_turns} of the policy; between them {', '.join(who)}, in "
+            f"{limits.workers} processes an engine, {limits.timeout_s:g} s a call",
+            f"  a reply, of at most {limits.max_reply_tokens} tokens a message: {written!r}",
+        ]
 
     def close(self) -> None:
         self.caller.close()
@@ -254,7 +270,12 @@ class ReplyEncoder:
         except BadRow as error:
             raise ConfigError(f"the chat template cannot write a reply: {error}") from error
         if not ids:
-            raise ConfigError("the chat template leaves replies out: it knows no role 'tool'")
+            raise ConfigError(f"the chat template leaves out what has the role {role!r}")
+        if config.tools and not self.shows_tools():
+            logger.warning(
+                "the chat template does not show tools to the model: describe them in the data's "
+                "prompts, or give the model's folder a template that does"
+            )
 
     def encode(self, messages: list[Message], last: int) -> tuple[list[Message], list[int]]:
         """(the messages as they are said, their tokens behind the token `last`). Raises BadRow."""
@@ -274,6 +295,15 @@ class ReplyEncoder:
         return (
             encoder.in_pieces(behind, names) if encoder.control else encoder.encode(behind, False)
         )
+
+    def shows_tools(self) -> bool:
+        encoder, chat = self.encoder, [{"role": "user", "content": "x"}]
+        given = encoder.config.chat_template_kwargs
+        without = {name: value for name, value in given.items() if name != "tools"}
+        with_tools, plain = (
+            render_chat(chat, encoder.tokenizer, each) for each in (given, without)
+        )
+        return with_tools != plain
 
     def shortened(self, text: str) -> str:
         ids = self.encoder.encode(text, special=False, literal=True)

@@ -185,7 +185,14 @@ class Scheduler:
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
         desk = None
         if self.is_leader:
-            desk = Desk(self, store, len(requests), goal or Goal(), new_weights, Nobody() if others is None else others)
+            desk = Desk(
+                self,
+                store,
+                len(requests),
+                goal or Goal(),
+                new_weights,
+                Nobody() if others is None else others,
+            )
         over = False
         try:
             outcome = self.work(desk, requests, params, between_bursts, load_weights)

@@ -65,7 +65,7 @@ def test_tokens_of_several_turns_are_those_that_were_said(folder, alone):
     assert len(samples) == 32
     lengths = set()
     for sample in samples:
-        said = sample["messages"] if "messages" in sample else [{"role": "assistant"}]
+        said = sample.get("messages", [{"role": "assistant"}])
         assert [m["role"] for m in said] == (["assistant", "user"] * 3)[: len(said)]
         assert said[-1]["role"] == "assistant"
         assert sample["sample"] != 3 or len(said) == 1
