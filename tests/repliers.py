@@ -1,0 +1,55 @@
+"""Tools of tests, in a module that worker processes import at once."""
+
+import os
+import time
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiplies.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a * b
+
+
+def secret(extra_info: dict) -> dict:
+    """Tells what only the data knows.
+
+    Args:
+        extra_info: of the prompt
+    """
+    return {"it is": extra_info["secret"]}
+
+
+async def slowly(text: str) -> str:
+    """Says it again.
+
+    Args:
+        text: what is to be said
+    """
+    return text * 2
+
+
+def bad(kind: str) -> str:
+    """Fails.
+
+    Args:
+        kind: how
+    """
+    if kind == "raise":
+        raise LookupError("no such\nthing")
+    if kind == "die":
+        os._exit(3)
+    if kind == "hang":
+        time.sleep(100)
+    return object()  # type: ignore[return-value]
+
+
+def untyped(a):
+    """Does it.
+
+    Args:
+        a: one
+    """
