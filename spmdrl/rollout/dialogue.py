@@ -281,7 +281,8 @@ class ReplyEncoder:
         """(the messages as they are said, their tokens behind the token `last`). Raises BadRow."""
         said = [{**m, "content": self.shortened(m["content"])} for m in messages]
         ids = self.ids(said)
-        return said, ids[1:] if ids[0] == last else ids  # the turn may have ended by itself
+        ended_itself = ids[0] == last and last in self.encoder.control_ids
+        return said, ids[1:] if ended_itself else ids
 
     def ids(self, messages: list[Message]) -> list[int]:
         """From the end of a turn on, up to where the next begins. Raises BadRow."""

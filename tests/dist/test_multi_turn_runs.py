@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from programs import CONFIG, metrics_of, train, write_task
+import torch
+from programs import CONFIG, ROOT, metrics_of, train, write_task
+
+from spmdrl.rollout.handover import unpack
 
 # A turn ends with a digit or a small letter, which a random model soon says. The environment lets
 # a sample go on until it has had three turns, but one whose index is 3 only once.
@@ -37,9 +42,8 @@ def folder(tmp_path_factory, qwen3):
 
 
 def run(folder: Path, name: str, ranks: int, *args: str) -> list[dict]:
-    done = train(
-        folder, ranks, "--config", "talk.py", "--run_dir", name, "--log_samples", "32", *args
-    )  # fmt: skip
+    config = [] if "--config" in args else ["--config", "talk.py"]
+    done = train(folder, ranks, *config, "--run_dir", name, "--log_samples", "32", *args)
     assert done.code == 0, done.output[-4000:]
     return metrics_of(folder / name)
 
@@ -104,3 +108,82 @@ def test_the_engine_without_vllm_talks_too(folder):
     for row in rows[1:]:
         assert row["actor/logprob_diff_max"] < 1e-4
         assert row["turns/mean"] > 1.5
+
+
+def test_what_waits_for_a_reply_goes_on_in_the_next_step_and_after_a_resume(folder):
+    """Replies take so long that a step has enough while some are being made."""
+    slow = TALK.replace(
+        "    said = messages", "    import time; time.sleep(0.05)\n    said = messages"
+    )
+    Path(folder, "slow.py").write_text(slow)
+    args = ["--rollout.oversample", "1.5", "--algo.correction.level", "token",
+            "--rollout.max_num_seqs", "8", "--checkpoint.every_steps", "2",
+            "--config", "slow.py"]  # fmt: skip
+    run(folder, "partial", 2, *args)
+    saved = [
+        torch.load(path, weights_only=True)
+        for path in sorted((folder / "partial/checkpoints/step_00000002").glob("leftover_*.pt"))
+    ]
+    begun = unpack(saved[0]["begun"].numpy().tobytes()).values()
+    assert any(c.replies for c in begun)
+    assert any(c.finish_reason == "stop" for c in begun)  # the reply will be asked for again
+    rows = run(folder, "partial", 1, *args, "--steps", "4", "--resume", "auto")
+    assert [row["step"] for row in rows[1:]] == [1, 2, 3, 4]
+    assert rows[3]["staleness/max"] >= 1
+    for step in (3, 4):
+        for sample in samples_of(folder, "partial", step):
+            said = sample.get("messages", [{"role": "assistant"}])
+            for before, reply in zip(said[::2], said[1::2], strict=False):
+                assert reply["content"] == f"({len(before['content'])})"
+            assert len(said) == (1 if sample["sample"] == 3 else 5)
+
+
+def test_it_samples_ahead_of_training(folder):
+    ahead = ["--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1", "--steps", "3",
+             "--eval_every", "0", "--data.eval", "None",
+             "--algo.correction.level", "token"]  # fmt: skip
+    rows = run(folder, "ahead", 2, *ahead)
+    assert [row["turns/mean"] > 1.5 for row in rows] == [True] * 3
+    assert max(row["staleness/max"] for row in rows) == 1
+
+
+def test_an_environment_that_fails_costs_samples_and_many_end_the_run(folder):
+    wrong = TALK.replace(
+        "    said = messages", "    assert sample_index % 4, 'no dice'\n    said = messages"
+    )
+    Path(folder, "wrong.py").write_text(wrong)
+    config = ("--config", "wrong.py", "--data.eval", "None")
+    rows = run(folder, "wrong", 2, *config)
+    assert [row["reward/invalid"] for row in rows] == [8, 8]
+    invalid = [s["invalid"] for s in samples_of(folder, "wrong", 1) if s["sample"] == 0]
+    assert all("the environment: " in why and "no dice" in why for why in invalid)
+    done = train(
+        folder, 2, *config, "--run_dir", "many", "--rewards.max_invalid_fraction", "0.2"
+    )  # fmt: skip
+    assert done.code == 1
+    assert "more than rewards.max_invalid_fraction=0.2 allows" in done.output
+    assert "no dice" in done.output
+
+
+def test_a_model_learns_to_call_a_tool(tmp_path):
+    """The example, shorter. Fine-tuned, it calls in two cases of five; then in nearly all."""
+    script = ROOT / "examples/multiply/make_assets.py"
+    make = [sys.executable, str(script), "--out", "runs/multiply"]
+    subprocess.run(make, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    steps = ["--steps", "150", "--actor.optim.decay_steps", "150"]
+    sft = str(ROOT / "configs/qwen3_tiny_multiply_sft_cpu.py")
+    done = train(tmp_path, 2, "--config", sft, *steps, program="spmdrl.sft")
+    assert done.code == 0, done.output[-4000:]
+    config = str(ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py")
+    done = train(
+        tmp_path, 2, "--config", config, "--steps", "8", "--eval_every", "0", "--run_dir", "tools",
+        "--checkpoint.every_steps", "0", "--tensorboard", "False",
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(tmp_path / "tools")
+    assert rows[0]["eval/tools/calls"] < 0.6
+    assert rows[-1]["eval/tools/calls"] > 0.9
+    assert rows[-1]["eval/accuracy"] > 1.5 * rows[0]["eval/accuracy"]
+    assert rows[-1]["tools/failed"] < 0.1
+    for row in rows[1:]:
+        assert row["actor/logprob_diff_max"] < 1e-3
