@@ -345,6 +345,8 @@ def prompts_of(config: PpoConfig) -> DataConfig:
 
 def turns_of(answer: Completion) -> list[list[int]]:
     """The tokens of each turn of the policy's."""
+    if not answer.replies:
+        return [answer.token_ids]
     pairs = zip(answer.token_ids, answer.versions, strict=True)
     runs = groupby(pairs, key=lambda pair: pair[1] != NOT_CHOSEN)
     return [[token for token, _ in run] for chosen, run in runs if chosen]

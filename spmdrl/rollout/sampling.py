@@ -152,13 +152,19 @@ def as_sample(question: Question, completion: Completion, texts: list[str]) -> S
         index=question.index,
         response_ids=completion.token_ids,
         rollout_logprobs=completion.logprobs,
-        loss_mask=[int(version != NOT_CHOSEN) for version in completion.versions],
+        loss_mask=loss_mask_of(completion),
         policy_version=completion.versions,
         finish_reason=completion.finish_reason,
         response=texts[-1],
         messages=messages,
         invalid=f"the environment: {messages[-1]['content']}" if failed else None,
     )
+
+
+def loss_mask_of(answer: Completion) -> list[int]:
+    if not answer.replies:
+        return [1] * len(answer.token_ids)
+    return [int(version != NOT_CHOSEN) for version in answer.versions]
 
 
 def completion_of(sample: Sample) -> Completion:
