@@ -25,6 +25,7 @@ BOUNDS: Bounds = {
     "DataConfig.max_eval_prompts": COUNT,
     "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": POSITIVE,
     "RewardConfig.max_invalid_fraction": (0, 1),
+    "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),
     "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_reply_tokens": COUNT,
     "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": POSITIVE,
     "RolloutConfig.n": COUNT, "RolloutConfig.max_tokens": COUNT,

@@ -17,6 +17,7 @@ from spmdrl.leftover import Leftover
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
 from spmdrl.replay import ReplayBuffer
+from spmdrl.rewards.model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine as build_rollout
@@ -86,6 +87,9 @@ def build(
     places = Places(topology)
     trainers = build_trainers(config, runtime, places, placement, host)
     actor = trainers["actor"]
+    with phases("build reward model"):
+        scoring = places.of(placement.roles["reward"], **reward_degrees(config))
+        reward_model = build_reward_model(config, scoring, topology)
     with phases("build rollout"):
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -104,11 +108,10 @@ def build(
             places.of,
         )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
-        scoring = places.of(placement.roles["reward"], dp=-1)
         roles = Roles(
             config, topology, places.of(placement.sampling, dp=-1),
             places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
-            tokenizer, Sampler(ranks, driver, scoring, rewards, dialogue), weights,
+            tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
             mailbox=Mailbox(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
@@ -195,6 +198,26 @@ def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialog
     if not (has_replies(config) and ranks.here and ranks.axis_rank("tp") == 0):
         return None
     return Dialogue(config, tokenizer, ranks.axis_size("dp"))
+
+
+def reward_degrees(config: PpoConfig) -> dict[str, Any]:
+    """Of the ranks that score."""
+    model = config.reward_model
+    return {"dp": -1} if model is None else train_degrees(train_config(model))
+
+
+def build_reward_model(
+    config: PpoConfig, scoring: Topology, everyone: Topology
+) -> RewardModel | None:
+    """None outside of `scoring`, whose axes are dp and fsdp. Collective over everyone."""
+    if config.reward_model is None:
+        return None
+    name, role = config.reward_model.model, train_config(config.reward_model)
+    engine = build_engine("reward", name, role, scoring, frozen=True, job=everyone)
+    if engine is None:
+        return None
+    engine.offload()
+    return RewardModel(config.reward_model, engine, load_tokenizer(name))
 
 
 class Places:

@@ -69,9 +69,10 @@ class Encoder:
         self.require_known(ids, field)
         return Encoded(ids, text, escaped)
 
-    def chat(self, chat: list[dict[str, Any]]) -> Encoded:
+    def chat(self, chat: list[dict[str, Any]], asks: bool = True) -> Encoded:
+        """asks: ends where the model is to answer. Raises BadRow, ConfigError."""
         marked, names = self.marked(chat, "prompt")
-        text = render_chat(marked, self.tokenizer, self.config.chat_template_kwargs)
+        text = render_chat(marked, self.tokenizer, self.config.chat_template_kwargs, asks)
         if not names:
             return Encoded(self.bounded(text, special=False, keep="end"), text)
         return self.unmarked(text, names)

@@ -47,6 +47,19 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A sequence classifier with one output, on the ranks of `reward`: what it says of a sample is
+    the parameter `model_score` of reward functions. docs/training.md"""
+
+    model: str
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute
+    fsdp: int = -1  # ranks that share one copy of the weights; -1: all of `reward`
+    micro_batch_tokens: int = 16384  # per rank and forward pass
+    offload_params: bool = False  # to the CPU while nothing is scored
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of its own template
+
+
+@dataclass(frozen=True)
 class MultiTurnConfig:
     """Turns of a sample, where `PpoConfig.tools` or `.environment` answer. docs/multi_turn.md"""
 
@@ -297,6 +310,7 @@ class PpoConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig | None = None  # reward="model": its score and nothing else
     # functions that the policy may call, with type hints and a docstring; "python": the sandbox
     tools: tuple[Callable[..., Any] | Literal["python"], ...] = ()
     # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last

@@ -26,6 +26,7 @@ from spmdrl.placement import (
     training_roles,
 )
 from spmdrl.plan import updates_per_run
+from spmdrl.rewards.model import train_config
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.weights.names import checkpoint_parts
 
@@ -179,7 +180,7 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
     offloaded."""
     hf = load_hf_config(role.model or model)
     count, text = parameter_count(hf), hf.get_text_config()
-    trained = name != "ref"
+    trained = name not in ("ref", "reward_model")
     width = 1 if role.dtype == "bfloat16" else 2
     per_unit = KEPT_BYTES[role.activation_checkpointing if trained else True] * width
     units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
@@ -233,6 +234,13 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         lines.append("  ref      the actor's weights with its adapter off: saves "
                      f"{saved:.2f} of weights of its own")  # fmt: skip
     lines += copy_lines(config, roles, placement)
+    ranks_of = dict(placement.roles)
+    if config.reward_model is not None:
+        role, ranks_of["reward_model"] = train_config(config.reward_model), ranks_of["reward"]
+        roles["reward_model"] = memory_of(
+            "reward_model", role, config.model, len(ranks_of["reward"])
+        )
+        lines.append(memory_line("reward_model", roles["reward_model"]))
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
     cache = config.rollout.kv_cache_mib / 1024
@@ -250,7 +258,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         lines.append(f"           the base's weights go {sent[config.weights.lora]}")
     peaks = []
     for rank in range(world):
-        mine = [m for name, m in roles.items() if rank in placement.roles[name]]
+        mine = [m for name, m in roles.items() if rank in ranks_of[name]]
         samples = rank in placement.roles["rollout"]
         engine = weights + cache if samples else 0.0
         idle = sum(m.idle for m in mine)

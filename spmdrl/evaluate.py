@@ -182,7 +182,7 @@ def sampler_of(
     config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime
 ) -> Sampler:
     """On all ranks. Collective."""
-    from spmdrl.build import build_dialogue
+    from spmdrl.build import build_dialogue, build_reward_model, reward_degrees
     from spmdrl.remote_code import allow_code
     from spmdrl.roles import Sampler
     from spmdrl.rollout import build_engine
@@ -199,8 +199,11 @@ def sampler_of(
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
         dialogue = build_dialogue(config, tokenizer, ranks)
-        scoring = Topology.build(topology.device, range(rewards.ranks), dp=-1)
-    return Sampler(ranks, scheduler, scoring, rewards if scoring.here else None, dialogue)
+        degrees = reward_degrees(config)
+        scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
+        reward_model = build_reward_model(config, scoring, topology)
+    mine = rewards if scoring.here else None
+    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue)
 
 
 if __name__ == "__main__":

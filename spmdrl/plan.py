@@ -38,6 +38,8 @@ from spmdrl.placement import (
 )
 from spmdrl.remote_code import allow_code, has_foreign_code
 from spmdrl.rewards.calls import arguments_of
+from spmdrl.rewards.model import check_reward_model, train_config
+from spmdrl.rewards.runner import asks_model
 from spmdrl.rollout.dialogue import ARGUMENTS, has_replies
 from spmdrl.rollout.tools import Toolbox
 from spmdrl.rollout.vllm_core import check_attention
@@ -86,12 +88,15 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_roles(config, world)
     if config.trust_remote_code:
         roles = training_roles(config).values()
-        for model in dict.fromkeys([config.model, *(role.model or config.model for role in roles)]):
+        judge = [] if config.reward_model is None else [config.reward_model.model]
+        others = [role.model or config.model for role in roles]
+        for model in dict.fromkeys([config.model, *others, *judge]):
             allow_code(model)
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
     placement = place(config, world)
+    check_judge(config, len(placement.roles["reward"]))
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
@@ -228,6 +233,28 @@ def check_turns(config: PpoConfig) -> None:
     Toolbox(config.tools)
     if config.environment is not None:
         arguments_of(config.environment, ARGUMENTS, "environment")
+
+
+def check_judge(config: PpoConfig, num_ranks: int) -> None:
+    """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
+    asked, given = asks_model(config.reward), config.reward_model
+    require(
+        given is not None or not asked,
+        "the reward asks for model_score, but there is no reward_model: set it, "
+        "e.g. reward_model=RewardModelConfig('Skywork/Skywork-Reward-V2-Qwen3-0.6B')",
+    )
+    if given is None:
+        return
+    require(
+        asked,
+        "reward_model has no effect: no reward function has a parameter model_score. "
+        'reward="model" is its score and nothing else',
+    )
+    check_reward_model(given)
+    try:
+        resolve_degrees(train_degrees(train_config(given)), num_ranks)
+    except ConfigError as error:
+        raise ConfigError(f"reward_model.fsdp on the ranks of reward: {error}") from error
 
 
 def check_held_out(config: PpoConfig) -> None:

@@ -11,6 +11,7 @@ from spmdrl.leftover import Leftover
 from spmdrl.phases import Phases
 from spmdrl.placement import Ranks
 from spmdrl.replay import ReplayBuffer
+from spmdrl.rewards.model import RewardModel
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.dialogue import Dialogue
 from spmdrl.rollout.engine import RolloutEngine
@@ -54,6 +55,7 @@ class Sampler:
     driver: Scheduler | None
     scoring: Topology  # ranks that run reward functions
     rewards: RewardRunner | None
+    reward_model: RewardModel | None = None  # on ranks that score
     dialogue: Dialogue | None = None  # on an engine's leader, where answers may have several turns
 
     @property

@@ -295,6 +295,8 @@ def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
     shown = f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}"
     if prompt.ground_truth is None:
         return [shown, "  no ground truth, and its reward asks for none"]
+    if "model_score" in rewards.reward_of(prompt.data_source).arguments:
+        return [shown, "  its reward asks a model, which a dry run does not load"]
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     rewards.score([sample])

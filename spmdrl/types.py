@@ -57,6 +57,7 @@ class Sample:
     # what was said behind the prompt: a message per turn of the policy's, and the replies
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None  # None: not scored yet, or invalid
+    model_score: float | None = None  # what the reward model says, where there is one
     penalty: float = 0.0  # added to the reward for the algorithm (DAPO's overlong punishment)
     greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
     invalid: str | None = None  # why there is no reward: the traceback or the time limit

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import ema, layers
@@ -32,7 +33,13 @@ from spmdrl.engines.attention import Packing
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.lora import BASE_FILE, Adapters, adapters_off, add_adapters, check_base
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
-from spmdrl.engines.models import TokenPolicy, TokenValue, build_model, decoder_layers
+from spmdrl.engines.models import (
+    TokenPolicy,
+    TokenReward,
+    TokenValue,
+    build_model,
+    decoder_layers,
+)
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
@@ -47,13 +54,17 @@ from spmdrl.weights.names import checkpoint_parts
 from spmdrl.weights.reshard import gathered
 from spmdrl.weights.shards import Shards, shards_by_part
 
+HEADS: dict[str, type[nn.Module]] = {
+    "policy": TokenPolicy, "value": TokenValue, "reward": TokenReward,
+}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 logger = logging.getLogger(__name__)
 
 
 class FsdpEngine:
-    """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
+    """A policy (`kind` "policy"), critic ("value") or reward model ("reward", whose `values` are of
+    what stands before an unmasked token); the TrainEngine Protocol says what it does.
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
@@ -73,14 +84,18 @@ class FsdpEngine:
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        hf = build_model(model, full=topology.rank == 0, has_head=kind == "policy")
+        hf = build_model(
+            model, topology.rank == 0, has_head=kind != "value",
+            auto=AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM,
+        )  # fmt: skip
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
-        self.pretrained = [hf.config, hf.generation_config, *code_files(hf.config)]
+        generation = [hf.generation_config] if kind != "reward" else []
+        self.pretrained = [hf.config, *generation, *code_files(hf.config)]
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
-        self.module: nn.Module = TokenPolicy(hf) if kind == "policy" else TokenValue(hf)
+        self.module: nn.Module = HEADS[kind](hf)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
         self.adapters: Adapters | None = None

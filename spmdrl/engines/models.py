@@ -85,6 +85,22 @@ class TokenValue(nn.Module):
         return self.value_head(hidden[states]).float().squeeze(-1)
 
 
+class TokenReward(nn.Module):
+    """A sequence classifier with one output, asked at any token."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor
+    ) -> Tensor:
+        """Returns (n,) float32: its output of what ends with tokens `states`."""
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
+        head: Any = self.hf.score
+        return head(hidden[states]).float().squeeze(-1)
+
+
 def backbone_hidden(
     hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing
 ) -> Tensor:
@@ -144,24 +160,29 @@ def on_hub(model: str) -> bool:
     return True
 
 
-def build_model(model: str, full: bool, has_head: bool = True) -> PreTrainedModel:
-    """A float32 causal language model on the CPU; `full` False gives uninitialised weights.
+def build_model(
+    model: str, full: bool, has_head: bool = True, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A float32 model on the CPU; `full` False gives uninitialised weights.
 
-    has_head False: weights of the output embedding are not needed. Raises ConfigError.
+    has_head False: weights of the output embedding are not needed. auto: transformers' class that
+    finds the model's. Raises ConfigError.
     """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
-        hf = load_model(model, has_head, **settings)
+        hf = load_model(model, has_head, auto, **settings)
         require_finite(hf, model)
     else:
         with no_init_weights():
-            hf = AutoModelForCausalLM.from_config(load_hf_config(model), **settings)
+            hf = auto.from_config(load_hf_config(model), **settings)
         hf.tie_weights()
     without_dropout(hf)
     return hf.train()  # activation checkpointing only works in train mode
 
 
-def load_model(model: str, has_head: bool = True, **settings: Any) -> PreTrainedModel:
+def load_model(
+    model: str, has_head: bool = True, auto: Any = AutoModelForCausalLM, **settings: Any
+) -> PreTrainedModel:
     """A model with the weights of its files, all of them.
 
     Raises ConfigError for a file that is damaged, and for tensors that the files lack or have in
@@ -171,7 +192,7 @@ def load_model(model: str, has_head: bool = True, **settings: Any) -> PreTrained
     if Path(model).is_dir():
         check_files(Path(model))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             model, output_loading_info=True, ignore_mismatched_sizes=True,
             trust_remote_code=False, **settings,
         )  # fmt: skip

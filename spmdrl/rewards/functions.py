@@ -122,7 +122,13 @@ def time_limit(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def model(model_score: float) -> float:
+    """What the reward model says (PpoConfig.reward_model)."""
+    return model_score
+
+
 BUILT_INS: dict[str, Callable[..., Any]] = {
+    "model": model,
     "gsm8k": graded_gsm8k,
     "math": graded_math,
     "code": code,

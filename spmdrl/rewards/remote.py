@@ -35,6 +35,7 @@ def score(
     """
     rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
     if by.sampler.scoring.ranks == by.sampler.topology.ranks:
+        ask_model(samples, by)
         with phases(phase, sampling):
             assert rewards is not None
             rewards.score(samples, phases.still_going)
@@ -43,12 +44,22 @@ def score(
         pass  # who only scores has nothing to do until all have theirs
     with phases(phase, sampling):
         mine, theirs, makers = hand_over(samples, by, prompt_of)
+    ask_model(theirs, by)
+    with phases(phase, sampling):
         if rewards is not None:
             rewards.score(theirs, phases.still_going)
     with phases("wait rewards", sampling):
         pass
     with phases(phase, sampling):
         take_back(mine, theirs, makers, sampling)
+
+
+def ask_model(samples: list[Sample], by: Scorer) -> None:
+    """Sets model_score, where there is a reward model. On the ranks that score."""
+    model = by.sampler.reward_model
+    if model is not None:
+        with by.phases("reward_model", by.sampler.scoring):
+            model.score(samples)
 
 
 def hand_over(

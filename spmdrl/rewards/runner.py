@@ -41,6 +41,7 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "finish_reason": lambda sample: sample.finish_reason,
     "sample_index": lambda sample: sample.index,
     "messages": lambda sample: sample.chat,
+    "model_score": lambda sample: sample.model_score,
 }
 
 
@@ -126,6 +127,11 @@ def resolve_rewards(
     if not reward:
         raise ConfigError("`reward` is an empty mapping; expected {data_source: function or name}")
     return {source: resolve_reward(each) for source, each in reward.items()}
+
+
+def asks_model(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+    """Whether a reward reads what the reward model says. Raises ConfigError."""
+    return any("model_score" in each.arguments for each in resolve_rewards(reward).values())
 
 
 def needs_truth(

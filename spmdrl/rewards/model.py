@@ -1,0 +1,93 @@
+"""Rewards by a model: a sequence classifier with one output reads what was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from spmdrl.chat import Encoder
+from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfig
+from spmdrl.engines.engine import TrainEngine
+from spmdrl.engines.models import load_hf_config
+from spmdrl.files import BadRow
+from spmdrl.packing import empty_batch
+from spmdrl.types import Batch, Sample
+
+NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
+SUFFIX = "ForSequenceClassification"
+
+
+class RewardModel:
+    """On each rank that scores. The model reads prompt and answer in its own chat template and
+    tokens; a prompt that is a plain string, with the last turn right behind it."""
+
+    def __init__(self, config: RewardModelConfig, engine: TrainEngine, tokenizer: Any) -> None:
+        self.engine = engine
+        asked = DataConfig("", chat_template_kwargs=config.chat_template_kwargs)
+        hf = load_hf_config(config.model).get_text_config()
+        self.encoder = Encoder(tokenizer, asked, NO_LIMIT, hf.vocab_size)
+        self.longest = getattr(hf, "max_position_embeddings", NO_LIMIT)
+
+    def score(self, samples: list[Sample]) -> None:
+        """Sets model_score, or invalid where the model cannot read a sample.
+
+        Collective over the engine's ranks; each brings its own samples.
+        """
+        rows = [self.encode(sample) for sample in samples]
+        self.engine.onload(weights_only=True)
+        batch = to_batch(rows)
+        scores = self.engine.values(batch)[batch.loss_mask > 0]
+        self.engine.offload()
+        for sample, score in zip(samples, scores.tolist(), strict=True):
+            sample.model_score = score
+
+    def encode(self, sample: Sample) -> list[int]:
+        """Its tokens; of an invalid sample any."""
+        try:
+            if sample.prompt.chat is None:
+                ids = self.encoder.prompt(sample.prompt.text + sample.response).ids
+            else:
+                ids = self.encoder.chat(sample.chat, asks=False).ids
+                self.encoder.require_known(ids, "messages")
+            if len(ids) > self.longest:
+                raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions")
+        except BadRow as error:
+            sample.invalid = sample.invalid or f"the reward model cannot read it: {error}"
+            return [0]
+        return ids
+
+
+def to_batch(rows: list[list[int]]) -> Batch:
+    """Rows of tokens, each with one more behind it that is unmasked: a value is of what stands
+    before, so that it is of the whole row."""
+    batch = empty_batch(torch.tensor([len(row) + 1 for row in rows], dtype=torch.int64))
+    batch.token_ids = torch.tensor([t for row in rows for t in (*row, row[-1])], dtype=torch.int64)
+    batch.loss_mask[batch.cu_seqlens[1:] - 1] = 1.0
+    return batch
+
+
+def train_config(config: RewardModelConfig) -> TrainConfig:
+    """What the engine is built with."""
+    return TrainConfig(
+        model=config.model, dtype=config.dtype, fsdp=config.fsdp,
+        micro_batch_tokens=config.micro_batch_tokens, offload_params=config.offload_params,
+    )  # fmt: skip
+
+
+def check_reward_model(config: RewardModelConfig) -> PreTrainedConfig:
+    """Raises ConfigError for a model that is no sequence classifier with one output."""
+    hf = load_hf_config(config.model)
+    names = getattr(hf, "architectures", None) or []
+    if not any(name.endswith(SUFFIX) for name in names):
+        raise ConfigError(
+            f"reward_model.model={config.model!r} is {', '.join(names) or 'of no known kind'}; "
+            f"expected ...{SUFFIX}, a model with a score. A model that judges in words is asked by "
+            "a reward function (async def)"
+        )
+    if hf.num_labels != 1:
+        raise ConfigError(
+            f"reward_model.model={config.model!r} has {hf.num_labels} outputs, expected one"
+        )
+    return hf
