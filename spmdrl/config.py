@@ -49,7 +49,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class RewardModelConfig:
     """A sequence classifier with one output, on the ranks of `reward`: what it says of a sample is
-    the parameter `model_score` of reward functions. docs/training.md"""
+    the parameter `model_score` of reward functions. docs/rewards.md"""
 
     model: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute
