@@ -108,10 +108,10 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
     from spmdrl.trainer import scored_example
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
-    check_held_out(config)
+    # as few ranks as the limits for a reward's service leave
+    scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
+    check_held_out(config, scorers)
     with ExitStack() as undo:
-        # as few ranks as the limits for a reward's service leave
-        scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
         rewards = RewardRunner(config.reward, config.rewards, scorers)
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)

@@ -257,12 +257,13 @@ def check_judge(config: PpoConfig, num_ranks: int) -> None:
         raise ConfigError(f"reward_model.fsdp on the ranks of reward: {error}") from error
 
 
-def check_held_out(config: PpoConfig) -> None:
-    """As `check`, of what an evaluation by itself has."""
+def check_held_out(config: PpoConfig, num_scorers: int) -> None:
+    """As `check`, of what an evaluation by itself has, so many ranks of which score."""
     check_bounds(config)
     check_places(config)
     check_evaluation(config)
     check_turns(config)
+    check_judge(config, num_scorers)
     if config.trust_remote_code:
         allow_code(config.model)
     hf = load_hf_config(config.model)
