@@ -50,6 +50,7 @@ class Encoder:
     config: DataConfig | SftDataConfig
     limit: int  # tokens beyond which nobody reads
     vocab_size: int | None = None  # rows of the model's embedding; None: not checked
+    all_added: bool = False  # names of added tokens that are not special are ordinary text too
 
     def prompt(self, prompt: list[dict[str, Any]] | str) -> Encoded:
         """Token ids that end where the model is to answer. Raises BadRow, ConfigError."""
@@ -126,11 +127,22 @@ class Encoder:
         end = 0
         for match in [*self.control.finditer(text), None]:
             piece = text[end : match.start() if match else None].translate(names)
-            ids += self.encode(piece, special=False, literal=True) if piece else []
+            for part in self.broken(piece):
+                ids += self.encode(part, special=False, literal=True) if part else []
             if match:
                 ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))  # type: ignore[arg-type]
                 end = match.end()
         return ids
+
+    def broken(self, text: str) -> list[str]:
+        """In parts that have no name of a token that would be taken for one, literal or not."""
+        if not self.all_added or self.control is None:
+            return [text]
+        parts, end = [], 0
+        for match in self.control.finditer(text):
+            parts += [text[end : match.start() + 1]]
+            end = match.start() + 1
+        return [*parts, text[end:]]
 
     def escapes(self, text: str, field: str) -> bool:
         """Whether `text` names control tokens that are to become ordinary text. Raises BadRow."""
@@ -157,7 +169,7 @@ class Encoder:
 
     @cached_property
     def control(self) -> re.Pattern[str] | None:
-        return control_pattern(self.tokenizer)
+        return control_pattern(self.tokenizer, self.all_added)
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -196,10 +208,13 @@ class Encoder:
             )
 
 
-def control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+def control_pattern(
+    tokenizer: PreTrainedTokenizerBase, all_added: bool = False
+) -> re.Pattern[str] | None:
     """The names of what the tokenizer declares as special: ends, turns, padding, images, ..."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    names = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)} - {""}
+    special = (t.content for t in added if t.special or all_added)
+    names = {*tokenizer.all_special_tokens, *special} - {""}
     longest_first = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, longest_first))) if names else None
 

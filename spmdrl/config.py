@@ -64,6 +64,7 @@ class MultiTurnConfig:
     """Turns of a sample, where `PpoConfig.tools` or `.environment` answer. docs/multi_turn.md"""
 
     max_turns: int = 8  # of the policy, per sample
+    max_calls: int = 16  # of tools, per turn; more are answered with an error
     parser: str = "hermes"  # vLLM's name for how the model writes a tool call
     max_reply_tokens: int = 512  # of a message; the middle of a longer one is left out
     workers: int = 2  # processes per engine for plain functions; async functions share one loop

@@ -17,6 +17,8 @@ from spmdrl.rollout.sampling import Question, as_samples, completion_of
 from spmdrl.safe_load import read_plain
 from spmdrl.types import Prompt, Sample
 
+FORMAT = 2  # of the file
+
 
 @dataclass
 class Leftover:
@@ -46,6 +48,7 @@ class Leftover:
         ended = {i: completion_of(s) for i, s in enumerate(self.samples)}
         torch.save(
             {
+                "format": FORMAT,
                 "n": self.config.n,
                 "max_tokens": self.config.max_tokens,
                 "prompts": table([(group, prompt.id) for group, prompt in self.prompts], 2),
@@ -67,6 +70,11 @@ class Leftover:
         """
         shares = [read_plain(path) for path in paths]
         first = shares[0]
+        if first.get("format") != FORMAT:
+            raise ConfigError(
+                "the checkpoint holds unfinished answers as an earlier version of spmdrl wrote "
+                "them: drop them with --rollout.oversample 1"
+            )
         if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
             raise ConfigError(
                 f"the checkpoint holds answers begun with rollout.n={first['n']}, max_tokens="

@@ -283,7 +283,8 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
                   *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
     rewards.close()
     if has_replies(config):
-        dialogue = Dialogue(config, tokenizer, 1)
+        sampling = place(config, ranks).roles["rollout"]
+        dialogue = Dialogue(config, tokenizer, len(sampling) // config.rollout.tensor_parallel)
         lines += dialogue.lines()
         dialogue.close()
     if runtime.is_main:
@@ -299,6 +300,7 @@ def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
         return [shown, "  its reward asks a model, which a dry run does not load"]
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
+    sample.messages = [{"role": "assistant", "content": answer}]
     rewards.score([sample])
     verdict = f"{sample.reward:g}" if sample.invalid is None else f"invalid: {sample.invalid}"
     if sample.reward == 0:

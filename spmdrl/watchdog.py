@@ -12,9 +12,11 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -91,9 +93,10 @@ class Watchdog:
         self.phase, self.phase_since = "start", time.monotonic()
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
-        self.began, self.woke = time.time(), time.monotonic()
+        self.woke = time.monotonic()
         self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
-        self.written: set[str] = set()  # stories by this rank, names of files
+        nonce = store.compare_set("nonce", "", secrets.token_hex(8)).decode()  # of this attempt
+        self.claim = Path(tempfile.gettempdir(), f"spmdrl_told_{self.host}_{nonce}")
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
@@ -126,20 +129,19 @@ class Watchdog:
                 return self.first
         with suppress(RuntimeError):
             self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
-        self._write(story)
-        return self.first or story  # the store's rank may have left since: what was heard counts
-
-    def _write(self, story: dict[str, Any]) -> None:
         write_story(story, self.folder)
-        self.written.add("rank_{rank}.json".format(**story))
+        return self.first or story  # the store's rank may have left since: what was heard counts
 
     def tell(self, story: dict[str, Any]) -> None:
         """Prints the story on one rank only, and leaves it where torchrun looks for it."""
         text = leave_word(story, self.folder)
         try:
             first = self.store.add("claims", 1) == 1
-        except RuntimeError:  # no store any more: between hosts better told twice than not at all
-            first = not self._is_told()
+        except RuntimeError:  # no store any more: better told once on each host than not at all
+            first = self._claim()
+        else:
+            if first:
+                self._claim()
         if first:
             say(text)
         with suppress(RuntimeError):
@@ -265,24 +267,22 @@ class Watchdog:
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:
         """Without a store a rank says what it knows, unless one of this host has spoken: the story
         is told then, and that rank's end no story of its own."""
-        if self._is_told():
+        if not self._claim():
             os._exit(FAILED)
-        self._write(story)
+        write_story(story, self.folder)
         say(leave_word(story, self.folder))
         self._end_frozen(story)
         os._exit(FAILED)
 
-    def _is_told(self) -> bool:
-        """By another rank of this host: they write before they tell."""
-        for path in self.folder.glob("rank_*.json"):
-            if path.name in self.written:
-                continue
-            with suppress(OSError, json.JSONDecodeError):  # it is being written
-                told = json.loads(path.read_text())
-                by = told.get("by", told["host"])
-                if path.stat().st_mtime > self.began and by == self.host:
-                    return True
-        return False
+    def _claim(self) -> bool:
+        """Whether this rank is the first of its host that tells a story of this attempt."""
+        try:
+            os.close(os.open(self.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        except OSError:  # the disk may be what is wrong
+            return True
+        return True
 
     def _end(self, story: dict[str, Any]) -> None:
         if STALLED in story["cause"]:

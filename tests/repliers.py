@@ -1,5 +1,6 @@
 """Tools of tests, in a module that worker processes import at once."""
 
+import asyncio
 import os
 import time
 
@@ -53,3 +54,12 @@ def untyped(a):
     Args:
         a: one
     """
+
+
+async def sleep_there(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "slept"
+
+
+async def block(seconds: float) -> None:
+    time.sleep(seconds)

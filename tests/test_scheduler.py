@@ -58,3 +58,12 @@ def test_an_idle_engine_comes_to_look_at_every_other():
         if not idle.asked:
             idle.ask()
     assert idle.asked_of == 11
+
+
+def test_what_awaits_a_reply_leaves_its_place_to_others():
+    store = dist.HashStore()
+    engine, other = desk_of(0, store), desk_of(1, store)
+    engine.num_requests = other.num_requests = 64
+    assert list(engine.take(0)) == [0, 1, 2, 3]
+    assert len(engine.take(0, awaiting=4)) == 8  # all its places and as many that wait
+    assert len(engine.take(0, awaiting=30)) == 2  # but no more than its share of all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from spmdrl import watchdog
-from spmdrl.exits import FAILED, write_story
+from spmdrl.exits import FAILED
 from spmdrl.watchdog import LOST_PEER, Watchdog
 
 pytestmark = pytest.mark.clock
@@ -76,36 +75,41 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("told", [True, False])
 def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], written: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], told: bool
 ) -> None:
-    """Rank 0 tells and leaves with its store; rank 1 then feels that and has no story of its own.
-    Where rank 0 wrote none, it may have ended before it could tell either: then rank 1 does."""
+    """Rank 0 tells and leaves with its store; ranks 1 and 2 then feel that and have no story of
+    their own. Where rank 0 has ended before it could tell, one of them does."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    clients = [
+        dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)
+    ]  # fmt: skip
     fields = {"host": socket.gethostname(), "phase": "rollout", "details": "", "exit_code": FAILED}
     first = {"rank": 0, "cause": "OSError: disk on fire", **fields}
-    felt = {"rank": 1, "cause": f"ConnectionResetError: {LOST_PEER[0]}: rank 0", **fields}
-    rank_1 = Watchdog(client, 1, 2, tmp_path, STALL_S, lost_s=1e9)
+    ranks = [Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9) for r in range(3)]
     try:
-        if written:
-            write_story(first, tmp_path)
-        server.set("story", json.dumps(first))
+        assert ranks[0].report(first) == first
+        if told:
+            ranks[0].tell(first)
         end = time.monotonic() + 10
-        while not rank_1.heard:
+        while not all(rank.heard for rank in ranks):
             assert time.monotonic() < end
             time.sleep(0.02)
         del server
-        while not rank_1.broken:
+        while not all(rank.broken for rank in ranks):
             assert time.monotonic() < end
             time.sleep(0.02)
-        told = rank_1.report(felt)
-        rank_1.tell(told)
+        for rank in ranks[1:]:
+            felt = {"cause": f"ConnectionResetError: {LOST_PEER[0]}: rank 0", "rank": rank.rank}
+            story = rank.report(felt | fields)
+            assert story == first
+            rank.tell(story)
     finally:
-        rank_1.done.set()
-        rank_1.thread.join()
-        rank_1.guard.join()
-    assert told == first
-    assert not Path(tmp_path, "rank_1.json").exists()
-    assert ("disk on fire" in capfd.readouterr().err) is not written
+        for rank in ranks:
+            rank.done.set()
+            rank.thread.join()
+            rank.guard.join()
+            rank.claim.unlink(missing_ok=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.json"]
+    assert capfd.readouterr().err.count("disk on fire") == 1

@@ -5,12 +5,30 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdrl.config import ConfigError, RewardConfig
 from spmdrl.rewards.coroutines import LoopThread
 from spmdrl.rewards.pool import Function, Kind, Limits, WorkerPool, name_of
 from spmdrl.rewards.worker import Outcome
+
+
+class Submitted(NamedTuple):
+    """A call under way."""
+
+    future: Future[Any]
+    loop: LoopThread | None  # that a coroutine runs on
+
+    def result(self) -> Any:
+        """Waits. A worker answers or is killed; a coroutine may do neither, and has failed then.
+
+        Raises ConfigError where a worker process cannot load the functions.
+        """
+        return self.future.result() if self.loop is None else self.loop.outcome(self.future)
+
+    def is_ready(self) -> bool:
+        """Whether `result` would not have to wait."""
+        return self.future.done() or (self.loop is not None and self.loop.is_late())
 
 
 class Caller:
@@ -34,31 +52,15 @@ class Caller:
             check_shared(config, ranks)
         self.loop = LoopThread(config, ranks, kind) if self.coroutines else None
 
-    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Any]:
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Submitted:
         if id(function) not in self.coroutines:
             assert self.pool is not None
-            return self.pool.submit(function, arguments)
+            return Submitted(self.pool.submit(function, arguments), None)
         assert self.loop is not None
         if self.loop.stuck:
             self.loop.close()
             self.loop = LoopThread(self.config, self.ranks, self.kind)
-        return self.loop.submit(function, arguments)
-
-    def result(self, function: Function, future: Future[Any]) -> Any:
-        """A worker answers or is killed; a coroutine may do neither.
-
-        Raises ConfigError where a worker process cannot load the functions.
-        """
-        if id(function) not in self.coroutines:
-            return future.result()
-        assert self.loop is not None
-        return self.loop.outcome(future)
-
-    def is_ready(self, function: Function, future: Future[Any]) -> bool:
-        """Whether `result` would not have to wait."""
-        return future.done() or (
-            id(function) in self.coroutines and self.loop is not None and self.loop.is_late()
-        )
+        return Submitted(self.loop.submit(function, arguments), self.loop)
 
     def close(self) -> None:
         """Ends the processes and the event loop."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from spmdrl.rewards import worker
@@ -21,23 +21,25 @@ ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its c
 async def call_async(function: Function, arguments: dict[str, Any], kind: Kind) -> Any:
     """As worker.call, for a coroutine function."""
     try:
-        result = await function(**arguments)
+        return kind.of(await function(**arguments))
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
         return kind.failed(worker.reason_of(error))
-    return kind.of(result)
 
 
 async def limited(call: Coroutine[Any, Any, Any], timeout_s: float, kind: Kind) -> Any:
     """Its outcome; once it is late it is cancelled, and left behind if it does not heed that."""
     task = asyncio.ensure_future(call)
-    await asyncio.wait({task}, timeout=timeout_s)
-    if task.done():
-        return task.result()
-    task.cancel()
-    await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
-    if task.done():
-        return kind.failed(f"timed out after {timeout_s:g} s")
-    return kind.failed(not_ended(timeout_s + ASYNC_GRACE_S))
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task}, timeout=ASYNC_GRACE_S)
+        if task.done():
+            return kind.failed(f"timed out after {timeout_s:g} s")
+        return kind.failed(not_ended(timeout_s + ASYNC_GRACE_S))
+    finally:
+        task.cancel()  # where nobody waits for it any more
 
 
 def not_ended(limit_s: float) -> str:
@@ -58,6 +60,7 @@ class LoopThread:
         self.began: dict[int, float] = {}  # when each that runs did, by time.monotonic()
         self.loop = asyncio.new_event_loop()
         self.stuck = False  # something on it blocks
+        self.looked, self.late = time.monotonic(), False
         threading.Thread(target=self.loop.run_forever, name="coroutines", daemon=True).start()
 
     def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Any]:
@@ -80,13 +83,13 @@ class LoopThread:
     def outcome(self, future: Future[Any]) -> Any:
         """The loop itself ends what is late, unless a coroutine blocks it."""
         limit_s = self.limit_s
-        while not self.stuck:
+        while not self.stuck and not future.cancelled():
             try:
                 return future.result(max(0.0, limit_s - self.longest_s()))
             except TimeoutError:
                 # others may have begun since, for which this one had to wait
-                self.stuck = self.is_late()
-        with contextlib.suppress(TimeoutError):
+                self.stuck = self.longest_s() >= limit_s
+        with contextlib.suppress(TimeoutError, CancelledError):
             return future.result(0)
         future.cancel()
         return self.kind.failed(not_ended(limit_s))
@@ -97,8 +100,11 @@ class LoopThread:
         return self.timeout_s + 2 * ASYNC_GRACE_S
 
     def is_late(self) -> bool:
-        """Whether something blocks the loop."""
-        return self.longest_s() >= self.limit_s
+        """Whether something blocks the loop, as of half a second ago at most."""
+        now = time.monotonic()
+        if now - self.looked > 0.5:
+            self.looked, self.late = now, self.longest_s() >= self.limit_s
+        return self.late
 
     def longest_s(self) -> float:
         """For how long the oldest of those that run has."""

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
-from spmdrl.rewards.calls import Caller, arguments_of
+from spmdrl.rewards.calls import Caller, Submitted, arguments_of
 from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST
 from spmdrl.rewards.pool import innermost
 from spmdrl.rewards.worker import Outcome
@@ -102,14 +101,14 @@ class RewardRunner:
             for sample in samples
             if sample.invalid is None  # its environment failed
         ]
-        futures = [self.submit(reward, sample) for reward, sample in todo]
-        for (reward, sample), future in zip(todo, futures, strict=True):
-            outcome = self.caller.result(reward.function, future)
+        calls = [self.submit(reward, sample) for reward, sample in todo]
+        for (_, sample), call in zip(todo, calls, strict=True):
+            outcome: Outcome = call.result()
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
             still_going()
 
-    def submit(self, reward: Reward, sample: Sample) -> Future[Outcome]:
+    def submit(self, reward: Reward, sample: Sample) -> Submitted:
         arguments = {name: ARGUMENTS[name](sample) for name in reward.arguments}
         return self.caller.submit(reward.function, arguments)
 

@@ -61,9 +61,16 @@ class Reply(NamedTuple):
             result.close()
             return cls(None, "returned a coroutine; declare it with `async def`")
         try:
-            return cls(json.loads(json.dumps(result, default=str)))
+            return cls(plain(result))
         except (ValueError, TypeError, RecursionError) as error:
             return cls(None, f"returned what is no plain data: {error}")
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it, other objects as text. Halves of characters, which UTF-8 and tokenizers do
+    not know, become "?"."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return json.loads(text.encode(errors="replace").decode())
 
 
 KINDS: dict[str, type[Outcome] | type[Reply]] = {"Outcome": Outcome, "Reply": Reply}
@@ -74,10 +81,9 @@ def call(
     kind: type[Outcome] | type[Reply] = Outcome,
 ) -> Outcome | Reply:  # fmt: skip
     try:
-        result = function(**arguments)
+        return kind.of(function(**arguments))
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
         return kind.failed(reason_of(error))
-    return kind.of(result)
 
 
 def reason_of(error: BaseException) -> str:

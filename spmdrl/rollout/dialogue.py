@@ -14,19 +14,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from spmdrl.chat import Encoder, render_chat
+from spmdrl.chat import CHARS_PER_TOKEN, Encoder, render_chat
 from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.files import BadRow
-from spmdrl.rewards.calls import Caller, arguments_of
-from spmdrl.rewards.pool import Function, name_of
-from spmdrl.rewards.worker import Reply
+from spmdrl.rewards.calls import Caller, Submitted, arguments_of
+from spmdrl.rewards.pool import name_of
+from spmdrl.rewards.worker import Reply, plain
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, SamplingParams
 from spmdrl.rollout.tools import Call, CallParser, Toolbox, as_text
+from spmdrl.turns import without_space
 from spmdrl.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class Asked(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
     call: Call | None
-    function: Function | None  # None: it cannot be called, and call.problem says why
-    future: Future[Reply] | None
+    under_way: Submitted | None  # None: it cannot be called, and call.problem says why
 
 
 class Pending(NamedTuple):
@@ -91,11 +90,13 @@ class Dialogue:
         """What the policy asks of tools in a turn."""
         if self.parser is None:
             return []
-        found, problem = self.parser(text)
+        found, problem = self.parser(without_thoughts(text))
         calls = [self.toolbox.call(name, given, extra_info) for name, given in found]
         if problem:
             calls.append(Call("", None, f"the tool call cannot be read: {problem}"))
-        return calls
+        most = self.limits.max_calls
+        too_many = f"not called: a turn may call {most} tools at most"
+        return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
 
     def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> Round:
         """For one round of the scheduler: (prompt, sample index) of each of its requests."""
@@ -154,13 +155,13 @@ class Round:
         said = messages_of(turn, by.replies.texts(turn))
         told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
         given = {name: ARGUMENTS[name](told) for name in by.arguments}
-        return [Asked(None, by.environment, by.caller.submit(by.environment, given))]
+        return [Asked(None, by.caller.submit(by.environment, given))]
 
     def submitted(self, call: Call) -> Asked:
         if call.arguments is None:
-            return Asked(call, None, None)
+            return Asked(call, None)
         function = self.by.toolbox.functions[call.name]
-        return Asked(call, function, self.by.caller.submit(function, call.arguments))
+        return Asked(call, self.by.caller.submit(function, call.arguments))
 
     def came(self) -> dict[int, Completion]:
         ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]
@@ -168,16 +169,13 @@ class Round:
         return over | {i: self.answered(self.pending.pop(i)) for i in ready}
 
     def is_ready(self, pending: Pending) -> bool:
-        return all(
-            function is None or future is None or self.by.caller.is_ready(function, future)
-            for _, function, future in pending.asked
-        )
+        return all(call is None or call.is_ready() for _, call in pending.asked)
 
     def result(self, asked: Asked) -> Reply:
-        if asked.function is None or asked.future is None:
-            assert asked.call is not None
-            return Reply(None, asked.call.problem)
-        return self.by.caller.result(asked.function, asked.future)
+        if asked.under_way is not None:
+            return asked.under_way.result()
+        assert asked.call is not None
+        return Reply(None, asked.call.problem)
 
     def answered(self, pending: Pending) -> Completion:
         """The turn with its reply behind it, to go on; or over, with the reason."""
@@ -207,9 +205,9 @@ class Round:
 
     def give_up(self) -> dict[int, Completion]:
         for pending in self.pending.values():
-            for *_, future in pending.asked:
-                if future is not None:
-                    future.cancel()
+            for _, call in pending.asked:
+                if call is not None:
+                    call.future.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
         left |= self.over
         self.pending, self.over = {}, {}
@@ -231,7 +229,7 @@ def tool_message(call: Call, result: Reply) -> Message:
     message: Message = {"role": "tool", "name": call.name, "content": content}
     if result.error is not None:
         message["is_error"] = True
-    return message
+    return plain(message)  # the name and the problem may quote what the policy wrote
 
 
 def said_by_environment(result: Reply) -> tuple[list[Message], str]:
@@ -262,15 +260,16 @@ class ReplyEncoder:
         data = prompts_of(config)
         if data.control_tokens == "error":  # of the data; what a tool says cannot be refused
             data = replace(data, control_tokens="escape")
-        self.encoder = Encoder(tokenizer, data, config.rollout.max_tokens)
+        self.encoder = Encoder(tokenizer, data, config.rollout.max_tokens, all_added=True)
+        plain = Encoder(tokenizer, data, config.rollout.max_tokens)
+        self.ends = plain.control_ids  # what a turn may have ended with
         self.most = config.multi_turn.max_reply_tokens
-        role = "tool" if config.tools else "user"
-        try:
-            ids = self.ids([{"role": role, "name": "x", "content": "x"}])
-        except BadRow as error:
-            raise ConfigError(f"the chat template cannot write a reply: {error}") from error
-        if not ids:
-            raise ConfigError(f"the chat template leaves out what has the role {role!r}")
+        for role in ("tool",) if config.tools else ("user",):
+            try:
+                self.ids([{"role": role, "name": "x", "content": "x"}])
+            except BadRow as error:
+                raise ConfigError(f"the chat template cannot write a reply: {error}") from error
+        self.end = self.end_of_turn()
         if config.tools and not self.shows_tools():
             logger.warning(
                 "the chat template does not show tools to the model: describe them in the data's "
@@ -278,24 +277,47 @@ class ReplyEncoder:
             )
 
     def encode(self, messages: list[Message], last: int) -> tuple[list[Message], list[int]]:
-        """(the messages as they are said, their tokens behind the token `last`). Raises BadRow."""
+        """(the messages as they are said, their tokens behind the token `last`). Raises BadRow.
+
+        The template ends the policy's turn, unless that has ended itself: with the same token, or
+        with another that the model has for it.
+        """
         said = [{**m, "content": self.shortened(m["content"])} for m in messages]
         ids = self.ids(said)
-        ended_itself = ids[0] == last and last in self.encoder.control_ids
+        ended_itself = last in self.ends and ids[0] in (last, self.end)
         return said, ids[1:] if ended_itself else ids
 
     def ids(self, messages: list[Message]) -> list[int]:
         """From the end of a turn on, up to where the next begins. Raises BadRow."""
-        encoder = self.encoder
+        marked, names = self.encoder.marked(messages, "reply")
+        behind = self.behind(marked)
+        written = without_space(behind)
+        for message in marked:
+            content = message["content"]
+            quoted = json.dumps(content, ensure_ascii=False)[1:-1]  # as some write what tools say
+            if not any(without_space(text) in written for text in (content, quoted)):
+                raise BadRow(
+                    f"the chat template leaves out, changes or moves a message of the role "
+                    f"{message['role']!r} that follows on the assistant's"
+                )
+        if names:
+            return self.encoder.unmarked(behind, names).ids
+        return self.encoder.encode(behind, special=False)
+
+    def behind(self, messages: list[Message], asks: bool = True) -> str:
+        """What the template writes behind what the policy says. Raises BadRow."""
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
-        marked, names = encoder.marked([*chat, *messages], "reply")
-        text = render_chat(marked, encoder.tokenizer, encoder.config.chat_template_kwargs)
+        given = self.encoder.config.chat_template_kwargs
+        text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
         _, spoken, behind = text.partition(SPOKEN)
         if not spoken:
             raise BadRow("it changes or leaves out what the assistant said before")
-        return (
-            encoder.in_pieces(behind, names) if encoder.control else encoder.encode(behind, False)
-        )
+        return behind
+
+    def end_of_turn(self) -> int | None:
+        """The control token that the template writes there; None: it writes none."""
+        ids = self.encoder.encode(self.behind([], asks=False), special=False)
+        return ids[0] if ids and ids[0] in self.ends else None
 
     def shows_tools(self) -> bool:
         encoder, chat = self.encoder, [{"role": "user", "content": "x"}]
@@ -307,15 +329,18 @@ class ReplyEncoder:
         return with_tools != plain
 
     def shortened(self, text: str) -> str:
-        ids = self.encoder.encode(text, special=False, literal=True)
-        if len(ids) <= self.most:
+        most = CHARS_PER_TOKEN * self.most
+        start, end = (text[:most], text[-most:]) if len(text) > 2 * most else (text, text)
+        head = self.encoder.encode(start, special=False, literal=True)
+        if start == text and len(head) <= self.most:
             return text
+        tail = head if start == text else self.encoder.encode(end, special=False, literal=True)
         half = max(self.most // 2, 1)
-        return self.encoder.spell(ids[:half]) + CUT + self.encoder.spell(ids[-half:])
+        return self.encoder.spell(head[:half]) + CUT + self.encoder.spell(tail[-half:])
 
     def spoken(self, ids: list[int]) -> str:
         """A turn as it was said, without the control token that ended it."""
-        end = -1 if ids[-1] in self.encoder.control_ids else len(ids)
+        end = -1 if ids[-1] in self.ends else len(ids)
         return self.encoder.spell(ids[:end])
 
     def texts(self, answer: Completion) -> list[str]:
@@ -341,6 +366,11 @@ def prompts_of(config: PpoConfig) -> DataConfig:
     return replace(
         config.data, chat_template_kwargs={**given, "tools": Toolbox(config.tools).schemas}
     )
+
+
+def without_thoughts(text: str) -> str:
+    """A call is what stands behind them; thoughts that were cut short are all there is."""
+    return text.rpartition("</think>")[2] if "</think>" in text else text.partition("<think>")[0]
 
 
 def turns_of(answer: Completion) -> list[list[int]]:

@@ -45,6 +45,14 @@ class Request:
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
 
+    @property
+    def num_earlier(self) -> int:
+        """How much of `response_ids` is of earlier turns, the last reply included."""
+        if not self.replies:
+            return 0
+        after = list(self.versions)[::-1].index(NOT_CHOSEN)
+        return len(self.versions) - after
+
     def begun(self) -> Completion:
         """What there is of the answer."""
         return Completion(

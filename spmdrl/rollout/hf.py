@@ -206,7 +206,8 @@ class HfEngine:
         token_ids, params = answer.token_ids, answer.params
         if token_ids[-1] in self.stop_ids(params):
             return "stop"
-        if len(token_ids) > params.min_tokens and self.ends_in_stop(token_ids, params.stop):
+        turn = token_ids[answer.request.num_earlier :] if params.stop else token_ids
+        if len(token_ids) > params.min_tokens and self.ends_in_stop(turn, params.stop):
             return "stop"
         return "length" if len(token_ids) == answer.request.limit(params) else None
 

@@ -119,14 +119,14 @@ class Decision:
     stop: bool = False
     first: int = 0  # fresh requests first .. first + count - 1
     count: int = 0
-    taken: bytes = pack({})  # continuations, as handover.pack
+    taken: dict[int, Completion] = field(default_factory=dict)  # continuations
     num_steps: int = 0
     refill_below: int = 0  # requests inside: then the burst ends early
 
     def to_words(self) -> np.ndarray:
         """int64; to_words()[0] is its length."""
         head = [self.loads, self.stop, self.first, self.count, self.num_steps, self.refill_below]
-        taken = np.frombuffer(self.taken, np.int32).tolist()
+        taken = np.frombuffer(pack(self.taken), np.int32).tolist()
         words = [*head, len(self.give), *self.give, *taken]
         return np.array([1 + len(words), *words], np.int64)
 
@@ -134,7 +134,8 @@ class Decision:
     def from_words(cls, words: np.ndarray) -> Decision:
         loads, stop, first, count, num_steps, refill_below, num_given = words[1:8].tolist()
         give, taken = words[8 : 8 + num_given].tolist(), words[8 + num_given :].astype(np.int32)
-        return cls(loads, give, bool(stop), first, count, taken.tobytes(), num_steps, refill_below)
+        begun = unpack(taken.tobytes())
+        return cls(loads, give, bool(stop), first, count, begun, num_steps, refill_below)
 
 
 class Scheduler:
@@ -232,7 +233,7 @@ class Scheduler:
                 desk.hand_over(partial)
             fresh = range(decision.first, decision.first + decision.count)
             asked = {i: requests[i] for i in fresh}
-            for i, begun in unpack(decision.taken).items():
+            for i, begun in decision.taken.items():
                 asked[i] = resume(requests[i], begun)
             waiting = [i for i, request in asked.items() if request.awaits_reply]
             if desk is not None:
@@ -243,6 +244,8 @@ class Scheduler:
                 positions |= zip(engine.add(list(asked.values()), params), asked, strict=True)
             if not positions:
                 if desk is not None:
+                    if desk.heard:
+                        between_bursts()  # others get on
                     time.sleep(IDLE_S * (1 + self.num_engines / 8))  # one server answers them all
                 continue
             started_at = time.perf_counter()
@@ -319,6 +322,7 @@ class Desk:
         self.gift = ""
         self.num_steps = 1  # of the next burst
         self.others = others
+        self.heard = False  # of one of them, since the last look
         self.resumed: dict[int, Completion] = {}  # to go on, with replies
         self.outcome = Outcome()
         self.num_stolen = 0
@@ -338,7 +342,7 @@ class Desk:
         taken, self.resumed = self.resumed, {}
         inside = len(ids) + len(taken)
         if not self.all_taken:
-            fresh = self.take(inside + len(self.others))
+            fresh = self.take(inside, len(self.others))
             decision.first, decision.count = fresh.start, len(fresh)
             inside += len(fresh)
         if self.all_taken and self.steals:
@@ -350,8 +354,7 @@ class Desk:
             decision.give = self.serve(ids)
             if self.asked == "":
                 self.ask()
-        if taken:
-            decision.taken = pack(taken)
+        decision.taken = taken
         if not self.all_taken:
             decision.refill_below = min(self.engine.max_num_seqs, math.ceil(0.8 * inside))
         return decision
@@ -379,7 +382,7 @@ class Desk:
             return self.done == self.num_requests
         return self.store.add("complete", 0) >= self.goal.enough
 
-    def take(self, inside: int) -> range:
+    def take(self, inside: int, awaiting: int = 0) -> range:
         """Fresh requests: at first this engine's share, neighbours in the list, which are samples
         of one prompt. Then as many as fit, and no more than a fair share of what is left."""
         if self.own:
@@ -387,7 +390,8 @@ class Desk:
             self.all_taken = self.first_taken == self.num_requests
             return fresh
         share = math.ceil((self.num_requests - self.done) / self.num_engines)
-        wanted = max(min(self.capacity, share) - inside, 0)
+        # what awaits a reply leaves its place to others, and is part of this engine's share
+        wanted = max(min(self.capacity, share - awaiting) - inside, 0)
         # also where nothing is wanted: a full engine that did not hear that the list is empty
         # would never be asked for what it has
         end = self.first_taken + self.store.add("next", wanted)
@@ -397,7 +401,9 @@ class Desk:
     def hear(self) -> None:
         """Takes the replies that have come."""
         over: dict[int, Completion] = {}
-        for position, answer in self.others.came().items():
+        came = self.others.came()
+        self.heard = bool(came)
+        for position, answer in came.items():
             goes_on = answer.finish_reason == "abort"
             (self.resumed if goes_on else over)[position] = answer
         self.ended(over)

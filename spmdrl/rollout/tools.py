@@ -17,10 +17,6 @@ from spmdrl.rewards.code import python
 from spmdrl.rewards.sandbox import check as check_sandbox
 
 FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
-# what a parser may raise of text that it does not understand
-PARSE_ERRORS = (
-    ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError, RecursionError
-)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -122,6 +118,7 @@ class CallParser:
         self.complaints = Complaints()
         logger = logging.getLogger("vllm.tool_parsers")
         logger.handlers, logger.propagate = [self.complaints], False
+        logger.setLevel(logging.ERROR)  # vLLM's own may be deaf to these
         self.request = ChatCompletionRequest.model_validate(
             {"messages": [], "model": "", "tools": toolbox.schemas}
         )
@@ -140,14 +137,22 @@ class CallParser:
                 f"multi_turn.parser={name!r} does not fit the model's tokenizer: {error}"
             ) from error
 
+    @property
+    def begins(self) -> str:
+        """What a call begins with, where the parser says so."""
+        found = getattr(self.parser, "tool_call_start_token", "")
+        return found if isinstance(found, str) else ""
+
     def __call__(self, text: str) -> tuple[list[tuple[str, str]], str]:
         """((name, arguments as JSON) of each call, why what looks like a call cannot be read)."""
         self.complaints.last = ""
         try:
             found = self.parser.extract_tool_calls(text, self.request)
-        except PARSE_ERRORS as error:
+        except Exception as error:  # noqa: BLE001  some fifty parsers, of what a policy may write
             return [], f"{type(error).__name__}: {error}"
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        if not calls and not self.complaints.last and self.begins and self.begins in text:
+            return [], f"there is no whole call behind {self.begins!r}"
         return calls, "" if calls else self.complaints.last
 
 

@@ -128,9 +128,10 @@ class VllmEngine:
             self.core.add_request(*self.core.preprocess_add_request(asked))
             self.answers[id] = Answer.begin(request, params)
             if params.stop:
-                begun = self.engine_request(id, request.prompt_ids, shared)
-                self.detokenizers[id] = self.detokenizer(begun)
-                self.detokenizers[id].update(list(request.response_ids), stop_terminated=False)
+                earlier, turn = request.num_earlier, list(request.response_ids)
+                before = [*request.prompt_ids, *turn[:earlier]]
+                self.detokenizers[id] = self.detokenizer(self.engine_request(id, before, shared))
+                self.detokenizers[id].update(turn[earlier:], stop_terminated=False)
         return ids
 
     def engine_request(self, id: int, prompt_ids: list[int], params: Any) -> Any:
