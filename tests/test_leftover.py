@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.collect import Collected, Source, ask_for_some, keep_groups
-from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig
+from spmdrl.config import AlgoConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.credit import add_advantages
 from spmdrl.data import PromptOrder, epoch_permutation
 from spmdrl.leftover import Leftover
@@ -139,3 +139,13 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     assert batch.advantages is not None
     by_sample = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
     assert by_sample == pytest.approx([-0.5, 0.5] * 3)  # each is held to the mean of its own group
+
+
+def test_what_an_earlier_version_wrote_is_refused(engine: HfEngine, tmp_path: Path) -> None:
+    leftover = Leftover(CONFIG.rollout, [(0, prompt_of(10))])
+    leftover.save(tmp_path / "leftover.pt")
+    old = torch.load(tmp_path / "leftover.pt")
+    del old["format"]
+    torch.save(old, tmp_path / "leftover.pt")
+    with pytest.raises(ConfigError, match=r"an earlier version.*--rollout\.oversample 1"):
+        leftover.load([tmp_path / "leftover.pt"], prompt_of, engine.tokenizer, 0, 1)

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from tiny import CHARS, save_qwen3, save_tokenizer
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout.engine import Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.engine import (
+    NOT_CHOSEN,
+    Completion,
+    Request,
+    SamplingParams,
+    WeightMismatch,
+)
 from spmdrl.rollout.hf import HfEngine
 from spmdrl.rollout.sampling import questions_of, sample_questions, seed_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
@@ -274,6 +280,24 @@ def test_an_answer_begun_elsewhere_goes_on_as_if_never_interrupted(engine: Any) 
         engine.add([begun(requests[0], free[0], 30)], SamplingParams(max_tokens=60))
     with pytest.raises(ValueError, match="3 tokens, 0 logprobs"):
         engine.add([replace(requests[0], response_ids=(7, 8, 9))], SamplingParams(max_tokens=60))
+
+
+def test_a_stop_string_is_one_of_the_turn_that_is_said(engine: Any) -> None:
+    """Not of what it makes with the end of the reply before it."""
+    begun, reply = [10, 11, EOS], [20, 21]  # one character a token
+    talk = replace(
+        some_requests(1)[0], response_ids=[*begun, *reply], logprobs=[-1.0] * 5,
+        versions=[0] * 3 + [NOT_CHOSEN] * 2, replies=["[]"],
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    [whole] = engine.generate([talk], params)
+    assert whole.replies == ["[]"] and whole.token_ids[:5] == talk.response_ids
+    said = [CHARS[token] for token in whole.token_ids[5:]]
+    across, within = CHARS[21] + said[0], said[3] + said[4]
+    [stopped] = engine.generate([talk], replace(params, stop=(across,)))
+    assert len(stopped.token_ids) > 6
+    [stopped] = engine.generate([talk], replace(params, stop=(within,)))
+    assert stopped.finish_reason == "stop" and len(stopped.token_ids) <= 10
 
 
 def test_requests_come_and_go_while_others_run(engine: Any) -> None:
