@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -38,6 +38,9 @@ class Story:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} failed in phase '{self.phase}': {self.cause}"
+
+
+STORY = [field.name for field in fields(Story)]  # what a watchdog knows beside it is its own
 
 
 class PhaseError(RuntimeError):
@@ -93,17 +96,20 @@ class Phases:
 
     def agree(self, failure: Exception | None, topology: Topology) -> None:
         """Raises PhaseError on all ranks where `failure` is set on any; a ConfigError stays one."""
-        if failure is not None and self.watchdog:
-            self.watchdog.report(asdict(self.story(failure)))
+        told: dict[str, Any] = {}
+        if failure is not None:
+            told = asdict(self.story(failure))
+            if self.watchdog:  # this rank may only feel another's end, whose story it is then
+                told = self.watchdog.report(told)
         world = topology.world
         failed = topology.lowest(world if failure is None else topology.rank)
         if failed == world:
             return
         first: list[Any] = [None]
         if failure is not None and failed == topology.rank:
-            first = [asdict(self.story(failure))]
+            first = [told]
         dist.broadcast_object_list(first, group=topology.control, group_src=failed)
-        story = Story(**first[0])
+        story = Story(**{name: first[0][name] for name in STORY})
         if story.exit_code == BAD_CONFIG:
             if self.watchdog:
                 self.watchdog.done.set()  # all leave, each when it comes to it: nobody is missed

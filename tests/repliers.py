@@ -63,3 +63,41 @@ async def sleep_there(seconds: float) -> str:
 
 async def block(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def by_place(a: int, /) -> int:
+    """Does it.
+
+    Args:
+        a: one
+    """
+    return a
+
+
+def forward(a: "NoSuchClass") -> int:  # type: ignore[name-defined]  # noqa: F821
+    """Does it.
+
+    Args:
+        a: one
+    """
+    return a
+
+
+def numbers() -> list:
+    """Of numpy."""
+    import numpy as np
+
+    return [np.float32(1.5), np.arange(3)]
+
+
+async def changes(extra_info: dict, fails: bool = False) -> int:
+    """What it is given.
+
+    Args:
+        extra_info: of the prompt
+        fails: or ends
+    """
+    if fails:
+        raise KeyboardInterrupt
+    extra_info["secret"] += 1
+    return extra_info["secret"]

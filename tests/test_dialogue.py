@@ -11,7 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from repliers import bad, block, multiply, secret, sleep_there, slowly, untyped
+from repliers import (
+    bad,
+    block,
+    by_place,
+    changes,
+    forward,
+    multiply,
+    numbers,
+    secret,
+    sleep_there,
+    slowly,
+    untyped,
+)
 from test_chat import ENDS, split_like_qwen
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -283,6 +295,8 @@ def test_prompts_show_the_tools(tokenizer: Any) -> None:
         ({"tools": (multiply, multiply)}, "two tools are called 'multiply'"),
         ({"tools": (lambda a: a,)}, "cannot be described"),
         ({"tools": (untyped,)}, "Argument a is missing a type hint"),
+        ({"tools": (by_place,)}, "has the parameter 'a: int', which a call by names cannot give"),
+        ({"tools": (forward,)}, "name 'NoSuchClass' is not defined"),
         ({"tools": (multiply,), "rollout": RolloutConfig(ignore_eos=True)}, "would never end"),
         ({"tools": (multiply,), "rollout": RolloutConfig(static_split=True)}, "matter of timing"),
         ({"environment": lambda chat: None}, "requires 'chat', which is not known"),
@@ -422,3 +436,22 @@ def test_what_is_given_up_does_not_run_on() -> None:
         assert time.monotonic() < end, "it runs on"
         time.sleep(0.01)
     caller.close()
+
+
+def test_what_a_tool_returns_is_plain_and_what_it_is_given_is_its_own(
+    talk: Any, tokenizer: Any
+) -> None:
+    round = talk(tools=(numbers, changes))
+    text = call("numbers") + call("changes") + call("changes", fails=True)
+    for _ in range(2):
+        result = answer(round, said(tokenizer, text + "<|im_end|>"))
+        contents = [m["content"] for m in json.loads(result.replies[0])]
+        assert contents == ["[1.5, [0, 1, 2]]", "6", "Error: KeyboardInterrupt"]
+    assert PROMPT.extra_info == {"secret": 5}
+
+
+def test_a_reply_without_tokens_makes_the_sample_invalid(talk: Any, tokenizer: Any) -> None:
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    data = DataConfig("t", chat_template_kwargs={"chat_template": bare})
+    result = answer(talk(environment=lambda messages: "", data=data), said(tokenizer, "hi"))
+    assert result.finish_reason == "error" and "has no tokens" in result.replies[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -60,7 +61,8 @@ class Caller:
         if self.loop.stuck:
             self.loop.close()
             self.loop = LoopThread(self.config, self.ranks, self.kind)
-        return Submitted(self.loop.submit(function, arguments), self.loop)
+        own = copy.deepcopy(arguments)  # as a process has; the data's are not its to change
+        return Submitted(self.loop.submit(function, own), self.loop)
 
     def close(self) -> None:
         """Ends the processes and the event loop."""

@@ -15,6 +15,7 @@ from spmdrl.rewards import worker
 from spmdrl.rewards.pool import Function, Kind, Limits
 from spmdrl.rewards.worker import Outcome
 
+CANCEL_S = 0.1  # for coroutines to be cancelled in, when all ends
 ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its cancellation
 
 
@@ -22,7 +23,9 @@ async def call_async(function: Function, arguments: dict[str, Any], kind: Kind) 
     """As worker.call, for a coroutine function."""
     try:
         return kind.of(await function(**arguments))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  a user's code may raise anything
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  a user's code may raise anything
         return kind.failed(worker.reason_of(error))
 
 
@@ -38,8 +41,9 @@ async def limited(call: Coroutine[Any, Any, Any], timeout_s: float, kind: Kind) 
         if task.done():
             return kind.failed(f"timed out after {timeout_s:g} s")
         return kind.failed(not_ended(timeout_s + ASYNC_GRACE_S))
-    finally:
-        task.cancel()  # where nobody waits for it any more
+    except asyncio.CancelledError:
+        task.cancel()  # nobody waits for it any more
+        raise
 
 
 def not_ended(limit_s: float) -> str:
@@ -112,4 +116,10 @@ class LoopThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Cancels what runs, and ends the loop."""
+        self.loop.call_soon_threadsafe(self.cancel_all)
+
+    def cancel_all(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_later(CANCEL_S, self.loop.stop)

@@ -66,10 +66,15 @@ class Reply(NamedTuple):
             return cls(None, f"returned what is no plain data: {error}")
 
 
+def as_plain(value: Any) -> Any:
+    """Numbers and lists of numpy and torch, text of anything else."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 def plain(value: Any) -> Any:
     """As JSON has it, other objects as text. Halves of characters, which UTF-8 and tokenizers do
     not know, become "?"."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    text = json.dumps(value, default=as_plain, ensure_ascii=False)
     return json.loads(text.encode(errors="replace").decode())
 
 

@@ -284,8 +284,11 @@ class ReplyEncoder:
         """
         said = [{**m, "content": self.shortened(m["content"])} for m in messages]
         ids = self.ids(said)
-        ended_itself = last in self.ends and ids[0] in (last, self.end)
-        return said, ids[1:] if ended_itself else ids
+        if ids and last in self.ends and ids[0] in (last, self.end):
+            ids = ids[1:]  # the turn has ended itself
+        if not ids:
+            raise BadRow("it has no tokens, so two turns would be one")
+        return said, ids
 
     def ids(self, messages: list[Message]) -> list[int]:
         """From the end of a turn on, up to where the next begins. Raises BadRow."""

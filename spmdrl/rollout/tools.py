@@ -76,9 +76,15 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     if not inspect.isfunction(function):
         raise ConfigError(f'a tool is a plain function or "python", got {function!r}')
+    for p in inspect.signature(function).parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) or p.name == "self":
+            raise ConfigError(
+                f"the tool {function.__qualname__} has the parameter {str(p)!r}, which a call by "
+                "names cannot give"
+            )
     try:
         schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         raise ConfigError(
             f"the tool {function.__qualname__} cannot be described to the model: {error}. It needs "
             "type hints, and a docstring that says what it does, with an `Args:` section"

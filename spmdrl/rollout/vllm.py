@@ -77,6 +77,7 @@ class VllmEngine:
                 model, config, max_model_len, group, topology.device, strict, lora
             )
         if self.on_cpu:
+            vllm_cpu.unlink_shared_memory()
             vllm_cpu.gather_only_sampled(self.runner)
             self.noise = vllm_cpu.AddressedNoise(self.runner)
         self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None

@@ -5,10 +5,13 @@ Changes to vLLM are made around one construction and taken back, or on one objec
 
 from __future__ import annotations
 
+import glob
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,16 @@ from spmdrl.rollout.noise import mix
 
 FP8_ROWS = 5  # from so many on, a row of a product in FP8 does not depend on the others
 NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a function
+
+
+def unlink_shared_memory() -> None:
+    """Of the tensor-parallel groups that were built: all ranks have mapped it, and keep it so.
+
+    vLLM would leave its names in /dev/shm behind, also after a run that ended well.
+    """
+    mine = os.environ.get("VLLM_DIST_IDENT")
+    for path in Path("/dev/shm").glob(f"{glob.escape(mine)}-*-cpushm_*") if mine else ():
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -215,14 +215,19 @@ def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, modul
     assert f"failed in phase '{phase}': OSError" in told[0]
 
 
-def test_a_killed_sampler_ends_the_trainers(folder):
+@pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "sampler"])
+def test_a_killed_rank_ends_the_others_as_its_own_story(folder, rank):
+    """Also where another only feels it, in a phase that it shares with nobody who is gone."""
     proc = start(
         folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",
         "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
-    victim = pids_of(proc.pid, "spmdrl.ppo")[1]
+    victim = pids_of(proc.pid, "spmdrl.ppo")[rank]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1
+    [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank")]
+    assert told.startswith(f"spmdrl: rank {rank} on ")
+    assert f"its process {victim} ended without a word" in told
     assert f"Signal 9 (SIGKILL) received by PID {victim}" in done.output.split("Root Cause")[-1]
