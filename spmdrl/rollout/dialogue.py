@@ -209,7 +209,7 @@ class Round:
                 if call is not None:
                     call.future.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
-        left |= self.over
+        left |= {i: replace(turn, finish_reason="stop") for i, turn in self.over.items()}
         self.pending, self.over = {}, {}
         return left
 
