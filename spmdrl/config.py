@@ -51,7 +51,7 @@ class RewardModelConfig:
     """A sequence classifier with one output, on the ranks of `reward`: what it says of a sample is
     the parameter `model_score` of reward functions. docs/rewards.md"""
 
-    model: str
+    model: str = ""  # required
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute
     fsdp: int = -1  # ranks that share one copy of the weights; -1: all of `reward`
     micro_batch_tokens: int = 16384  # per rank and forward pass

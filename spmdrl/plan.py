@@ -250,6 +250,7 @@ def check_judge(config: PpoConfig, num_ranks: int) -> None:
         "reward_model has no effect: no reward function has a parameter model_score. "
         'reward="model" is its score and nothing else',
     )
+    require(given.model != "", "reward_model.model is not set: which model is to be asked?")
     check_reward_model(given)
     try:
         resolve_degrees(train_degrees(train_config(given)), num_ranks)

@@ -177,7 +177,7 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     config = str(ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py")
     done = train(
         tmp_path, 2, "--config", config, "--steps", "8", "--eval_every", "0", "--run_dir", "tools",
-        "--checkpoint.every_steps", "0", "--tensorboard", "False",
+        "--checkpoint.every_steps", "0", "--tensorboard", "False", "--data.max_eval_prompts", "128",
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(tmp_path / "tools")

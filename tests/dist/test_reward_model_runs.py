@@ -117,6 +117,7 @@ def reward''')  # fmt: skip
     [
         (("--reward_model.model", "model"), "expected ...ForSequenceClassification"),
         (("--reward_model", "None"), "there is no reward_model: set it"),
+        (("--reward_model.model", ""), "reward_model.model is not set"),
         (("--reward", "gsm8k"), "reward_model has no effect"),
         (("--reward_model.fsdp", "2"), "reward_model.fsdp on the ranks of reward"),
     ],
