@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from spmdrl.rollout.engine import Completion, Request
-from spmdrl.rollout.scheduler import Desk, Goal, Nobody
+from spmdrl.rollout.rounds import Goal, Nobody
+from spmdrl.rollout.scheduler import Desk
 
 STUB = SimpleNamespace(max_num_seqs=4, num_waiting=0)
 

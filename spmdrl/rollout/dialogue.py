@@ -121,7 +121,7 @@ class Dialogue:
 
 @dataclass
 class Round:
-    """scheduler.Others of one round."""
+    """rounds.Others of one round."""
 
     by: Dialogue
     addressed: list[tuple[Prompt, int]]

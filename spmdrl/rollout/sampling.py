@@ -11,7 +11,8 @@ from spmdrl.config import PpoConfig, RolloutConfig
 from spmdrl.rollout.dialogue import Dialogue, messages_of, replies_of, turns_of
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.handover import resume, share
-from spmdrl.rollout.scheduler import Goal, Scheduler
+from spmdrl.rollout.rounds import Goal
+from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.types import Prompt, Sample
 
 

@@ -77,7 +77,7 @@ def three_rounds(scheduler: Any, params: Any, other: Any) -> dict[str, Any]:
     """A whole round; one that ends after half of the groups and is gone on with; one in which the
     weights change."""
     from spmdrl.rollout.handover import resume, share
-    from spmdrl.rollout.scheduler import Goal
+    from spmdrl.rollout.rounds import Goal
 
     requests, engine = long_first(), scheduler.engine
     whole = scheduler.run(requests, params)
@@ -170,7 +170,8 @@ def _carried(topology: Any, folder: str) -> dict[str, Any]:
     from spmdrl.rollout.engine import Completion, Request, SamplingParams
     from spmdrl.rollout.handover import resume, share
     from spmdrl.rollout.hf import HfEngine
-    from spmdrl.rollout.scheduler import Goal, Scheduler
+    from spmdrl.rollout.rounds import Goal
+    from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.topology import Topology
 
     place = Topology.build(topology.device, dp=-1, tp=1)
