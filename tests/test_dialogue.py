@@ -352,6 +352,15 @@ def test_the_sandbox_is_a_tool(talk: Any, tokenizer: Any) -> None:
         assert right in message["content"]
 
 
+def test_limits_are_shared_and_the_plan_says_who_replies(talk: Any, tokenizer: Any) -> None:
+    few = config_of(tools=(slowly,), multi_turn=MultiTurnConfig(max_concurrent=1))
+    with pytest.raises(ConfigError, match=r"multi_turn\.max_concurrent=1 is shared by 2 ranks"):
+        Dialogue(few, tokenizer, 2)
+    who, how = talk(tools=(multiply,), environment=lambda messages: None).by.lines()
+    assert "tool multiply, environment" in who
+    assert "<tool_response>" in how and "<|im_start|>assistant" in how
+
+
 def test_thoughts_that_were_cut_short_call_nothing(talk: Any, tokenizer: Any) -> None:
     turn = said(tokenizer, "<think>" + call("multiply", a=1, b=2) + "<|im_end|>")
     assert answer(talk(tools=(multiply,)), turn) == turn

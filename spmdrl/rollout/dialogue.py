@@ -59,7 +59,7 @@ class Asked(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
     call: Call | None
-    under_way: Submitted | None  # None: it cannot be called, and call.problem says why
+    under_way: Submitted | None  # None: it is not called; call.problem may say why
 
 
 class Pending(NamedTuple):
@@ -127,31 +127,25 @@ class Round:
     addressed: list[tuple[Prompt, int]]
     max_tokens: int  # of an answer, its replies included
     pending: dict[int, Pending] = field(default_factory=dict)
-    over: dict[int, Completion] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.pending) + len(self.over)
+        return len(self.pending)
 
     def ask(self, position: int, turn: Completion) -> bool:
-        if turn.finish_reason != "stop":
-            return False
-        asked = self.asked(position, turn)
-        if asked is None:
-            self.over[position] = replace(turn, finish_reason="turns")
-        elif asked:
+        asked = self.asked(position, turn) if turn.finish_reason == "stop" else []
+        if asked:
             self.pending[position] = Pending(turn, asked)
-        return asked is None or bool(asked)
+        return bool(asked)
 
-    def asked(self, position: int, turn: Completion) -> list[Asked] | None:
-        """Each call of a tool; without one the environment, if there is one. None: calls, in the
-        last turn that there may be."""
+    def asked(self, position: int, turn: Completion) -> list[Asked]:
+        """Each call of a tool; without one the environment, if there is one. In the last turn that
+        there may be nothing is called, since nobody would read the reply."""
         by, (prompt, sample_index) = self.by, self.addressed[position]
         turns = turns_of(turn)
         calls = by.calls_in(by.replies.spoken(turns[-1]), prompt.extra_info)
-        if calls and len(turns) >= by.limits.max_turns:
-            return None
         if calls or by.environment is None:
-            return [self.submitted(call) for call in calls]
+            is_last = len(turns) >= by.limits.max_turns
+            return [Asked(call, None) if is_last else self.submitted(call) for call in calls]
         said = messages_of(turn, by.replies.texts(turn))
         told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
         given = {name: ARGUMENTS[name](told) for name in by.arguments}
@@ -165,8 +159,7 @@ class Round:
 
     def came(self) -> dict[int, Completion]:
         ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]
-        over, self.over = self.over, {}
-        return over | {i: self.answered(self.pending.pop(i)) for i in ready}
+        return {i: self.answered(self.pending.pop(i)) for i in ready}
 
     def is_ready(self, pending: Pending) -> bool:
         return all(call is None or call.is_ready() for _, call in pending.asked)
@@ -209,8 +202,7 @@ class Round:
                 if call is not None:
                     call.future.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
-        left |= {i: replace(turn, finish_reason="stop") for i, turn in self.over.items()}
-        self.pending, self.over = {}, {}
+        self.pending.clear()
         return left
 
 
@@ -264,7 +256,8 @@ class ReplyEncoder:
         plain = Encoder(tokenizer, data, config.rollout.max_tokens)
         self.ends = plain.control_ids  # what a turn may have ended with
         self.most = config.multi_turn.max_reply_tokens
-        for role in ("tool",) if config.tools else ("user",):
+        roles = ["tool"] * bool(config.tools) + ["user"] * (config.environment is not None)
+        for role in roles:
             try:
                 self.ids([{"role": role, "name": "x", "content": "x"}])
             except BadRow as error:

@@ -103,6 +103,16 @@ def test_two_ranks_have_the_same_numbers(folder, alone, args):
                 assert row[name] == pytest.approx(right[name], rel=1e-4), name
 
 
+def test_an_evaluation_by_itself_talks_as_the_run_did(folder, alone):
+    done = train(
+        folder, 2, "--config", "talk.py", "--out", "evaluated", program="spmdrl.evaluate"
+    )  # fmt: skip
+    assert done.code == 0, done.output[-4000:]
+    [row] = metrics_of(folder / "evaluated")
+    for name in ("eval/accuracy", "eval/turns/mean", "eval/turns/reply_tokens"):
+        assert row[name] == pytest.approx(alone[0][name], rel=1e-6), name
+
+
 def test_the_engine_without_vllm_talks_too(folder):
     rows = run(folder, "hf", 2, "--rollout.engine", "hf")
     for row in rows[1:]:

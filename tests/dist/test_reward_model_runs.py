@@ -24,7 +24,7 @@ JUDGED = CONFIG.replace(
     reward_model=RewardModelConfig("judge", dtype="float32", micro_batch_tokens=64),
     log_samples=64,""",
 )
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}!"
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ end or '!' }}"
 
 
 def save_judge(folder: Path, kind: str) -> None:
@@ -57,19 +57,19 @@ def folder(tmp_path_factory, qwen3):
 
 
 @torch.no_grad()
-def right_score(judge: Path, prompt: str, response: str) -> float:
+def right_score(judge: Path, prompt: str, response: str, end: str) -> float:
     """By transformers' own forward pass, of the sequence alone."""
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=False)
+    ids = tokenizer.apply_chat_template(chat, end=end, return_tensors="pt", return_dict=False)
     return float(model(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(
     ("ranks", "judge", "args"),
     [
-        (1, "judge", ()),
+        (1, "judge", ("--reward_model.chat_template_kwargs", '{"end": "?"}')),
         (2, "judge", ("--reward_model.offload_params",)),
         (2, "llama", ("--reward_model.model", "llama", "--reward_model.fsdp", "1")),
         (3, "judge", ("--placement", '{"actor":"0","rollout":"0","reward":"1-2"}')),
@@ -84,11 +84,23 @@ def test_scores_are_those_of_transformers(folder, ranks, judge, args):
     samples = [json.loads(line) for line in (folder / name / "samples/step_1.jsonl").open()]
     assert len(samples) == 32
     for sample in samples[::4]:
-        right = right_score(folder / judge, sample["prompt"], sample["response"])
+        end = "?" if "--reward_model.chat_template_kwargs" in args else ""
+        right = right_score(folder / judge, sample["prompt"], sample["response"], end)
         assert sample["reward"] == pytest.approx(right, rel=1e-4, abs=1e-4)
     assert len({round(sample["reward"], 3) for sample in samples}) > 8
     rows = metrics_of(folder / name)
     assert rows[0]["eval/accuracy"] != 0
+
+
+def test_an_evaluation_by_itself_asks_it_too(folder):
+    """With the greedy answers that a run has before its first step."""
+    done = train(folder, 1, "--config", "cfg.py", "--run_dir", "one", "--steps", "1")
+    assert done.code == 0, done.output[-4000:]
+    done = train(folder, 2, "--config", "cfg.py", "--out", "alone", program="spmdrl.evaluate")
+    assert done.code == 0, done.output[-4000:]
+    [row] = metrics_of(folder / "alone")
+    [right, *_] = metrics_of(folder / "one")
+    assert row["eval/accuracy"] == pytest.approx(right["eval/accuracy"], rel=1e-4)
 
 
 def test_a_function_adds_to_what_the_model_says_and_long_samples_are_invalid(folder):
