@@ -141,9 +141,6 @@ def prepare_environment() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
     if "RANK" not in os.environ:  # python -m instead of torchrun
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            alone["MASTER_PORT"] = str(s.getsockname()[1])
         os.environ.update(alone)
     level = logging.INFO if os.environ["RANK"] == "0" else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stdout)

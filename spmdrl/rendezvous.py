@@ -17,10 +17,12 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from spmdrl.exits import FAILED, leave, leave_word, say, write_story
@@ -50,11 +52,7 @@ class Start:
 
     def meet(self) -> dict[str, Any]:
         """Returns when all ranks are here, what torch.distributed is to be given."""
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        at_host: Any = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-            is_master=self.rank == 0 and not agents, timeout=FOREVER, wait_for_workers=False,
-        )  # fmt: skip
+        at_host = self._open_store()
         lookout = self.at_host = at_host.clone()
         word = secrets.token_hex(8)
         if self.rank == 0:
@@ -68,6 +66,27 @@ class Start:
             self.store.wait(["all here"])
         self._limit(True, met=True)
         return {"store": self.store, "rank": self.rank, "world_size": self.world}
+
+    def _open_store(self) -> Any:
+        """The job's. Port 0, of a rank that is alone, is any free one."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        port = int(os.environ["MASTER_PORT"])
+        try:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], port, is_master=self.rank == 0 and not agents,
+                timeout=FOREVER, wait_for_workers=False,
+            )  # fmt: skip
+        except dist.DistNetworkError as error:
+            if "failed to listen" not in str(error):
+                raise
+            self._limit(False)
+            self._leave_story(
+                f"rank 0 cannot open the job's store at port {port} (MASTER_PORT){owner_of(port)}: "
+                f"choose another, or start again when it is free ({reason_of(error)})"
+            )
+            leave(FAILED)
+        os.environ["MASTER_PORT"] = str(store.port)
+        return store
 
     def done(self) -> None:
         """Connected; from now on the watchdog looks."""
@@ -127,11 +146,13 @@ class Start:
         if self.at_host is not None:
             asking.start()
             asking.join(LINGER_S)
-        cause, tells = found[-1]
-        story = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
-                 "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
         if self.met:
             faulthandler.dump_traceback(sys.stderr)
+        self._leave_story(*found[-1])
+
+    def _leave_story(self, cause: str, tells: bool = True) -> None:
+        story = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
+                 "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
         text = leave_word(story, self.folder)
         if tells:
             write_story(story, self.folder)
@@ -167,3 +188,19 @@ class Start:
                 return False
         self.at_host.set("no rank 0", str(now))
         return True
+
+
+def owner_of(port: int) -> str:
+    """Of the processes on this host that this user may look at, the one that listens there."""
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        with suppress(psutil.Error):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                    command = " ".join(process.info["cmdline"])[:200]
+                    return f", where process {process.pid} listens ({command})"
+    return ""
+
+
+def reason_of(error: Exception) -> str:
+    """What the system said: the store puts its own names before it."""
+    return str(error).rpartition("message: ")[2]

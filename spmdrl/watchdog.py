@@ -171,7 +171,7 @@ class Watchdog:
                     self.first = json.loads(self.store.get("story"))
                 text = self._beat_of(peer)
                 limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
-                if not self.near_store and count % 2:
+                if not self.near_store and (count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
                 if self.neighbour is not None:
                     self.beside = Beat.read(self._beat_of(self.neighbour))
@@ -259,7 +259,7 @@ class Watchdog:
             if silent_s > self.lost_s + (GRACE_S if self.near_store else 0) or refused:
                 gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
                 own = Beat(0, os.getpid(), self.host, self.phase)
-                if self.felt and refused and self.head and not self.near_store:
+                if self.felt and refused and not self.near_store:
                     ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
                     self._end_alone(self._lost(0, self.head, ended))
                 self._end_alone(self._lost(self.rank, own, gone))

@@ -15,12 +15,14 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+
+EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+EPHEMERAL = EPHEMERAL if EPHEMERAL > 16_000 else 32_768  # where it begins lower, there is no better
 
 Call = tuple[Callable[..., Any], tuple]  # a function of a test module and its arguments
 
@@ -109,9 +114,12 @@ def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Of those that the system gives to nobody by itself: it would between here and the start."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, EPHEMERAL)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 def become(log: Path, env: dict[str, str]) -> None:

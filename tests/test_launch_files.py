@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from ranks import free_port
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import parse_args
 
@@ -135,9 +136,7 @@ def test_a_node_knows_its_address_and_waits_for_the_head(monkeypatch):
     own = launch.address_towards("127.0.0.1", 1)
     assert own is None or not own.startswith("127.")  # others cannot reach a loopback
     assert launch.meet_other_nodes(["--nproc-per-node", "2", "x.py"]) == []
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     far = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
            "--rdzv-conf", "is_host=0", "--local-addr", "127.0.0.1", "x.py"]  # fmt: skip
     monkeypatch.setattr(launch, "HEAD_S", 0.5)

@@ -113,3 +113,28 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
             rank.claim.unlink(missing_ok=True)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_0.json"]
     assert capfd.readouterr().err.count("disk on fire") == 1
+
+
+def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1, alone on its host, has felt that rank 0 hung up, and then its store is gone too."""
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.2)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(Watchdog, "_end_alone", lambda self, story: told.append(story))
+    rank = Watchdog(client, 1, 2, tmp_path, 1e9, lost_s=1e9)
+    try:
+        rank.felt = True
+        del server
+        end = time.monotonic() + 10
+        while not told:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        rank.done.set()
+        rank.thread.join()
+        rank.guard.join()
+    assert (told[0]["rank"], told[0]["phase"]) == (0, "start")
+    assert "it has hung up, and its rendezvous store is gone" in told[0]["cause"]

@@ -83,7 +83,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 def main(runs: int = 7, model: str | None = None) -> None:
     """model: a Hugging Face folder instead of random weights."""
     os.environ |= {k: v for k, v in ENVIRONMENT.items() if k not in os.environ}
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+    os.environ.setdefault("MASTER_PORT", "0")
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.rollout.vllm import VllmEngine
 

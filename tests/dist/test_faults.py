@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from programs import (
     torchrun,
     wait_for,
 )
+from ranks import free_port
 
 LIMIT_S = 10
 ENDLESS = ("--config", "cfg.py", "--steps", "1000")
@@ -116,11 +116,8 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank):
     """Nobody there looks at its process. Two torchruns, as on two hosts; rank 0's has the store."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node",
-               "1", "--master-addr", "127.0.0.1", "--master-port", port]  # fmt: skip
+               "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
     program = ["-m", "spmdrl.ppo", *ENDLESS, "--data.eval", "None", "--checkpoint.every_steps", "2"]
     Path(folder, "log").touch()
     hosts = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,25 @@ def test_ranks_that_do_not_come_are_named_once(folder, come, cause):
     assert len(re.findall("failed in phase 'start'", said)) == 1, said
     assert re.search(f"spmdrl: {cause}", said), said
     assert len(list(Path(folder, "run/errors").iterdir())) == 1
+
+
+def test_a_taken_port_is_named_with_who_has_it(folder):
+    with socket.socket() as other:
+        other.bind(("", free_port()))
+        other.listen()
+        port = other.getsockname()[1]
+        rank = spawn(folder, "log0", "-m", "spmdrl.ppo", RANK="0", LOCAL_RANK="0", WORLD_SIZE="2",
+                     LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1",
+                     TORCHELASTIC_ERROR_FILE=str(folder / "error"))  # fmt: skip
+        assert rank.wait(LIMIT_S) == 1
+    said = Path(folder, "log0").read_text()
+    assert re.search(
+        rf"spmdrl: rank 0 on \S+ failed in phase 'start': .* port {port} \(MASTER_PORT\), where "
+        rf"process {os.getpid()} listens \(.*pytest.*\): .*address already in use\)", said,
+    ), said  # fmt: skip
+    assert "Traceback" not in said
+    assert str(port) in Path(folder, "error").read_text()
+    assert Path(folder, "run/errors/rank_0.json").exists()
 
 
 def test_a_store_that_freezes_at_the_start_holds_nobody(folder):
