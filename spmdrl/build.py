@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
-from spmdrl.engines.models import vocab_size_of
+from spmdrl.engines.fsdp import FsdpEngine
+from spmdrl.engines.models import load_hf_config
 from spmdrl.leftover import Leftover
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
@@ -28,6 +30,7 @@ from spmdrl.routing import Post
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import SpanLog
 from spmdrl.types import Prompt, Sample
+from spmdrl.vision import Looks, Sight, Vision
 from spmdrl.weights.sync import WeightSync
 
 
@@ -83,10 +86,12 @@ def build(
         undo.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
-        prompts, held_out, order = load_prompts(config, tokenizer, rewards, topology)
+        prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
     places = Places(topology)
     trainers = build_trainers(config, runtime, places, placement, host)
     actor = trainers["actor"]
+    if looks is not None and looks.per_prompt:
+        give_sight(trainers.values(), Sight(looks.vision, prompts.by_id))
     with phases("build reward model"):
         scoring = places.of(placement.roles["reward"], **reward_degrees(config))
         reward_model = build_reward_model(config, scoring, topology)
@@ -95,7 +100,7 @@ def build(
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
         rollout = build_rollout(
-            config.model, config.rollout, longest, ranks, topology, config.strict, beside
+            config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks
         )
         if rollout is not None:
             undo.callback(rollout.shutdown)
@@ -137,35 +142,55 @@ def check_enough(config: PpoConfig, num_prompts: int) -> None:
 
 def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
-) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder]:
-    """To train on, held out, and the order of the first. Collective."""
-    data, vocab_size = prompts_of(config), vocab_size_of(config.model)
-    asks = needs_truth(config.reward)
-    prompts = PromptDataset.load(data.train, tokenizer, data, topology, vocab_size, asks)
+) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, Looks | None]:
+    """To train on, held out, the order of the first, and the images of both. Collective."""
+    data = config.data
+    prompts = load_dataset(data.train, config, tokenizer, topology)
     order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
     check_enough(config, len(prompts))
-    sources = set(prompts.data_sources)
+    sources, looks = set(prompts.data_sources), prompts.looks()
     held_out: list[tuple[int, Prompt]] = []
     if data.eval is not None:
-        held_out, theirs = load_held_out(config, tokenizer, topology)
-        sources |= theirs
+        held_out, dataset = load_held_out(config, tokenizer, topology)
+        sources |= set(dataset.data_sources)
+        looks = prompts.looks(dataset)
     if rewards is not None:
         rewards.check_sources(sorted(sources))
-    return prompts, held_out, order
+    return prompts, held_out, order, looks
 
 
 def load_held_out(
     config: PpoConfig, tokenizer: Any, topology: Topology
-) -> tuple[list[tuple[int, Prompt]], set[str]]:
-    """(the prompts by number, the data_sources of the whole file). Collective."""
-    data = prompts_of(config)
-    assert data.eval is not None
+) -> tuple[list[tuple[int, Prompt]], PromptDataset]:
+    """(the prompts by number, the whole file). Collective."""
+    assert config.data.eval is not None
+    dataset = load_dataset(config.data.eval, config, tokenizer, topology)
+    count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
+    return [(i, dataset.prompt(i)) for i in range(count)], dataset
+
+
+def load_dataset(
+    paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology
+) -> PromptDataset:
+    """Collective."""
+    data, hf = prompts_of(config), load_hf_config(config.model)
+    vision = Vision.load(config.model, hf, data)
     dataset = PromptDataset.load(
-        data.eval, tokenizer, data, topology, vocab_size_of(config.model),
-        needs_truth(config.reward),
+        paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
+        needs_truth(config.reward), vision,
     )  # fmt: skip
-    count = min(len(dataset), data.max_eval_prompts or len(dataset))
-    return [(i, dataset.prompt(i)) for i in range(count)], set(dataset.data_sources)
+    require(
+        not (dataset.images.per_prompt and has_replies(config)),
+        f"{paths} has images: prompts with images have one turn, without tools and environment",
+    )
+    return dataset
+
+
+def give_sight(trainers: Iterable[Trainer], sight: Sight) -> None:
+    for trainer in trainers:
+        if trainer.engine is not None:
+            assert isinstance(trainer.engine, FsdpEngine)  # plan.check_model
+            trainer.engine.sight = sight
 
 
 def build_trainers(

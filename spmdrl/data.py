@@ -6,6 +6,7 @@ A prompt row follows verl's schema:
     prompt         [{"role": "user", "content": "2+3?"}]   or a plain string
     reward_model   {"style": "rule", "ground_truth": "5"}  or a column `ground_truth`
     extra_info     {...}                                   optional, handed to the reward
+    images         [{"bytes": ...}] or paths               optional, see spmdrl/vision.py
 
 A chat list goes through the tokenizer's chat template with a generation prompt. A plain string is
 the whole prompt: it is tokenised as it stands, with the special tokens the tokenizer adds by itself
@@ -16,14 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
 
-from spmdrl.chat import Encoder
+from spmdrl.chat import Encoded, Encoder
 from spmdrl.config import ConfigError, DataConfig
 from spmdrl.files import (
     BAD_ROW,
@@ -38,6 +40,7 @@ from spmdrl.files import (
 )
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
+from spmdrl.vision import FAMILIES, MARK, Looks, Picture, Vision, pictures_of, with_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +55,7 @@ class PromptDataset:
     num_bad        rows that cannot be used and were left out (on_bad_row="skip")
     num_escaped    rows whose text names control tokens, which were made ordinary text
     data_sources   every data_source of the files, sorted; the same on every rank
+    images         the most that a prompt has, and the tokens of the largest; 0 where there is none
     """
 
     def __init__(
@@ -64,8 +68,11 @@ class PromptDataset:
         num_overlong: int,
         num_bad: int,
         num_escaped: int,
+        vision: Vision | None,
+        images: MostImages,
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
+        self.vision, self.images = vision, images
         self.encoder, self.config, self.data_sources = encoder, config, data_sources
         self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
 
@@ -78,11 +85,12 @@ class PromptDataset:
         topology: Topology,
         vocab_size: int | None = None,
         needs_truth: Callable[[str], bool] = lambda data_source: True,
+        vision: Vision | None = None,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
         vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
-        of a data_source must have a ground truth.
+        of a data_source must have a ground truth. vision: of the model, where it sees images.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -90,15 +98,18 @@ class PromptDataset:
         encoder = Encoder(tokenizer, config, config.max_prompt_tokens, vocab_size)
         sources: set[str] = set()
         escaped = 0
+        most = MostImages()
 
-        def length(row: dict[str, Any]) -> int:
-            nonlocal escaped
-            fields = prompt_fields(row)
+        def length(row: dict[str, Any], path: Path) -> int:
+            nonlocal escaped, most
+            fields = prompt_fields(row, path.parent)
             if fields.ground_truth is None and needs_truth(fields.data_source):
                 raise without_truth(row)
-            found = encoder.prompt(fields.prompt)
+            found = encode(fields, encoder, config, vision)
             sources.add(fields.data_source)
             escaped += found.escaped
+            if fields.images and vision is not None and len(found.ids) <= config.max_prompt_tokens:
+                most = most.beside(fields.images, vision)
             return len(found.ids)
 
         lengths = measure_rows(files, length, topology, config.on_bad_row)
@@ -115,12 +126,13 @@ class PromptDataset:
                     word[config.overlong_prompts],
                 )
         gathered: list[Any] = [None] * topology.world
-        dist.all_gather_object(gathered, (sources, escaped), group=topology.group)
-        data_sources = tuple(sorted(set().union(*(theirs for theirs, _ in gathered))))
-        num_escaped = sum(count for _, count in gathered)
+        dist.all_gather_object(gathered, (sources, escaped, most), group=topology.group)
+        data_sources = tuple(sorted(set().union(*(theirs for theirs, _, _ in gathered))))
+        num_escaped = sum(count for _, count, _ in gathered)
         report_escaped(num_escaped, len(files), topology)
         return cls(
-            files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped
+            files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped,
+            vision, MostImages.of(images for _, _, images in gathered),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -129,15 +141,22 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """The prompt at 0 <= index < len(self); its id is the row number over all files."""
         row = int(self.rows[index])
-        fields = prompt_fields(self.files.row(row))
-        token_ids, text, _ = self.encoder.prompt(fields.prompt)
+        fields = prompt_fields(self.files.row(row), self.files.locate(row)[0].path.parent)
+        token_ids, text, _ = encode(fields, self.encoder, self.config, self.vision)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
             text = str(self.encoder.tokenizer.decode(token_ids))
         return Prompt(
             row, token_ids, fields.data_source, fields.ground_truth, text, fields.extra_info,
-            fields.prompt if isinstance(fields.prompt, list) else None,
+            fields.prompt if isinstance(fields.prompt, list) else None, fields.images,
         )  # fmt: skip
+
+    def looks(self, *others: PromptDataset) -> Looks | None:
+        """What an engine has to reckon with that is asked these prompts; None: it sees none."""
+        if self.vision is None:
+            return None
+        most = MostImages.of([self.images, *(other.images for other in others)])
+        return Looks(self.vision, most.per_prompt, most.tokens)
 
     def by_id(self, row: int) -> Prompt:
         """The prompt whose id this is."""
@@ -152,18 +171,62 @@ class PromptFields:
     data_source: str
     ground_truth: Any  # None where there is none
     extra_info: dict[str, Any]
+    images: tuple[Picture, ...] = ()
 
 
-PROMPT_COLUMNS = ("prompt", "data_source", "reward_model", "ground_truth", "extra_info")
+PROMPT_COLUMNS = ("prompt", "data_source", "reward_model", "ground_truth", "extra_info", "images")
 
 
-def prompt_fields(row: dict[str, Any]) -> PromptFields:
+@dataclass(frozen=True)
+class MostImages:
+    """What an engine has to reckon with."""
+
+    per_prompt: int = 0
+    tokens: int = 0  # of the largest
+
+    def beside(self, pictures: tuple[Picture, ...], vision: Vision) -> MostImages:
+        largest = max(map(vision.num_tokens, pictures))
+        return MostImages(max(self.per_prompt, len(pictures)), max(self.tokens, largest))
+
+    @classmethod
+    def of(cls, several: Iterable[MostImages]) -> MostImages:
+        each = list(several)
+        return cls(max(one.per_prompt for one in each), max(one.tokens for one in each))
+
+
+def encode(
+    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: Vision | None
+) -> Encoded:
+    """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
+    if not fields.images:
+        return encoder.prompt(fields.prompt)
+    if vision is None:
+        raise ConfigError(
+            "the data has images, which the model does not see: model types that do are "
+            f"{', '.join(FAMILIES)}"
+        )
+    if isinstance(fields.prompt, str):
+        raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
+    found = encoder.prompt(with_parts(fields.prompt, len(fields.images)))
+    if len(found.ids) <= encoder.limit:
+        found = found._replace(ids=vision.placed(found.ids, fields.images))
+    if len(found.ids) > encoder.limit and config.overlong_prompts == "truncate":
+        raise BadRow(
+            f"field 'images': a prompt of {len(found.ids)} tokens with images cannot be cut to "
+            f"max_prompt_tokens={encoder.limit}: raise it, set image_max_pixels, or set "
+            "overlong_prompts to 'filter'"
+        )
+    return found
+
+
+def prompt_fields(row: dict[str, Any], folder: Path) -> PromptFields:
     """Raises BadRow naming the first field that is missing, null, empty or of a wrong type.
 
-    A ground truth may be missing: some rewards ask for none.
+    A ground truth may be missing: some rewards ask for none. folder: of the file.
     """
+    images = pictures_of(row.get("images"), folder)
     prompt = lookup(row, "prompt")
-    check_prompt("prompt", prompt)
+    check_prompt("prompt", prompt, parts=bool(images))
     data_source = lookup(row, "data_source")
     if not isinstance(data_source, str) or not data_source:
         raise bad_field("data_source", data_source, "a name such as 'openai/gsm8k'", row)
@@ -174,7 +237,7 @@ def prompt_fields(row: dict[str, Any]) -> PromptFields:
     if extra_info is not None and not isinstance(extra_info, dict):
         raise bad_field("extra_info", extra_info, "a mapping, or null", row)
     chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
-    return PromptFields(chat, data_source, ground_truth, extra_info or {})
+    return PromptFields(chat, data_source, ground_truth, extra_info or {}, images)
 
 
 def truth_key(row: dict[str, Any]) -> str:
@@ -189,8 +252,11 @@ def without_truth(row: dict[str, Any]) -> BadRow:
     return bad_field(key, lookup(row, key), expected, row)
 
 
-def check_prompt(field: str, prompt: Any) -> None:
-    """Raises BadRow unless `prompt` is a non-empty string or a non-empty chat list."""
+def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
+    """Raises BadRow unless `prompt` is a non-empty string or a non-empty chat list.
+
+    parts: a content may be a list of parts, which are not looked at.
+    """
     expected = "a non-empty string or chat list [{'role': ..., 'content': ...}, ...]"
     if not isinstance(prompt, str | list) or len(prompt) == 0:
         raise bad_field(field, prompt, expected)
@@ -200,9 +266,10 @@ def check_prompt(field: str, prompt: Any) -> None:
         if not isinstance(turn, dict):
             raise bad_field(f"{field}[{i}]", turn, "{'role': ..., 'content': ...}")
         for key in ("role", "content"):
-            if not isinstance(turn.get(key), str):
+            kind = str | list if parts and key == "content" else str
+            if not isinstance(turn.get(key), kind):
                 raise bad_field(f"{field}[{i}].{key}", turn.get(key, MISSING), "a string", turn)
-    if not any(turn["content"].strip() for turn in prompt):
+    if not any(turn["content"] if parts else turn["content"].strip() for turn in prompt):
         raise BadRow(f"field '{field}': every turn is empty, expected {expected}")
 
 

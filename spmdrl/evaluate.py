@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from spmdrl.roles import Sampler
     from spmdrl.topology import Topology
     from spmdrl.types import Sample
+    from spmdrl.vision import Looks
 
 
 def main(
@@ -116,8 +117,8 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)
         with phases("load data"):
-            prompts, sources = load_held_out(config, tokenizer, topology)
-            rewards.check_sources(sorted(sources))
+            prompts, dataset = load_held_out(config, tokenizer, topology)
+            rewards.check_sources(dataset.data_sources)
         most = len(prompts) * config.eval_samples
         if dry_run and runtime.is_main:
             print(as_source(config), f"{len(prompts)} held-out prompts, {most} answers",
@@ -129,7 +130,7 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
         if config.resume != "never":
             step = json.loads(Path(config.resume, "run.json").read_text())["step"]
             name, model = config.resume, exported(config, runtime)
-        sampler = sampler_of(config, model, rewards, tokenizer, runtime)
+        sampler = sampler_of(config, model, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
         if sampler.dialogue is not None:
             undo.callback(sampler.dialogue.close)
@@ -179,8 +180,9 @@ def exported(config: PpoConfig, runtime: Runtime) -> str:
 
 
 def sampler_of(
-    config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime
-) -> Sampler:
+    config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime,
+    looks: Looks | None,
+) -> Sampler:  # fmt: skip
     """On all ranks. Collective."""
     from spmdrl.build import build_dialogue, build_reward_model, reward_degrees
     from spmdrl.remote_code import allow_code
@@ -195,7 +197,9 @@ def sampler_of(
         if config.trust_remote_code:
             allow_code(model)
         ranks = Topology.build(topology.device, dp=-1, tp=rollout.tensor_parallel)
-        engine = build_engine(model, rollout, longest, ranks, topology, config.strict)
+        engine = build_engine(
+            model, rollout, longest, ranks, topology, config.strict, looks=looks
+        )  # fmt: skip
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
         dialogue = build_dialogue(config, tokenizer, ranks)

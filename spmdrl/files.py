@@ -24,6 +24,7 @@ from spmdrl.config import ConfigError
 from spmdrl.topology import Topology
 
 T = TypeVar("T")
+Length = Callable[[dict[str, Any], Path], int]  # of a row of a file
 
 logger = logging.getLogger(__name__)
 
@@ -212,8 +213,8 @@ def read_lines(path: Path) -> pa.Table:
 
 
 def measure_rows(
-    files: Files, length: Callable[[dict[str, Any]], int], topology: Topology, on_bad_row: str
-) -> np.ndarray:
+    files: Files, length: Length, topology: Topology, on_bad_row: str
+) -> np.ndarray:  # fmt: skip
     """Calls `length` on every row, split over the ranks: -> (num_rows,) int64, the same everywhere.
 
     Rows in which it raised BadRow are a ConfigError that names the lowest one; on every rank,
@@ -248,18 +249,18 @@ def measure_rows(
     return lengths
 
 
-def reason_of(files: Files, row: int, length: Callable[[dict[str, Any]], int]) -> str:
+def reason_of(files: Files, row: int, length: Length) -> str:
     """What is wrong with a bad row, and where it stands."""
     try:
-        length(files.row(row))
+        length(files.row(row), files.locate(row)[0].path)
     except BadRow as error:
         return f"{files.where(row)}: {error}"
     return f"{files.where(row)} differs between ranks' copies of the file"
 
 
-def measure_row(file: DataFile, raw: dict[str, Any] | BadRow, length: Callable[[dict], int]) -> int:
+def measure_row(file: DataFile, raw: dict[str, Any] | BadRow, length: Length) -> int:
     try:
-        return length(file.decode(raw))
+        return length(file.decode(raw), file.path)
     except BadRow:
         return BAD_ROW
 

@@ -40,6 +40,7 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     batch.policy_version = torch.tensor(versions, dtype=torch.int64)
     batch.groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
     batch.indices = torch.tensor([s.index for s in samples], dtype=torch.int64)
+    batch.prompts = torch.tensor([s.prompt.id for s in samples], dtype=torch.int64)
     batch.rewards = torch.tensor(
         [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
     )
@@ -64,6 +65,7 @@ def empty_batch(seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = ()
         rollout_logprobs=torch.zeros(tokens["rollout_logprobs"]),
         groups=torch.zeros(num_seqs, dtype=torch.int64),
         indices=torch.zeros(num_seqs, dtype=torch.int64),
+        prompts=torch.full((num_seqs,), -1),
         rewards=torch.zeros(num_seqs, dtype=torch.float64),
         valid=torch.zeros(num_seqs),
         greedy=torch.zeros(num_seqs, dtype=torch.float64),

@@ -48,6 +48,7 @@ from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict, check_strict_model
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.trackers import check_trackers
+from spmdrl.vision import sees_images
 
 MAX_RANKS = 2**20
 
@@ -514,6 +515,8 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
+    if sees_images(hf):
+        check_vision(hf, config)
     require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
     unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
     require(
@@ -528,6 +531,10 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         if role.model is not None:
             other = load_hf_config(role.model)
             check_layers(other)
+            require(
+                getattr(hf, "image_token_id", None) == getattr(other, "image_token_id", None),
+                f"{name}.model and the model mark images by different tokens, or one sees none",
+            )
             vocab, theirs = text.vocab_size, other.get_text_config().vocab_size
             require(vocab == theirs, f"{name}.model has {theirs} tokens, the model {vocab}")
     heads = text.num_attention_heads
@@ -536,6 +543,23 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
         f"use one of {divisors(heads)}",
     )
+
+
+def check_vision(hf: PreTrainedConfig, config: PpoConfig) -> None:
+    """What a model with a vision tower cannot do yet."""
+    wanted: dict[str, Any] = {
+        "strict": config.strict, "rollout.quantization": config.rollout.quantization,
+    }  # fmt: skip
+    for name, role in training_roles(config).items():
+        wanted[f"{name}.engine='megatron'"] = role.engine == "megatron"
+        wanted[f"{name}.ulysses"] = role.ulysses > 1
+        wanted[f"{name}.lora"] = role.lora
+        wanted[f"{name}.compile"] = role.compile
+        wanted[f"{name}.kernels='liger'"] = role.kernels == "liger"
+    found = [name for name, value in wanted.items() if value]
+    require(
+        not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"
+    )  # fmt: skip
 
 
 def check_layers(hf: PreTrainedConfig) -> None:

@@ -48,6 +48,8 @@ class ReplayBuffer:
         """
         shares = [read_plain(path) for path in paths]
         parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
+        for fields in (fields for age in parts for fields in age):  # an earlier version's lack it
+            fields.setdefault("prompts", torch.full_like(fields["groups"], -1))
         ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
                             [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip
         self.past = ages[: self.steps]

@@ -25,7 +25,7 @@ from spmdrl.wire import Wire, Work
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
-SEQ_FLOATS = 3  # rewards, valid, greedy; the reward keys follow
+SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
 
 
 @dataclass
@@ -161,15 +161,16 @@ def receive_batch(
 
 
 def seq_floats(batch: Batch) -> Tensor:
-    """(num_seqs, 3 + num_keys) float64: what a sequence has beside its address and tokens."""
-    columns = torch.stack([batch.rewards, batch.valid.double(), batch.greedy], dim=1)
-    return torch.cat([columns, batch.keys], dim=1)
+    """(num_seqs, SEQ_FLOATS + num_keys) float64: what it has beside its address and tokens."""
+    columns = [batch.rewards, batch.valid.double(), batch.greedy, batch.prompts.double()]
+    return torch.cat([torch.stack(columns, dim=1), batch.keys], dim=1)
 
 
 def set_seq_floats(batch: Batch, values: Tensor) -> None:
-    """What `seq_floats` took, (num_seqs, 3 + num_keys) float64."""
+    """What `seq_floats` took."""
     batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
     batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
+    batch.prompts = values[:, 3].long()
 
 
 def span(batch: Batch, first: int, end: int) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class SftDataset:
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
         escaped = 0
 
-        def length(row: dict[str, Any]) -> int:
+        def length(row: dict[str, Any], path: Path) -> int:
             nonlocal escaped
             found = sft_tokens(row, encoder)
             escaped += found.escaped

@@ -11,19 +11,18 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl import checkpoint
-from spmdrl.build import Run, build, check_enough, close
+from spmdrl.build import Run, build, check_enough, close, load_dataset
 from spmdrl.cli import as_source
 from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.describe import describe
-from spmdrl.engines.models import vocab_size_of
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
-from spmdrl.rewards.runner import RewardRunner, needs_truth
-from spmdrl.rollout.dialogue import Dialogue, has_replies, prompts_of
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout.dialogue import Dialogue, has_replies
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import hand_over, learn
 from spmdrl.stopping import Ending
@@ -268,10 +267,7 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
     for name, paths in sets.items():
         if paths is None:
             continue
-        dataset = PromptDataset.load(
-            paths, tokenizer, prompts_of(config), runtime.topology, vocab_size_of(config.model),
-            needs_truth(config.reward),
-        )  # fmt: skip
+        dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
         if name == "train":
             num_prompts = len(dataset)
@@ -280,7 +276,7 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
-                  *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
+                  *image_lines(dataset), *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
     rewards.close()
     if has_replies(config):
         sampling = place(config, ranks).roles["rollout"]
@@ -289,6 +285,13 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         dialogue.close()
     if runtime.is_main:
         print(as_source(config), describe(config, ranks, num_prompts), *lines, sep="\n")
+
+
+def image_lines(dataset: PromptDataset) -> list[str]:
+    most = dataset.images
+    if not most.per_prompt:
+        return []
+    return [f"  images: at most {most.per_prompt} in a prompt, and {most.tokens} tokens in one"]
 
 
 def scored_example(prompt: Prompt, rewards: Any) -> list[str]:

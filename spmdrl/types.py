@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from spmdrl.vision import Picture
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
 
@@ -35,6 +38,7 @@ class Prompt:
     text: str  # the prompt as the model sees it, for logs
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat: list[Message] | None = None  # as the data has it; None: it has a plain string
+    images: tuple[Picture, ...] = ()  # in order of their tokens, as many as the image needs
 
     @property
     def messages(self) -> list[Message]:
@@ -95,6 +99,7 @@ class Batch:
     rollout_logprobs: Tensor  # (num_tokens,) float32
     groups: Tensor  # (num_seqs,) int64
     indices: Tensor  # (num_seqs,) int64
+    prompts: Tensor  # (num_seqs,) int64, ids of their prompts; -1 where there is none
     rewards: Tensor  # (num_seqs,) float64, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32
     greedy: Tensor  # (num_seqs,) float64, reward of the greedy answer to the same prompt
@@ -160,7 +165,7 @@ class PolicyStats(NamedTuple):
     pi_squared: Tensor | None = None  # sum of that distribution's squared probabilities
 
 
-SEQ_FIELDS = frozenset({"groups", "indices", "rewards", "valid", "greedy", "keys"})
+SEQ_FIELDS = frozenset({"groups", "indices", "prompts", "rewards", "valid", "greedy", "keys"})
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 
 

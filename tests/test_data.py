@@ -276,7 +276,7 @@ def test_template_that_refuses_a_chat(topology, tokenizer, tmp_path, monkeypatch
     ("content", "words"),
     [
         (b"\xff\xfe{\x00", "is text in UTF-16"),
-        (gzip.compress(b'{"prompt": "q"}\n'), "is compressed by gzip"),
+        (gzip.compress(b'{"prompt": "q"}\n', mtime=0), "is compressed by gzip"),
         (b"PAR1\x15\x04", r"is Parquet \(name it"),
         (b"\n\r\n  \n", "has no rows"),
         (b"", "has no rows"),

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import ema, layers
@@ -50,6 +50,7 @@ from spmdrl.remote_code import code_files
 from spmdrl.safe_load import ShardReader
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
+from spmdrl.vision import Scene, Sight, load_processor, sees_images
 from spmdrl.weights.names import checkpoint_parts
 from spmdrl.weights.reshard import gathered
 from spmdrl.weights.shards import Shards, shards_by_part
@@ -86,13 +87,16 @@ class FsdpEngine:
         assert config.ulysses == (1 if self.team is None else self.team.size)
         hf = build_model(
             model, topology.rank == 0, has_head=kind != "value",
-            auto=AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM,
+            auto=AutoModelForSequenceClassification if kind == "reward" else None,
         )  # fmt: skip
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         generation = [hf.generation_config] if kind != "reward" else []
         self.pretrained = [hf.config, *generation, *code_files(hf.config)]
+        if sees_images(hf.config):
+            self.pretrained.append(load_processor(model))
+        self.sight: Sight | None = None  # of the images in a run's data, where there are any
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
@@ -211,19 +215,24 @@ class FsdpEngine:
         mine, packing = self._inputs(mb)
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mb.token_ids[mine.rows],
-            temperature, pi_squared,
+            temperature, pi_squared, self._scene(mb),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
 
     def _value(self, mb: Batch) -> Tensor:
         mine, packing = self._inputs(mb)
-        values = self.module(mine.token_ids, mine.positions, packing, mine.states)
+        values = self.module(
+            mine.token_ids, mine.positions, packing, mine.states, self._scene(mb)
+        )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
     def _inputs(self, mb: Batch) -> tuple[Share, Packing]:
         mine = share_of(mb, self.team)
         return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
+
+    def _scene(self, mb: Batch) -> Scene | None:
+        return None if self.sight is None else self.sight.scene(mb)
 
     def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
         batch = shared(own, self.team, self.topology.device)

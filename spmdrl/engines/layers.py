@@ -32,6 +32,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import attention
+from spmdrl.vision import sees_images
 
 BACKEND = "inductor"  # of torch.compile
 ROTARY = "apply_rotary_pos_emb"  # the function's name in every modeling module that has one
@@ -290,7 +291,8 @@ def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device
         # no name may have "flash" in it, which transformers takes for its own
         name = f"{attention.NAME}{'_fa' * wants}{'_outside' * config.compile}"
         AttentionInterface.register(name, function)
-        hf.set_attn_implementation(name)
+        text: Any = hf.base_model.language_model if sees_images(hf.config) else hf
+        text.set_attn_implementation(name)
 
 
 def flash_attn_varlen(

@@ -21,12 +21,13 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
 from spmdrl.engines import attention
 from spmdrl.remote_code import UNREADABLE, reason_of
+from spmdrl.vision import Scene, auto_class, sees_images
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,14 @@ class TokenPolicy(nn.Module):
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
-        targets: Tensor, temperature: float, pi_squared: bool = False,
+        targets: Tensor, temperature: float, pi_squared: bool = False, scene: Scene | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """token_ids, position_ids: (num_tokens,); states, targets: (n,) positions, token ids.
 
         Returns logprobs, entropy and the sum of squared probabilities (0 unless `pi_squared`), (n,)
         float32 each: of targets[i] as what follows on token states[i].
         """
-        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         head: Any = self.hf.get_output_embeddings()
         return self.lm_head_logprobs(
             hidden[states], head.weight, targets, temperature,
@@ -78,10 +79,11 @@ class TokenValue(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor
-    ) -> Tensor:
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        scene: Scene | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns (n,) float32 values of the states after tokens `states`."""
-        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         return self.value_head(hidden[states]).float().squeeze(-1)
 
 
@@ -93,23 +95,40 @@ class TokenReward(nn.Module):
         self.hf = hf
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor
-    ) -> Tensor:
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        scene: Scene | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns (n,) float32: its output of what ends with tokens `states`."""
-        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing)
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         head: Any = self.hf.score
         return head(hidden[states]).float().squeeze(-1)
 
 
 def backbone_hidden(
-    hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing
-) -> Tensor:
+    hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing,
+    scene: Scene | None = None,
+) -> Tensor:  # fmt: skip
     """Last hidden state of every token: (num_tokens, hidden_size)."""
+    seen: dict[str, Any] = {"position_ids": position_ids[None]}
+    if scene is not None:
+        place_images(hf, scene.is_image[None])
+        seen = {"position_ids": scene.positions[:, None], "pixel_values": scene.pixels,
+                "image_grid_thw": scene.grids}  # fmt: skip
     out = hf.base_model(
-        input_ids=token_ids[None], position_ids=position_ids[None], attention_mask=None,
-        use_cache=False, packing=packing,
+        input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip
     return out.last_hidden_state[0]
+
+
+def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
+    """In its next pass the model puts its images at these tokens, (rows, tokens) bool.
+
+    It would look for the placeholder's id, which a policy may well write into an answer.
+    """
+    base: Any = hf.base_model
+    base.get_placeholder_mask = lambda *args, **kwargs: (
+        is_image[..., None], torch.zeros_like(is_image[..., None])
+    )  # fmt: skip
 
 
 def load_hf_config(model: str) -> PreTrainedConfig:
@@ -161,28 +180,31 @@ def on_hub(model: str) -> bool:
 
 
 def build_model(
-    model: str, full: bool, has_head: bool = True, auto: Any = AutoModelForCausalLM
-) -> PreTrainedModel:
+    model: str, full: bool, has_head: bool = True, auto: Any = None
+) -> PreTrainedModel:  # fmt: skip
     """A float32 model on the CPU; `full` False gives uninitialised weights.
 
     has_head False: weights of the output embedding are not needed. auto: transformers' class that
-    finds the model's. Raises ConfigError.
+    finds the model's; None: of language models. Raises ConfigError.
     """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
         hf = load_model(model, has_head, auto, **settings)
         require_finite(hf, model)
     else:
+        config = load_hf_config(model)
         with no_init_weights():
-            hf = auto.from_config(load_hf_config(model), **settings)
+            hf = (auto or auto_class(config)).from_config(config, **settings)
         hf.tie_weights()
     without_dropout(hf)
+    if sees_images(hf.config):  # the tower's is neither packed nor causal
+        hf.config.vision_config._attn_implementation = "sdpa"
     return hf.train()  # activation checkpointing only works in train mode
 
 
 def load_model(
-    model: str, has_head: bool = True, auto: Any = AutoModelForCausalLM, **settings: Any
-) -> PreTrainedModel:
+    model: str, has_head: bool = True, auto: Any = None, **settings: Any
+) -> PreTrainedModel:  # fmt: skip
     """A model with the weights of its files, all of them.
 
     Raises ConfigError for a file that is damaged, and for tensors that the files lack or have in
@@ -191,6 +213,7 @@ def load_model(
     """
     if Path(model).is_dir():
         check_files(Path(model))
+    auto = auto or auto_class(load_hf_config(model))
     try:
         loaded: Any = auto.from_pretrained(
             model, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -253,7 +276,7 @@ def some_of(names: list[str]) -> str:
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Shapes and layers without memory."""
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = auto_class(config).from_config(config)
     hf.tie_weights()
     return hf
 

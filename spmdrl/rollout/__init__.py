@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from spmdrl.config import LoraConfig, RolloutConfig
     from spmdrl.rollout.engine import RolloutEngine
     from spmdrl.topology import Topology
+    from spmdrl.vision import Looks
 
 
 def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
     job: Topology | None = None, strict: bool = False, lora: LoraConfig | None = None,
+    looks: Looks | None = None,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
-    lora: vLLM keeps an adapter beside its weights, which are then the base's.
+    lora: vLLM keeps an adapter beside its weights, which are then the base's. looks: which images
+    prompts have, where the model sees any.
 
     Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None. job:
     all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
@@ -28,10 +31,10 @@ def build_engine(
     if topology.here and config.engine == "hf":
         from spmdrl.rollout.hf import HfEngine
 
-        engine = HfEngine(model, config, max_model_len, topology, strict)
+        engine = HfEngine(model, config, max_model_len, topology, strict, looks)
     elif topology.here:
         from spmdrl.rollout.vllm import VllmEngine
 
-        engine = VllmEngine(model, config, max_model_len, topology, strict, lora)
+        engine = VllmEngine(model, config, max_model_len, topology, strict, lora, looks)
     level_group_count(job.control if job is not None else None)
     return engine

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spmdrl.rollout.noise import preserved_rng
+from spmdrl.vision import Picture
 from spmdrl.weights.layout import Layout
 
 NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an environment wrote
@@ -44,6 +45,7 @@ class Request:
     max_tokens: int | None = None  # of this answer; None: SamplingParams.max_tokens
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
+    images: Sequence[Picture] = ()  # of the prompt
 
     @property
     def num_earlier(self) -> int:

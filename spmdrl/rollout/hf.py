@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.engines.models import place_images
 from spmdrl.rollout import hf_strict
 from spmdrl.rollout.engine import (
     Answer,
@@ -29,6 +30,7 @@ from spmdrl.rollout.noise import gumbel, mix, preserved_rng
 from spmdrl.rollout.sampling import eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
+from spmdrl.vision import Looks
 from spmdrl.weights.layout import ByName, Layout, layout_by_name
 from spmdrl.weights.names import by_checkpoint_name, checkpoint_parts
 
@@ -43,6 +45,8 @@ class Cohort:
     tokens: Tensor  # (num_rows, n) int64, not yet in the cache
     mask: Tensor  # (num_rows, length) int64, `tokens` included
     seeds: Tensor  # (num_rows,) int64
+    ahead: Tensor  # (num_rows,) int64: a new token's position less how many stand before it
+    images: dict[str, Any]  # for the first pass
 
 
 class HfEngine:
@@ -50,9 +54,9 @@ class HfEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False,
+        strict: bool = False, looks: Looks | None = None,
     ) -> None:  # fmt: skip
-        """strict: see hf_strict.py.
+        """strict: see hf_strict.py. looks: which images prompts have, where the model sees any.
 
         Raises ConfigError where tensor parallelism is asked for, or the model cannot be strict.
         """
@@ -66,7 +70,7 @@ class HfEngine:
                 f"{config.tensor_parallel}: set it to 1, or use engine='vllm'"
             )
         self.topology, self.device = topology, topology.device
-        self.config, self.max_model_len = config, max_model_len
+        self.config, self.max_model_len, self.looks = config, max_model_len, looks
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
             loaded: Any = load_model(model, dtype=dtype)
@@ -138,17 +142,51 @@ class HfEngine:
             tokens, mask = left_pad([sequence(self.answers[id]) for id in ids], self.device)
             seeds = torch.tensor([self.answers[id].request.seed for id in ids], device=self.device)
             cache = DynamicCache(config=self.model.config)
-            self.cohorts.append(Cohort(ids, params, cache, tokens, mask, mix(seeds)))
+            requests = [self.answers[id].request for id in ids]
+            ahead, images = self.images_of(requests, mask)
+            self.cohorts.append(
+                Cohort(ids, params, cache, tokens, mask, mix(seeds), ahead, images)
+            )  # fmt: skip
+
+    def images_of(
+        self, requests: list[Request], mask: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+        """(Cohort.ahead, what the model's first pass is given) of left-padded rows."""
+        ahead = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
+        if self.looks is None or not any(request.images for request in requests):
+            return ahead, {}
+        vision = self.looks.vision
+        views = [vision.view(request.prompt_ids, request.images) for request in requests]
+        positions = text_positions(mask).expand(3, -1, -1).clone()
+        is_image = torch.zeros_like(mask, dtype=torch.bool)
+        for row, view in enumerate(views):
+            known = view.positions.shape[1]
+            first = mask.shape[1] - int(mask[row].sum())
+            ahead[row] = view.next_position - known
+            positions[:, row, first:] += ahead[row]
+            positions[:, row, first : first + known] = view.positions.to(self.device)
+            for start, count in view.spans:
+                is_image[row, first + start : first + start + count] = True
+        return ahead, {
+            "is_image": is_image,
+            "position_ids": positions,
+            "pixel_values": torch.cat([p for view in views for p in view.pixels]).to(self.device),
+            "image_grid_thw": torch.cat([view.grids for view in views]).to(self.device),
+        }
 
     def advance(self, cohort: Cohort) -> list[int]:
         """One token for each row; returns the ids of those that ended with it."""
-        positions = (cohort.mask.cumsum(1) - 1).clamp(min=0)[:, -cohort.tokens.shape[1] :]
+        positions = text_positions(cohort.mask)[:, -cohort.tokens.shape[1] :]
+        given = {"position_ids": positions + cohort.ahead[:, None]} | cohort.images
+        if cohort.images:
+            place_images(self.model, given.pop("is_image"))
+            cohort.images = {}
         logits = self.model(
             input_ids=cohort.tokens,
             attention_mask=cohort.mask,
-            position_ids=positions,
             past_key_values=cohort.cache,
             logits_to_keep=1,
+            **given,
             **hf_strict.padding_of(self.model, cohort.mask),
         ).logits[:, -1]
         tokens, logprobs = self.draw(logits.float(), cohort)
@@ -175,7 +213,7 @@ class HfEngine:
             kept = torch.tensor(going, device=self.device)
             cohort.cache.batch_select_indices(kept)
             cohort.tokens, cohort.mask = cohort.tokens[kept], cohort.mask[kept]
-            cohort.seeds = cohort.seeds[kept]
+            cohort.seeds, cohort.ahead = cohort.seeds[kept], cohort.ahead[kept]
             cohort.ids = [cohort.ids[row] for row in going]
         return ended
 
@@ -258,6 +296,11 @@ class HfEngine:
 def sequence(answer: Answer) -> list[int]:
     """Prompt and what there is of the answer."""
     return [*answer.request.prompt_ids, *answer.token_ids]
+
+
+def text_positions(mask: Tensor) -> Tensor:
+    """(num_rows, length) int64: how many tokens stand before each."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

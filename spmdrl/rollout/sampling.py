@@ -126,7 +126,8 @@ def sample_questions(
 
 
 def as_request(question: Question) -> Request:
-    request = Request(question.prompt.token_ids, question.seed)
+    prompt = question.prompt
+    request = Request(prompt.token_ids, question.seed, images=prompt.images)
     return request if question.begun is None else resume(request, question.begun)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
-from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_lora, vllm_strict
+from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_lora, vllm_strict, vllm_vision
 from spmdrl.rollout.engine import (
     Answer,
     Completion,
@@ -36,6 +36,7 @@ from spmdrl.rollout.sampling import eos_token_ids, seed_of_continuation
 from spmdrl.rollout.vllm_core import build_core, destroy_vllm_groups, preserved_process
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
+from spmdrl.vision import Looks
 from spmdrl.weights.layout import Layout, record_layout
 from spmdrl.weights.names import is_adapter
 
@@ -47,11 +48,12 @@ class VllmEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False, lora: LoraConfig | None = None,
+        strict: bool = False, lora: LoraConfig | None = None, looks: Looks | None = None,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see vllm_strict.py.
 
-        lora: the adapter is kept beside the weights; None: it is in them, or there is none.
+        lora: the adapter is kept beside the weights; None: it is in them, or there is none. looks:
+        which images prompts have, where the model sees any.
         Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
         if topology.axis_size("tp") != config.tensor_parallel:
@@ -59,7 +61,7 @@ class VllmEngine:
                 f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
                 f"tp={topology.axis_size('tp')}"
             )
-        self.topology = topology
+        self.topology, self.looks = topology, looks
         self.model_path, self.max_model_len = model, max_model_len
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
@@ -74,7 +76,7 @@ class VllmEngine:
         patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
         with preserved_process(), patches, world_of(group):
             self.core = build_core(
-                model, config, max_model_len, group, topology.device, strict, lora
+                model, config, max_model_len, group, topology.device, strict, lora, looks
             )
         if self.on_cpu:
             vllm_cpu.unlink_shared_memory()
@@ -126,6 +128,8 @@ class VllmEngine:
             else:
                 own.seed = seed_of_continuation(request.seed, num_begun)
             asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
+            if self.looks is not None:
+                asked.mm_features = vllm_vision.features(self.looks, request)
             self.core.add_request(*self.core.preprocess_add_request(asked))
             self.answers[id] = Answer.begin(request, params)
             if params.stop:

@@ -8,7 +8,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
 from spmdrl.engines.models import load_hf_config
 from spmdrl.remote_code import has_foreign_code
-from spmdrl.rollout import vllm_fp8, vllm_lora
+from spmdrl.rollout import vllm_fp8, vllm_lora, vllm_vision
 from spmdrl.rollout.noise import preserved_rng
+from spmdrl.vision import Looks
 
 
 def build_core(
@@ -29,6 +30,7 @@ def build_core(
     device: torch.device,
     strict: bool = False,
     lora: LoraConfig | None = None,
+    looks: Looks | None = None,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm.engine.arg_utils import EngineArgs
@@ -58,17 +60,19 @@ def build_core(
         moe_backend=moe_backend(model, on_cpu),
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
+        **(vllm_vision.engine_args(looks) if looks is not None else {}),
     )
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
     if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    register_architecture(model)
-    vllm_config = args.create_engine_config()
-    check_attention(model, vllm_config.model_config.use_mla)
-    gc.freeze()  # vLLM collects garbage five times: not in the half million objects imported so far
-    return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+    with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
+        register_architecture(model)
+        vllm_config = args.create_engine_config()
+        check_attention(model, vllm_config.model_config.use_mla)
+        gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
+        return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
 
 
 def check_attention(model: str, is_latent: bool) -> None:

@@ -14,15 +14,18 @@ loaders are not asked: their mistakes are what this is to find.
     experts.E.up_proj, w3     the same in the second half of w13_weight's rows
     experts.E.down_proj, w2   expert E of w2_weight (experts, hidden, columns): the r-th columns
     weight_scale_inv          as the weight in FP8 that it scales, a row for each 128 rows
+    visual.*.qkv              rows of its heads of each third; Qwen2-VL's: the r-th part
 
 transformers' own models hold all of it; their w13_weight and w2_weight are called gate_up_proj and
-down_proj.
+down_proj. Models with a vision tower call their language model's weights in ways of their own: here
+these go by the names of a language model alone.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +57,16 @@ def compare_weights(
     WeightMismatch where one differs or has no place, and where an element of the model was not
     compared, padding of the vocabulary excepted.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {
+        own_name(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     unproven = {p.data_ptr(): p.numel() - padding_of(model, n) for n, p in parameters.items()}
     check_tied_head(model, parameters)
     compared: set[int] = set()
     count = 0
     for name, tensor in weights:
-        place = find_place(model, parameters, name, tensor, tp_rank, tp_size)
+        place = find_place(model, parameters, own_name(name), tensor, tp_rank, tp_size)
         compare(name, place)
         count += 1
         if place.held.data_ptr() not in compared:  # a tied lm_head may be given twice
@@ -105,7 +111,9 @@ def find_place(
     expert = EXPERT.fullmatch(name)
     same = plain_name(parameters, name)
     if same in parameters:
-        held, expected = split(parameters[same].data, tensor, tp_rank, tp_size)
+        by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
+        cut = thirds if by_heads else split
+        held, expected = cut(parameters[same].data, tensor, tp_rank, tp_size)
         place = Place(same, held, expected)
     elif expert is not None:
         stack, number, leaf = expert.groups()
@@ -115,7 +123,7 @@ def find_place(
         parameter = f"{prefix}.{fused}.{kind}"
         if parameter not in parameters:
             raise WeightMismatch(f"{name} has no place in the engine that can be proven")
-        module = model.get_submodule(f"{prefix}.{fused}")
+        module = module_of(model, f"{prefix}.{fused}")
         unit = BLOCK if kind == "weight_scale_inv" else 1
         start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
         held = parameters[parameter].data[start : start + rows]
@@ -126,6 +134,20 @@ def find_place(
             f"{tuple(place.held.shape)} of the engine's {place.parameter}"
         )
     return place
+
+
+def own_name(name: str) -> str:
+    """model.language_model.layers.0, language_model.model.layers.0: both are model.layers.0."""
+    return name.replace("language_model.", "", 1).replace("model.visual.", "visual.", 1)
+
+
+def module_of(model: nn.Module, name: str) -> Any:
+    """By its own_name."""
+    inside = name.replace("model.", "model.language_model.", 1)
+    for spelling in (name, f"language_model.{name}", inside, f"model.{name}"):
+        with suppress(AttributeError):
+            return model.get_submodule(spelling)
+    raise KeyError(name)
 
 
 def plain_name(parameters: dict[str, nn.Parameter], name: str) -> str:
@@ -176,6 +198,12 @@ def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tens
     return parameter, tensor
 
 
+def thirds(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """As split, of queries, keys and values that the checkpoint has in one tensor."""
+    rows = len(tensor) // 3 // size
+    return parameter, torch.cat([part[rank * rows :][:rows] for part in tensor.chunk(3)])
+
+
 def rows_in_fused(
     module: Any, part: int, tensor: Tensor, rank: int, size: int, unit: int
 ) -> tuple[int, int, int]:
@@ -195,15 +223,16 @@ def rows_in_fused(
 
 def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:
     """("qkv_proj", ["q_proj", "k_proj", "v_proj"]) for "k_proj"; ("", []) where it is not fused."""
-    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
-        if leaf in parts:
-            return fused, parts
+    for owner in (model, getattr(model, "language_model", None)):
+        for fused, parts in getattr(owner, "packed_modules_mapping", {}).items():
+            if leaf in parts:
+                return fused, parts
     return "", []
 
 
 def padding_of(model: nn.Module, name: str) -> int:
     """Elements of a parameter that stand for no token: rows beyond the vocabulary."""
-    module: Any = model.get_submodule(name.rpartition(".")[0])
+    module = module_of(model, name.rpartition(".")[0])
     if not hasattr(module, "org_vocab_size") or not name.endswith(".weight"):
         return 0
     local = module.num_embeddings_per_partition
@@ -215,7 +244,8 @@ def padding_of(model: nn.Module, name: str) -> int:
 def check_tied_head(model: Any, parameters: dict[str, nn.Parameter]) -> None:
     """A tied head that became a copy would go stale at the next update."""
     head, embedding = parameters.get("lm_head.weight"), parameters.get("model.embed_tokens.weight")
-    if head is None or embedding is None or not model.config.tie_word_embeddings:
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if head is None or embedding is None or not tied:
         return
     if head.data_ptr() != embedding.data_ptr():
         raise WeightMismatch("lm_head.weight is tied, but the engine holds a copy of its own")

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
+from spmdrl.vision import auto_class
 from spmdrl.weights.boxes import Box, view, whole
 from spmdrl.weights.layout import box_of
 
@@ -70,7 +71,7 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
     simply a part of one of the model's, so that it could not be sent from where it lies.
     """
     with torch.device("meta"), no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model: Any = auto_class(config).from_config(copy.deepcopy(config))
     given = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
     with _Views():
