@@ -51,6 +51,8 @@ def main(
         return
     try:
         dry_run = converted(dry_run, bool, "--dry-run")
+        if "resume" in overrides:
+            raise ConfigError("--resume: what is evaluated is named by --checkpoint")
         value = load_config(config, PpoConfig, overrides)
         value = evaluation_of(value, str(checkpoint), str(out))
     except ConfigError as error:

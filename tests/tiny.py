@@ -48,3 +48,70 @@ def save_qwen3(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return Path(folder)
+
+
+MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+SHOWING_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def save_qwen_vl(folder: str | Path, kind: str = "qwen2_5_vl", tied: bool = False) -> Path:
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL of two layers and two of its tower; weights, tokenizer
+    and image processor. An image of 8 x 8 pixels is a token; the largest is 16."""
+    import transformers as hf
+    from transformers import AutoTokenizer
+
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = SHOWING_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    start, image, end, video = (tokenizer.convert_tokens_to_ids(mark) for mark in MARKS)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 512, "rope_parameters": rope, "tie_word_embeddings": tied,
+        "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    tower = {"depth": 2, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    if kind == "qwen2_vl":
+        tower |= {"embed_dim": 64, "mlp_ratio": 2}
+        config, model = hf.Qwen2VLConfig, hf.Qwen2VLForConditionalGeneration
+    elif kind == "qwen2_5_vl":
+        tower |= {"intermediate_size": 96, "out_hidden_size": 64, "window_size": 16,
+                  "fullatt_block_indexes": [1]}  # fmt: skip
+        config, model = hf.Qwen2_5_VLConfig, hf.Qwen2_5_VLForConditionalGeneration
+    else:
+        tower |= {"intermediate_size": 96, "out_hidden_size": 64, "num_position_embeddings": 64,
+                  "deepstack_visual_indexes": [0]}  # fmt: skip
+        text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+        config, model = hf.Qwen3VLConfig, hf.Qwen3VLForConditionalGeneration
+    torch.manual_seed(0)
+    made = model(config(
+        text_config=text, vision_config=tower, image_token_id=image, video_token_id=video,
+        vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=tied,
+    ))  # fmt: skip
+    made.generation_config.eos_token_id = 2
+    made.generation_config.pad_token_id = 0
+    made.save_pretrained(folder)
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    hf.Qwen2VLImageProcessorPil(patch_size=4, size=size).save_pretrained(folder)
+    return Path(folder)
+
+
+def png(seed: int, width: int, height: int) -> bytes:
+    """An image of random pixels."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,45 @@
+"""GRPO on questions about images, on two CPU cores: from random weights. docs/vision.md
+
+python examples/colours/make_assets.py
+torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen2_5_vl_tiny_colours_cpu.py
+"""
+
+from spmdrl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    DataConfig,
+    OptimConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+
+COLOURS = ("r", "g", "b", "y")
+
+
+def names_it(response: str, ground_truth: str) -> float:
+    """A fifth for any colour at all, from which it learns what an answer looks like."""
+    return 1.0 if response == ground_truth else 0.2 * (response in COLOURS)
+
+
+config = PpoConfig(
+    model="runs/colours/model",
+    run_dir="runs/colours/grpo",
+    data=DataConfig(
+        train="runs/colours/train.parquet",
+        eval="runs/colours/eval.parquet",
+        prompts_per_step=32,
+        max_prompt_tokens=80,
+    ),
+    reward=names_it,
+    rewards=RewardConfig(workers=1),
+    algo=AlgoConfig(entropy_coef=0.03),
+    steps=150,
+    eval_every=50,
+    rollout=RolloutConfig(n=8, max_tokens=1, dtype="float32", kv_cache_mib=32),
+    actor=TrainConfig(
+        dtype="float32", micro_batch_tokens=8192, optim=OptimConfig(lr=1e-3, warmup_steps=5)
+    ),
+    checkpoint=CheckpointConfig(every_steps=0),
+)

@@ -1,0 +1,152 @@
+"""Whole runs on prompts with images: the same on any ranks, resumed, exported, evaluated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from programs import CONFIG, ROOT, metrics_of, train
+from tiny import png, save_qwen_vl
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+SEEING = CONFIG.replace(".jsonl", ".parquet").replace(
+    "max_prompt_tokens=16", "max_prompt_tokens=60"
+)
+KEPT = ("--checkpoint.every_steps", "1", "--data.eval", "None")
+CLOSE = {"rel": 1e-4, "abs": 1e-5}
+
+
+def question(seed: int) -> dict:
+    """None, one or two images, of several sizes."""
+    count = seed % 3
+    sizes = [(8 * (1 + seed % 4), 8 * (1 + i + seed % 2)) for i in range(count)]
+    images = [png(10 * seed + i, *size) for i, size in enumerate(sizes)]
+    asked = f"{'<image>' * count}{seed}"
+    return {
+        "data_source": "seen", "prompt": [{"role": "user", "content": asked}],
+        "reward_model": {"style": "rule", "ground_truth": str(seed % 10)},
+        "images": [{"bytes": each} for each in images],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("seen")
+    save_qwen_vl(path / "model")
+    save_qwen_vl(path / "qwen3", "qwen3_vl", tied=True)
+    rows = [question(seed) for seed in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows[:40]), path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[40:]), path / "eval.parquet")
+    Path(path, "cfg.py").write_text(SEEING)
+    return path
+
+
+def run(folder, name, ranks, *args):
+    done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+    assert done.code == 0, done.output[-6000:]
+    return metrics_of(folder / name)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return run(folder, "alone", 1, *KEPT)
+
+
+def same(rows, others):
+    assert len(rows) == len(others)
+    for one, other in zip(rows, others, strict=True):
+        one["balance/imbalance"] = other["balance/imbalance"]  # of as many ranks
+        assert one == pytest.approx(other, **CLOSE)
+        assert one["actor/logprob_diff_max"] < 1e-5
+        assert one["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args"),
+    [
+        (2, ("--actor.micro_batch_tokens", "40")),
+        (2, ("--actor.fsdp", "1", "--actor.activation_checkpointing", "True")),
+        (3, ("--placement", '{"actor":"0-1","rollout":"2","reward":"2"}')),
+    ],
+)
+def test_numbers_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
+    """A rank with a micro-batch of text alone passes the tower as the others do."""
+    same(run(folder, f"r{ranks}{len(args[0])}", ranks, *KEPT, *args), alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "args"),
+    [
+        ("model", 2, ("--rollout.tensor_parallel", "2")),
+        ("qwen3", 2, ("--algo.advantage", "gae", "--algo.kl_coef", "0.1",
+                      "--critic.dtype", "float32", "--ref.dtype", "float32")),
+    ],
+)  # fmt: skip
+def test_engine_and_trainer_see_the_same(folder, model, ranks, args):
+    """vLLM, its weights proven bit by bit after each sync, with a critic and a reference."""
+    rows = run(folder, f"vllm_{model}", ranks, "--rollout.engine", "vllm", "--model", model,
+               "--weights.check", "True", *args)  # fmt: skip
+    assert len(rows) == 3
+    assert all(row["actor/logprob_diff_max"] < 1e-5 for row in rows[1:])
+
+
+def test_a_resumed_run_sees_what_it_would_have_seen(folder, alone):
+    run(folder, "stopped", 1, *KEPT, "--steps", "1")
+    rows = run(folder, "stopped", 2, *KEPT, "--steps", "2")
+    same(rows, alone)
+
+
+def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone):
+    checkpoint = str(folder / "alone/checkpoints/step_00000002")
+    command = [sys.executable, "-m", "spmdrl.export", "--checkpoint", checkpoint, "--out", "out"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "out", dtype=torch.float32)
+    start = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters())]  # noqa: B905
+    assert sum(moved) > 0.9 * len(moved)
+    assert AutoImageProcessor.from_pretrained(folder / "out").patch_size == 4
+    rows = []
+    for name, ranks, *args in (("a", 1, "--model", "out"), ("b", 2, "--checkpoint", checkpoint)):
+        done = train(folder, ranks, "--config", "cfg.py", "--out", name, *args,
+                     program="spmdrl.evaluate")  # fmt: skip
+        assert done.code == 0, done.output[-6000:]
+        rows.append(metrics_of(folder / name)[0])
+        del rows[-1]["step"], rows[-1]["model"]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--actor.lora.rank", "4"), "actor.lora: not with 'qwen2_5_vl', a model that sees images"),
+        (("--actor.ulysses", "2"), "actor.ulysses: not with 'qwen2_5_vl'"),
+        (("--strict",), "strict: not with 'qwen2_5_vl'"),
+        (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
+         "critic.model and the model mark images by different tokens, or one sees none"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
+    if not Path(folder, "blind").exists():
+        Path(folder, "blind").symlink_to(qwen3)
+    done = train(folder, 2, "--config", "cfg.py", "--run_dir", "refused", *args)
+    assert done.code == 2
+    assert f"spmdrl: config error: {error}" in done.output, done.output
+
+
+def test_a_model_learns_the_names_of_colours(tmp_path):
+    """The example: from random weights, without supervised examples."""
+    script = ROOT / "examples/colours/make_assets.py"
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
+    config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
+    done = train(tmp_path, 2, "--config", config, "--steps", "50", "--run_dir", "run")
+    assert done.code == 0, done.output[-6000:]
+    rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
+    right = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    assert right[0] < 0.2, right
+    assert right[50] > 0.6, right
