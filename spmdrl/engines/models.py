@@ -161,20 +161,23 @@ def on_hub(model: str) -> bool:
 
 
 def build_model(
-    model: str, full: bool, has_head: bool = True, auto: Any = AutoModelForCausalLM
-) -> PreTrainedModel:
+    model: str, full: bool, has_head: bool = True, auto: Any = AutoModelForCausalLM,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:  # fmt: skip
     """A float32 model on the CPU; `full` False gives uninitialised weights.
 
-    has_head False: weights of the output embedding are not needed. auto: transformers' class that
-    finds the model's. Raises ConfigError.
+    has_head False: weights of the output embedding, or of a classifier's score, are not needed.
+    auto: transformers' class that finds the model's. config: None: the one of the model's folder.
+    Raises ConfigError.
     """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
-        hf = load_model(model, has_head, auto, **settings)
+        given = {} if config is None else {"config": config}
+        hf = load_model(model, has_head, auto, **settings, **given)
         require_finite(hf, model)
     else:
         with no_init_weights():
-            hf = auto.from_config(load_hf_config(model), **settings)
+            hf = auto.from_config(config or load_hf_config(model), **settings)
         hf.tie_weights()
     without_dropout(hf)
     return hf.train()  # activation checkpointing only works in train mode
@@ -220,8 +223,8 @@ def load_model(
 
 
 def output_names(hf: PreTrainedModel) -> list[str]:
-    """Of the parameters of the output embedding."""
-    head = hf.get_output_embeddings()
+    """Of the parameters of the output embedding, or of a classifier's score."""
+    head = hf.get_output_embeddings() or getattr(hf, "score", None)
     mine = {id(p) for p in head.parameters()} if head is not None else set()
     return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
 
@@ -250,10 +253,10 @@ def some_of(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Shapes and layers without memory."""
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = auto.from_config(config)
     hf.tie_weights()
     return hf
 
