@@ -54,6 +54,11 @@ BOUNDS: Bounds = {
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
     "SftConfig.steps": COUNT, "SftConfig.seed": (0, 2**63 - 1),
     "SftConfig.stall_timeout_s": POSITIVE, "SftConfig.lost_timeout_s": POSITIVE,
+    "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
+    "RewardTrainingConfig.steps": COUNT, "RewardTrainingConfig.seed": (0, 2**63 - 1),
+    "RewardTrainingConfig.start_timeout_s": POSITIVE,
+    "RewardTrainingConfig.stall_timeout_s": POSITIVE,
+    "RewardTrainingConfig.lost_timeout_s": POSITIVE,
 }  # fmt: skip
 
 

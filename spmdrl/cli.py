@@ -60,6 +60,16 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     return config
 
 
+def arguments(
+    kind: type[C], config: str, dry_run: Any, ranks: Any, overrides: Mapping[str, Any]
+) -> tuple[C, bool, int]:
+    """The config, --dry-run and --ranks of a program that trains. Raises ConfigError."""
+    dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
+    if ranks and not dry_run:
+        raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
+    return load_config(config, kind, overrides), dry_run, ranks
+
+
 def is_file(path: Path) -> bool:
     try:
         return path.is_file()

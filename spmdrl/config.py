@@ -1,7 +1,8 @@
 """A run is a value: frozen dataclasses, functions as field values.
 
-A config file is a Python file that defines `config`, a `PpoConfig` or an `SftConfig`. Nothing here
-imports torch, so that a wrong key costs a fraction of a second, and reward workers stay small.
+A config file is a Python file that defines `config`: a `PpoConfig`, an `SftConfig` or a
+`RewardTrainingConfig`. Nothing here imports torch, so that a wrong key costs a fraction of a
+second, and reward workers stay small.
 """
 
 from __future__ import annotations
@@ -383,3 +384,54 @@ class SftConfig:
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
     lost_timeout_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class PreferenceDataConfig:
+    """Rows of two answers, the better and the worse: a chat list each, or a string.
+
+    A column of a name that is not the default must be there in every row.
+    """
+
+    train: str | tuple[str, ...]
+    eval: str | tuple[str, ...] | None = None
+    chosen_key: str = "chosen"  # dotted keys reach into structs, as in SftDataConfig
+    rejected_key: str = "rejected"
+    prompt_key: str | None = "prompt"  # what stands before both; None: not read
+    margin_key: str | None = "margin"  # by how much the chosen one is better; None: not read
+    batch_size: int = 64  # pairs
+    max_tokens: int = 2048  # of a conversation; pairs with a longer one are left out
+    shuffle: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
+    # names of control tokens in the text of a chat; a reward model that scores has no "keep"
+    control_tokens: Literal["escape", "error"] = "escape"
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig:
+    """A reward model, trained on preferences. Fields that SftConfig has too mean the same."""
+
+    model: str  # a causal language model, or a sequence classifier with one output
+    data: PreferenceDataConfig
+    out: str  # folder for the trained model, in Hugging Face format
+    center_coef: float = 0.0  # of (chosen + rejected)^2: keeps rewards around 0
+    steps: int = 100
+    run_dir: str = "runs/reward_model"
+    seed: int = 0
+    trust_remote_code: bool = False
+    resume: str = "never"
+    eval_every: int = 50
+    # what is trained; named as in the other programs, and saved under that name
+    actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
+    tensorboard: bool = True
+    wandb: str | None = None
+    nan_updates: int = 0
+    start_timeout_s: float = 600.0
+    stall_timeout_s: float = 1800.0
+    lost_timeout_s: float = 20.0
+
+
+SupervisedConfig = SftConfig | RewardTrainingConfig  # of runs that learn from rows as they stand
+RunConfig = PpoConfig | SupervisedConfig

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import shown
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
-from spmdrl.config import CheckpointConfig, PpoConfig, SftConfig, TrainConfig
+from spmdrl.config import CheckpointConfig, PpoConfig, SupervisedConfig, TrainConfig
+from spmdrl.engines.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_count
 from spmdrl.engines.megatron_layout import expert_width, moe_layers, num_experts
@@ -63,15 +64,18 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
     return "\n".join(lines + memory_lines(config, world))
 
 
-def describe_sft(config: SftConfig, world: int, num_rows: int) -> str:
-    """As describe, of fine-tuning."""
+def describe_supervised(
+    config: SupervisedConfig, world: int, num_rows: int, kind: str, row_sequences: int
+) -> str:
+    """As describe, of what learns from rows. kind: of engine; row_sequences: see Task."""
     data, actor = config.data, config.actor
-    sharing, memory = sharing_ranks(actor), memory_of("actor", actor, config.model, world)
+    sharing, memory = sharing_ranks(actor), memory_of("actor", actor, config.model, world, kind)
+    most = data.batch_size * data.max_tokens * row_sequences
     holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
     budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
     return "\n".join([
         "batch",
-        f"  {data.batch_size} rows a step, at most {data.batch_size * data.max_tokens:,} tokens, "
+        f"  {data.batch_size} rows a step, at most {most:,} tokens, "
         f"about {data.batch_size * sharing / world:g} on each of {world // sharing} {holders}; "
         f"micro-batches of {budget} tokens",
         f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
@@ -174,12 +178,18 @@ class Memory:
         return self.weights + self.gradients + self.adam + self.average + self.activations
 
 
-def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memory:
-    """Activations: 34 bytes per token, layer and hidden unit in half precision (Korthikanti 2022,
-    arXiv 2205.05198, without its attention term), less if checkpointed; of one layer if
-    offloaded."""
-    hf = load_hf_config(role.model or model)
-    count, text = parameter_count(hf), hf.get_text_config()
+def memory_of(
+    name: str, role: TrainConfig, model: str, num_ranks: int, kind: str = "policy"
+) -> Memory:
+    """kind: "reward", of a classifier; else of a language model.
+
+    Activations: 34 bytes per token, layer and hidden unit in half precision (Korthikanti 2022,
+    arXiv 2205.05198, without its attention term), less if checkpointed; of one layer if offloaded.
+    """
+    is_reward, path = kind == "reward", role.model or model
+    hf = classifier_config(path) if is_reward else load_hf_config(path)
+    shell = meta_classifier(hf) if is_reward else meta_model(hf)
+    count, text = count_parameters(shell), hf.get_text_config()
     trained = name not in ("ref", "reward_model")
     width = 1 if role.dtype == "bfloat16" else 2
     per_unit = KEPT_BYTES[role.activation_checkpointing if trained else True] * width
@@ -193,7 +203,7 @@ def memory_of(name: str, role: TrainConfig, model: str, num_ranks: int) -> Memor
         if role.lora is not None and trained:
             return memory_of_adapters(name, role, hf, count, sharers, activations)
         parts = checkpoint_parts(hf) if role.optim.name == "muon" else {}
-        adam = state_bytes(meta_model(hf), parts, role.optim.name) / sharers / GIB
+        adam = state_bytes(shell, parts, role.optim.name) / sharers / GIB
         average = one if role.ema else 0.0
         return Memory(
             count,
@@ -238,7 +248,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     if config.reward_model is not None:
         role, ranks_of["reward_model"] = train_config(config.reward_model), ranks_of["reward"]
         roles["reward_model"] = memory_of(
-            "reward_model", role, config.model, len(ranks_of["reward"])
+            "reward_model", role, config.model, len(ranks_of["reward"]), "reward"
         )
         lines.append(memory_line("reward_model", roles["reward_model"]))
     count = parameter_count(load_hf_config(config.model))
@@ -329,4 +339,8 @@ def expert_count(hf: PreTrainedConfig) -> int:
 
 
 def parameter_count(hf: PreTrainedConfig) -> int:
-    return sum(prod(p.shape) for p in meta_model(hf).parameters())
+    return count_parameters(meta_model(hf))
+
+
+def count_parameters(shell: PreTrainedModel) -> int:
+    return sum(prod(p.shape) for p in shell.parameters())

@@ -36,7 +36,8 @@ def main(
     checkpoint: str, out: str, dtype: str = "float32", ema: bool = False, adapter: bool = False,
     base: str = "", trust_remote_code: bool = False,
 ) -> None:  # fmt: skip
-    """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load.
+    """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load; of a reward
+    model what AutoModelForSequenceClassification loads.
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from spmdrl.config import (
     ConfigError,
     MultiTurnConfig,
     PpoConfig,
+    RewardTrainingConfig,
+    RunConfig,
     SftConfig,
+    SupervisedConfig,
     TrainConfig,
 )
+from spmdrl.engines.classifier import check_classifier, classifier_config
 from spmdrl.engines.lora import check_lora
 from spmdrl.engines.megatron_layout import check_layout
 from spmdrl.engines.megatron_parts import degrees_of
@@ -295,12 +300,14 @@ def check_world(world: int) -> None:
     require(1 <= world <= MAX_RANKS, f"{world} ranks: a run has 1 to {MAX_RANKS:,}")
 
 
-def check_places(config: PpoConfig | SftConfig) -> None:
+def check_places(config: RunConfig) -> None:
     """Paths and names that nothing can be at."""
     places = {"model": config.model, "run_dir": config.run_dir}
-    if isinstance(config, SftConfig):
-        places |= {"out": config.out, "data.prompt_key": config.data.prompt_key,
-                   "data.response_key": config.data.response_key}  # fmt: skip
+    if not isinstance(config, PpoConfig):
+        keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
+                if f.name.endswith("_key")}  # fmt: skip
+        places |= {"out": config.out}
+        places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
     for name, text in places.items():
         require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")
     for name in ("run_dir", "out"):
@@ -443,39 +450,80 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
 
 def check_sft(config: SftConfig, world: int) -> None:
     """Raises ConfigError, as `check` does for PpoConfig."""
+    check_supervised(config, world, "fine-tuning", BEST_SFT)
+    hf = load_hf_config(config.model)
+    check_positions(hf, config.data.max_tokens)
+    check_lora("actor", config.actor, hf)
+    if config.actor.engine == "megatron":
+        check_megatron("actor", config.actor, config.model, world)
+
+
+def check_reward_training(config: RewardTrainingConfig, world: int) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig."""
+    check_bounds(config)
+    require(
+        config.actor.engine == "fsdp",
+        f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
+    )
+    require(
+        config.actor.lora is None,
+        "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
+        "be learnt, so all weights are trained: leave actor.lora out",
+    )
+    check_supervised(config, world, "a reward model", BEST_REWARD_MODEL)
+    hf = classifier_config(config.model)
+    check_classifier("model", config.model, hf)
+    # its reward is read at a token behind the conversation
+    check_positions(hf, config.data.max_tokens, behind=1)
+
+
+def check_positions(hf: PreTrainedConfig, max_tokens: int, behind: int = 0) -> None:
+    """behind: tokens that stand behind those of the data."""
+    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+    more = f", of which {behind} is taken" if behind else ""
+    require(
+        limit is None or max_tokens + behind <= limit,
+        f"data.max_tokens={max_tokens}, but the model's max_position_embeddings is {limit}{more}",
+    )
+
+
+# the metrics that a checkpoint may be kept for, and which of their values is the best
+BEST_SFT = {"eval/loss": "smallest", "eval/perplexity": "smallest", "sft/loss": "smallest"}
+BEST_REWARD_MODEL = {
+    "eval/loss": "smallest", "eval/accuracy": "largest", "eval/margin": "largest",
+    "reward_model/loss": "smallest", "reward_model/accuracy": "largest",
+    "reward_model/margin": "largest",
+}  # fmt: skip
+
+
+def check_supervised(
+    config: SupervisedConfig, world: int, what: str, best: Mapping[str, str]
+) -> None:
+    """What is the same for all that learns from rows as they stand."""
     check_bounds(config)
     check_world(world)
     check_places(config)
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_trackers(config)
     check_checkpoint(config.checkpoint)
-    check_best_sft(config)
+    check_best(config, what, best)
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     for field in ("offload_params", "offload_optimizer"):
         require(
             not getattr(config.actor, field),
-            f"actor.{field} has no effect in fine-tuning: it clears the device for other roles "
+            f"actor.{field} has no effect on {what}: it clears the device for other roles "
             "while a role is idle, and here the actor is the only one and never idle. To save "
             "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit' or lower "
             "actor.micro_batch_tokens",
         )
     if config.trust_remote_code:
         allow_code(config.model)
-    hf = load_hf_config(config.model)
-    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
-    require(
-        limit is None or config.data.max_tokens <= limit,
-        f"data.max_tokens={config.data.max_tokens}, but the model's max_position_embeddings is "
-        f"{limit}",
-    )
-    check_layers(hf)
+    check_layers(load_hf_config(config.model))
     check_sharing("actor", config.actor, config.model)
-    check_lora("actor", config.actor, hf)
-    if config.actor.engine == "megatron":
-        check_megatron("actor", config.actor, config.model, world)
 
 
-def check_best_sft(config: SftConfig) -> None:
+def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) -> None:
+    """metrics: those that a checkpoint may be kept for, and which of their values is the best."""
     best, default = config.checkpoint, CheckpointConfig()
     if not best.keep_best:
         for name in ("best_metric", "best_is"):
@@ -486,21 +534,22 @@ def check_best_sft(config: SftConfig) -> None:
             )
         return
     metric, evaluates = best.best_metric, config.data.eval is not None and config.eval_every > 0
+    own = next(name for name in metrics if not name.startswith("eval/"))
     require(
-        metric.startswith("sft/") or metric in ("eval/loss", "eval/perplexity"),
-        f"checkpoint.keep_best goes by best_metric={metric!r}, which fine-tuning has not: use "
-        "best_metric='eval/loss', or 'sft/loss', with best_is='smallest'",
+        metric in metrics or metric.startswith(f"{own.partition('/')[0]}/"),
+        f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use "
+        f"best_metric='eval/loss', or {own!r}, with best_is='smallest'",
     )
     require(
-        metric.startswith("sft/") or evaluates,
+        not metric.startswith("eval/") or evaluates,
         f"checkpoint.keep_best={best.keep_best} goes by best_metric={metric!r}, but nothing is "
         "evaluated while the run goes on: set data.eval and eval_every, or "
-        "best_metric='sft/loss'",
+        f"best_metric={own!r}",
     )
     require(
-        best.best_is == "smallest" or metric not in ("eval/loss", "eval/perplexity", "sft/loss"),
+        best.best_is == metrics.get(metric, best.best_is),
         f"checkpoint.best_is={best.best_is!r} would keep the worst by best_metric={metric!r}: set "
-        "best_is='smallest'",
+        f"best_is={metrics.get(metric)!r}",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fire
 
-from spmdrl.cli import converted, load_config
+from spmdrl.cli import arguments
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.exits import exit_config
 from spmdrl.help import asks_for_help
@@ -29,10 +29,7 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
     if asks_for_help(overrides, __doc__, PpoConfig):
         return
     try:
-        dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
-        if ranks and not dry_run:
-            raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
-        value = load_config(config, PpoConfig, overrides)
+        value, dry_run, ranks = arguments(PpoConfig, config, dry_run, ranks, overrides)
     except ConfigError as error:
         exit_config(error)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.

@@ -75,7 +75,7 @@ class Runtime:
 def started(config: Any) -> Iterator[Runtime]:
     """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a story.
 
-    config: a PpoConfig or SftConfig. Exits the process where the body raises.
+    config: a RunConfig. Exits the process where the body raises.
     """
     prepare_environment()
     stopping = Stopping()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdrl import checkpoint
-from spmdrl.config import PpoConfig, SftConfig
+from spmdrl.config import RunConfig
 from spmdrl.metrics import set_aside_earlier_run
 from spmdrl.program import Runtime, began_at, write_config, write_job
 from spmdrl.run_lock import lock_run_dir
@@ -20,7 +20,7 @@ class Start:
     began: int | None  # see program.began_at
 
 
-def find_start(config: PpoConfig | SftConfig, runtime: Runtime) -> Start:
+def find_start(config: RunConfig, runtime: Runtime) -> Start:
     """Takes the run's folder and looks for what config.resume asks for. Collective."""
     topology, on_damage = runtime.topology, config.checkpoint.on_damage
     root = runtime.run_dir / "checkpoints"
@@ -35,7 +35,7 @@ def find_start(config: PpoConfig | SftConfig, runtime: Runtime) -> Start:
     return Start(folder, began)
 
 
-def take_folder(config: PpoConfig | SftConfig, runtime: Runtime, start: Start, done: int) -> None:
+def take_folder(config: RunConfig, runtime: Runtime, start: Start, done: int) -> None:
     """On rank 0, once what is to be loaded is loaded: `done` steps of this run stand."""
     if not runtime.is_main:
         return

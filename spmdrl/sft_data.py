@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from spmdrl.chat import Encoder
-from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.data import check_prompt, report_escaped
-from spmdrl.files import (
-    BAD_ROW,
-    MISSING,
-    Files,
-    bad_field,
-    load_together,
-    lookup,
-    measure_rows,
-    without_nulls,
-)
+from spmdrl.data import check_prompt
+from spmdrl.files import MISSING, Files, bad_field, load_together, lookup, without_nulls
+from spmdrl.packing import empty_batch
+from spmdrl.rows import IMAGES, NO_ROOM, Measured, measure
 from spmdrl.topology import Topology
 from spmdrl.turns import Turns, encode_turns
+from spmdrl.types import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,24 +48,13 @@ class SftDataset:
     (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
     without takes the chat in `messages`, whose last turn is the assistant's: that is learnt, or
     with turns="all" every turn of the assistant's (turns.py). The end of a row over max_tokens is
-    cut; where that leaves nothing to learn the row is left out. Both are counted in `num_overlong`;
-    `num_bad` and `num_escaped` are as in PromptDataset.
+    cut; where that leaves nothing to learn the row is left out. Both are counted as overlong.
     """
 
     def __init__(
-        self,
-        files: Files,
-        rows: np.ndarray,
-        num_tokens: np.ndarray,
-        encoder: Encoder,
-        config: SftDataConfig,
-        num_overlong: int,
-        num_bad: int,
-        num_escaped: int,
-    ) -> None:
-        self.files, self.encoder, self.config = files, encoder, config
-        self.rows, self.num_tokens = rows, num_tokens  # (len(self),) int64, the same on every rank
-        self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
+        self, files: Files, measured: Measured, encoder: Encoder, config: SftDataConfig
+    ) -> None:  # fmt: skip
+        self.files, self.measured, self.encoder, self.config = files, measured, encoder, config
 
     @classmethod
     def load(
@@ -90,51 +72,55 @@ class SftDataset:
                 "not learn to stop. Set eos_token in its tokenizer_config.json."
             )
         keys = (config.prompt_key, config.response_key, "messages")
-        columns = tuple(key.split(".")[0] for key in keys)
+        columns = (*(key.split(".")[0] for key in keys), IMAGES)
         files = load_together(topology, lambda: Files.open(paths, columns))
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
-        escaped = 0
 
-        def length(row: dict[str, Any], path: Path) -> int:
-            nonlocal escaped
+        def size(row: dict[str, Any]) -> tuple[int, bool]:
             found = sft_tokens(row, encoder)
-            escaped += found.escaped
             # A prompt without room for a response is told from a row that is only cut.
-            return len(found.ids) if 1 in found.learnt[: config.max_tokens] else NO_ROOM
+            has_room = 1 in found.learnt[: config.max_tokens]
+            return len(found.ids) if has_room else NO_ROOM, found.escaped
 
-        lengths = measure_rows(files, length, topology, config.on_bad_row)
-        usable = lengths != BAD_ROW
-        num_overlong = int((lengths > config.max_tokens).sum())
-        rows = np.flatnonzero(usable & (lengths != NO_ROOM))
-        if len(rows) == 0:
+        measured = measure(files, size, topology, config.max_tokens, config.on_bad_row)
+        usable = len(files) - measured.num_bad
+        left_out = usable - len(measured.rows)
+        if left_out == usable:
             raise ConfigError(
-                f"{files.names}: in all {usable.sum()} rows the prompt alone has at least "
+                f"{files.names}: in all {usable} rows the prompt alone has at least "
                 f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
             )
-        num_tokens = np.minimum(lengths[rows], config.max_tokens)
-        if num_overlong and topology.rank == 0:
+        if measured.num_overlong and topology.rank == 0:
             logger.info(
                 "%d of %d rows are longer than max_tokens=%d: %d were cut, %d left out",
-                *(num_overlong, len(files), config.max_tokens),
-                *(num_overlong - (usable.sum() - len(rows)), usable.sum() - len(rows)),
+                *(measured.num_overlong, len(files), config.max_tokens),
+                *(measured.num_overlong - left_out, left_out),
             )
-        num_escaped = round(sum_over_ranks(float(escaped), topology))
-        report_escaped(num_escaped, len(files), topology)
-        num_bad = len(files) - int(usable.sum())
-        return cls(
-            files, rows, num_tokens, encoder, config, num_overlong, num_bad, num_escaped
-        )  # fmt: skip
+        num_tokens = np.minimum(measured.num_tokens, config.max_tokens)
+        return cls(files, replace(measured, num_tokens=num_tokens), encoder, config)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.measured.rows)
+
+    def batch(self, indices: list[int]) -> Batch:
+        examples = [self.example(i) for i in indices]
+        batch = empty_batch(torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64))
+        ids = [token for e in examples for token in e.token_ids]
+        batch.token_ids = torch.tensor(ids, dtype=torch.int64)
+        batch.loss_mask = torch.tensor([float(m) for e in examples for m in e.loss_mask])
+        return batch
+
+    def shown(self) -> list[str]:
+        example, decode = self.example(0), self.encoder.tokenizer.decode
+        return [f"  row {example.id}:"] + [
+            f"    {'learnt' if learnt else 'given '} {decode(ids)[-200:]!r}"
+            for learnt, ids in example.parts()
+        ]
 
     def example(self, index: int) -> SftExample:
-        row = int(self.rows[index])
+        row = int(self.measured.rows[index])
         found, most = sft_tokens(self.files.row(row), self.encoder), self.config.max_tokens
         return SftExample(row, found.ids[:most], found.learnt[:most])
-
-
-NO_ROOM = 2**62  # a length no row has
 
 
 def sft_tokens(row: dict[str, Any], encoder: Encoder) -> Turns:

@@ -24,7 +24,7 @@ from spmdrl.exits import INTERRUPTED, REQUEUE, leave
 from spmdrl.topology import Topology, timeout_of
 
 if TYPE_CHECKING:
-    from spmdrl.config import PpoConfig, SftConfig
+    from spmdrl.config import RunConfig
     from spmdrl.program import Runtime
     from spmdrl.saver import Saver
 
@@ -153,7 +153,7 @@ class Ending:
     """
 
     def __init__(
-        self, config: PpoConfig | SftConfig, runtime: Runtime, saver: Saver | None, lag: int = 0
+        self, config: RunConfig, runtime: Runtime, saver: Saver | None, lag: int = 0
     ) -> None:
         """Collective over all ranks."""
         self.config, self.runtime, self.saver = config, runtime, saver

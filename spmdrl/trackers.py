@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from spmdrl.config import ConfigError, PpoConfig, SftConfig
+from spmdrl.config import ConfigError, RunConfig
 
 ENTRY = "wandb_id"  # a file of the run's folder
 
@@ -64,7 +64,7 @@ class Wandb:
         self.run.finish()
 
 
-def open_trackers(config: PpoConfig | SftConfig, run_dir: Path, done: int) -> list[Tracker]:
+def open_trackers(config: RunConfig, run_dir: Path, done: int) -> list[Tracker]:
     """Of a run that has done so many steps. Raises ConfigError where a service refuses it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     trackers: list[Tracker] = [Tensorboard(run_dir, done)] if config.tensorboard else []
@@ -73,7 +73,7 @@ def open_trackers(config: PpoConfig | SftConfig, run_dir: Path, done: int) -> li
     return trackers
 
 
-def check_trackers(config: PpoConfig | SftConfig) -> None:
+def check_trackers(config: RunConfig) -> None:
     """Raises ConfigError where a service's package is not there."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"wandb={config.wandb!r}: wandb is not installed: pip install wandb")

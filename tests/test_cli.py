@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from spmdrl.cli import as_source, fingerprint, load_config, override
-from spmdrl.config import ConfigError, DataConfig, OptimConfig, PpoConfig, SftConfig, TrainConfig
+from spmdrl.config import (
+    ConfigError,
+    DataConfig,
+    OptimConfig,
+    PpoConfig,
+    RewardTrainingConfig,
+    SftConfig,
+    TrainConfig,
+)
 
 GOOD = """
 from spmdrl.config import *
@@ -137,7 +145,7 @@ def test_source_of_a_config_is_python(write):
     assert eval(as_source(config), names) == config
 
 
-@pytest.mark.parametrize("program", ["ppo", "sft"])
+@pytest.mark.parametrize("program", ["ppo", "sft", "reward_model"])
 def test_a_wrong_key_costs_no_import_of_torch(write, program):
     code = (
         f"import sys\nimport spmdrl.{program} as p\nsys.argv = ['x']\n"
@@ -157,15 +165,18 @@ def test_a_name_that_is_nearly_right_is_put_right():
         override(PpoConfig("m", DataConfig("t"), "gsm8k"), "algo.aggregation", "token-mean")
 
 
-@pytest.mark.parametrize("module", ["ppo", "sft", "evaluate"])
+CONFIGS = {"ppo": PpoConfig, "sft": SftConfig, "reward_model": RewardTrainingConfig,
+           "evaluate": PpoConfig}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", CONFIGS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_option(module, flag):
     command = [sys.executable, "-X", "importtime", "-m", f"spmdrl.{module}", flag]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| torch\n" not in done.stderr  # help comes at once
-    kind = SftConfig if module == "sft" else PpoConfig
-    for field in (*dataclasses.fields(kind), *dataclasses.fields(OptimConfig)):
+    for field in (*dataclasses.fields(CONFIGS[module]), *dataclasses.fields(OptimConfig)):
         assert f"\n  {field.name}: " in done.stdout, field.name
     assert "--actor.optim." in done.stdout and "torchrun --nproc-per-node" in done.stdout
     assert "\n  every_steps: int = " in done.stdout and "of the older ones, by the" in done.stdout

@@ -381,7 +381,7 @@ def test_sft_bad_rows_can_be_skipped(topology, tokenizer, tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "response": "x" * 99}])
     with caplog.at_level(logging.INFO, "spmdrl"):
         data = load_sft(topology, tokenizer, path, on_bad_row="skip", max_tokens=40)
-    assert (len(data), data.num_bad, data.num_overlong) == (2, 1, 2)
+    assert (len(data), data.measured.num_bad, data.measured.num_overlong) == (2, 1, 2)
     assert "1 of 4 rows are bad" in caplog.text and "1 were cut, 1 left out" in caplog.text
 
 
@@ -449,7 +449,7 @@ def test_sft_dotted_keys(topology, tokenizer, tmp_path, kind):
     rows = [row(extra_info={"question": f"{i}+1?", "answer": f"#### {i + 1}"}) for i in range(5)]
     keys = {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"}
     data = load_sft(topology, tokenizer, write(tmp_path / f"a.{kind}", rows), **keys)
-    assert (len(data), data.num_overlong) == (5, 0)
+    assert (len(data), data.measured.num_overlong) == (5, 0)
     assert texts(tokenizer, data.example(3)) == ("<user>3+1?<a>", "#### 4<eos>")
 
 
@@ -475,7 +475,7 @@ def test_sft_overlong_rows_are_cut_and_counted(topology, tokenizer, tmp_path):
         {"prompt": "q", "response": "r" * 9},  # just fits, with EOS
     ]
     data = load_sft(topology, tokenizer, write(tmp_path / "a.jsonl", rows), max_tokens=20)
-    assert (len(data), data.num_overlong) == (3, 2)
+    assert (len(data), data.measured.num_overlong) == (3, 2)
     assert [data.example(i).id for i in range(3)] == [0, 1, 3]
     assert texts(tokenizer, data.example(1))[1] == "r" * 10
     assert texts(tokenizer, data.example(2))[1] == "r" * 9 + "<eos>"

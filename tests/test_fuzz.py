@@ -35,6 +35,8 @@ from spmdrl.config import (
     DataConfig,
     OptimConfig,
     PpoConfig,
+    PreferenceDataConfig,
+    RewardTrainingConfig,
     RolloutConfig,
     SftConfig,
     SftDataConfig,
@@ -42,7 +44,8 @@ from spmdrl.config import (
 )
 from spmdrl.data import PromptDataset
 from spmdrl.describe import describe
-from spmdrl.plan import check, check_sft
+from spmdrl.plan import check, check_reward_training, check_sft
+from spmdrl.preference_data import PreferenceDataset
 from spmdrl.sft_data import SftDataset
 from spmdrl.topology import Topology
 
@@ -79,6 +82,14 @@ def sft_config(model: str) -> SftConfig:
     return SftConfig(model, SftDataConfig("t.jsonl", max_tokens=64), "out")
 
 
+def reward_config(model: str) -> RewardTrainingConfig:
+    return RewardTrainingConfig(model, PreferenceDataConfig("t.jsonl", max_tokens=64), "out")
+
+
+STARTS = {PpoConfig: ppo_config, SftConfig: sft_config, RewardTrainingConfig: reward_config}
+KINDS = list(STARTS)
+
+
 def leaves(kind: type, where: str = "") -> dict[str, Any]:
     """Dotted name -> type of every field, those of groups that are off included."""
     found: dict[str, Any] = {}
@@ -98,7 +109,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-LEAVES = {PpoConfig: leaves(PpoConfig), SftConfig: leaves(SftConfig)}
+LEAVES = {kind: leaves(kind) for kind in KINDS}
 
 NAMES = st.sampled_from(["", "all", "gsm8k", "score", "actor", "x/y", "/no/such", "a\0b", "0-3,7"])
 INTS = st.integers(-3, 40) | st.sampled_from([-(2**70), 2**31, 2**40, 2**63, 10**30, 10**400])
@@ -132,10 +143,8 @@ def typed(hint: Any) -> st.SearchStrategy:
 
 
 def run_check(config: Any, world: int) -> None:
-    if isinstance(config, SftConfig):
-        check_sft(config, world)
-    else:
-        check(config, world)
+    checks = {PpoConfig: check, SftConfig: check_sft, RewardTrainingConfig: check_reward_training}
+    checks[type(config)](config, world)
 
 
 def plan(config: Any, world: int) -> bool:
@@ -153,10 +162,10 @@ def plan(config: Any, world: int) -> bool:
 # --- every number, by itself
 
 
-@pytest.mark.parametrize("kind", [PpoConfig, SftConfig])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_number_may_be_absurd(model, kind):
     """Of each numeric field: nan, infinities, far too much and far too little are refused."""
-    start = ppo_config(model) if kind is PpoConfig else sft_config(model)
+    start = STARTS[kind](model)
     for name, hint in LEAVES[kind].items():
         if not {int, float} & set(options_of(hint)):
             continue
@@ -169,7 +178,7 @@ def test_no_number_may_be_absurd(model, kind):
 
 
 def test_bounds_are_of_fields_that_exist():
-    known = {f"{group.__name__}.{field.name}" for kind in (PpoConfig, SftConfig)
+    known = {f"{group.__name__}.{field.name}" for kind in KINDS
              for group in groups_of(kind) for field in dataclasses.fields(group)}  # fmt: skip
     assert set(BOUNDS) <= known
 
@@ -184,9 +193,9 @@ def groups_of(kind: type) -> set[type]:
 
 
 @fuzz(250)
-@given(data=st.data(), kind=st.sampled_from([PpoConfig, SftConfig]))
+@given(data=st.data(), kind=st.sampled_from(KINDS))
 def test_any_value_of_any_field(model, data, kind):
-    config = ppo_config(model) if kind is PpoConfig else sft_config(model)
+    config = STARTS[kind](model)
     name = data.draw(st.sampled_from(sorted(LEAVES[kind])))
     value = data.draw(JUNK)
     try:
@@ -199,9 +208,9 @@ def test_any_value_of_any_field(model, data, kind):
 
 
 @fuzz(250)
-@given(data=st.data(), kind=st.sampled_from([PpoConfig, SftConfig]), world=st.integers(1, 9))
+@given(data=st.data(), kind=st.sampled_from(KINDS), world=st.integers(1, 9))
 def test_typed_values_of_several_fields(model, data, kind, world):
-    config = ppo_config(model) if kind is PpoConfig else sft_config(model)
+    config = STARTS[kind](model)
     names = data.draw(st.lists(st.sampled_from(sorted(LEAVES[kind])), min_size=1, max_size=4))
     for name in names:
         try:
@@ -246,7 +255,7 @@ LINES = st.sampled_from([
 def test_any_config_file(tmp_path_factory, lines, raw):
     path = tmp_path_factory.getbasetemp() / "fuzzed_config.py"
     path.write_bytes(raw if raw is not None else "\n".join(lines).encode())
-    for kind in (PpoConfig, SftConfig):
+    for kind in KINDS:
         try:
             config = load_config(str(path), kind, {})
         except ConfigError as error:
@@ -325,6 +334,8 @@ TURN = st.fixed_dictionaries(
 GOOD_ROW = {
     "data_source": "d", "prompt": [{"role": "user", "content": "2+3?"}], "ground_truth": "5",
     "response": "5", "extra_info": {"a": 1},
+    "chosen": [{"role": "assistant", "content": "5"}],
+    "rejected": [{"role": "assistant", "content": "6"}], "margin": 1.0,
 }  # fmt: skip
 ROWS = st.builds(
     lambda changes: {name: value for name, value in (GOOD_ROW | changes).items()
@@ -342,7 +353,8 @@ def tokenizer(model):
 
 
 def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) -> int:
-    """Loads the file as prompts and, twice, as rows for fine-tuning; the number of usable ones."""
+    """Loads the file as prompts, twice as rows for fine-tuning and as preferences; the number of
+    usable ones."""
     config = DataConfig(str(path), max_prompt_tokens=20, on_bad_row=on_bad_row)
     sft = SftDataConfig(str(path), max_tokens=20, on_bad_row=on_bad_row)
     count = 0
@@ -360,7 +372,15 @@ def load_all(path: Path, tokenizer: Any, topology: Topology, on_bad_row: str) ->
             assert 1 <= len(found) <= 20
             assert settings_ is config or 1 in data.example(i).loss_mask[1:]
         count += len(data)
-    return count
+    preferences = PreferenceDataConfig(str(path), max_tokens=20, on_bad_row=on_bad_row)
+    try:
+        pairs = PreferenceDataset.load(str(path), tokenizer, preferences, topology, len(tokenizer))
+    except ConfigError as error:
+        assert str(path) in str(error)
+        return count
+    for i in range(len(pairs)):
+        assert 1 <= len(pairs.pair(i).chosen.ids) <= 20 and pairs.pair(i).margin >= 0
+    return count + len(pairs)
 
 
 @fuzz(120)
@@ -392,7 +412,7 @@ def test_any_damage(tokenizer, topology, tmp_path_factory, kind):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = path.read_bytes()
-    assert load_all(path, tokenizer, topology, "error") == 90
+    assert load_all(path, tokenizer, topology, "error") == 120
 
     @fuzz(150)
     @given(

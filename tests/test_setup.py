@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from tiny import save_qwen3
 
 from spmdrl.cli import load_config
-from spmdrl.config import PpoConfig, SftConfig
+from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
 from spmdrl.describe import describe
 from spmdrl.plan import check, check_sft
 
@@ -73,13 +73,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3(folder, max_position_embeddings=4096)
 
 
-WHOLE = [path for path in CONFIGS if "_lora_" not in path.stem]  # Megatron has no adapters
+# Megatron has no adapters and no reward models
+WHOLE = [path for path in CONFIGS if not {"lora", "reward"} & set(path.stem.split("_"))]
+
+
+def kind_of(path: Path) -> type:
+    if "_reward_model_" in path.stem:
+        return RewardTrainingConfig
+    return SftConfig if "_sft_" in path.stem else PpoConfig
 
 
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.stem)
 def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None:
-    kind = SftConfig if "_sft_" in path.stem else PpoConfig
-    value = load_config(str(path), kind, {"actor.engine": "megatron"})
+    value = load_config(str(path), kind_of(path), {"actor.engine": "megatron"})
     if isinstance(value, SftConfig):
         check_sft(replace(value, model=str(model)), 2)
         return
@@ -94,7 +100,7 @@ def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_loads(path: Path) -> None:
-    kind = SftConfig if "_sft_" in path.stem else PpoConfig
+    kind = kind_of(path)
     assert isinstance(load_config(str(path), kind, {"seed": 7}), kind)
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from spmdrl.packing import sequence_work
-from spmdrl.sft import share_of
+from spmdrl.supervised import share_of
 
 
 def test_ranks_are_given_equal_work():
     draw = np.random.default_rng(0)
-    rows = SimpleNamespace(num_tokens=draw.lognormal(5, 1, 500).astype(np.int64) + 2)
+    num_tokens = draw.lognormal(5, 1, 500).astype(np.int64) + 2
+    rows = SimpleNamespace(measured=SimpleNamespace(num_tokens=num_tokens))
     step = draw.permutation(500)[:64].tolist()
     for num_ranks in (1, 2, 3, 8):
         data_ranks = tuple(range(0, 2 * num_ranks, 2))  # each has one beside it that helps
@@ -31,7 +32,6 @@ def test_ranks_are_given_equal_work():
 
 
 def imbalance(rows, shares) -> float:
-    loads = [
-        float(sequence_work(torch.from_numpy(rows.num_tokens[share])).sum()) for share in shares
-    ]
+    lens = torch.from_numpy(rows.measured.num_tokens)
+    loads = [float(sequence_work(lens[share]).sum()) for share in shares]
     return max(loads) * len(loads) / sum(loads)

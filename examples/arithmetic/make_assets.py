@@ -6,7 +6,9 @@ The task is addition of two numbers below 50, one character a token, with the un
 how one adds on paper: "17+25=" is answered "24". Two questions in three need a carry. The solved
 examples of `sft.parquet` forget it more often than not, so a model that was fine-tuned on them gets
 the other third right; what it takes to learn the carry is a reward. `train.parquet` has the
-questions for that, `eval.parquet` 256 that are in neither of the two.
+questions for that, `eval.parquet` 256 that are in neither of the two. `preferences.parquet` has
+a right and a wrong answer to every question but these 256, twice; these are in
+`preferences_eval.parquet`.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from transformers.utils import logging
 NUMBERS = 50  # operands are 0 .. 49
 NUM_HELD_OUT = 256
 NUM_SFT = 1000
+WRONG_ANSWERS = 2  # to each question, of the preferences
 FORGOTTEN = 0.7  # share of the solved examples with a carry in which it is forgotten
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+="
 
 
 def make_assets(out: Path, seed: int) -> None:
-    """Writes model/, train.parquet, eval.parquet and sft.parquet into `out`."""
+    """Writes model/ and the data into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(out / "model", seed)
     draw = random.Random(seed)
@@ -42,11 +45,18 @@ def make_assets(out: Path, seed: int) -> None:
     solved = others[:NUM_SFT]
     responses = [answer(a, b, carry=draw.random() >= FORGOTTEN) for a, b in solved]
     write_rows(out / "sft.parquet", solved, responses)
+    asked = sorted(set(all_pairs()) - set(held_out))
+    write_preferences(out / "preferences.parquet", asked * WRONG_ANSWERS, draw)
+    write_preferences(out / "preferences_eval.parquet", held_out, draw)
+
+
+def all_pairs() -> list[tuple[int, int]]:
+    return [(a, b) for a in range(NUMBERS) for b in range(NUMBERS)]
 
 
 def questions(draw: random.Random) -> list[tuple[int, int]]:
     """Every pair of operands that needs a carry and half as many that do not, in random order."""
-    pairs = [(a, b) for a in range(NUMBERS) for b in range(NUMBERS)]
+    pairs = all_pairs()
     hard = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
     easy = [(a, b) for a, b in pairs if a % 10 + b % 10 < 10]
     chosen = hard + draw.sample(easy, len(hard) // 2)
@@ -60,6 +70,26 @@ def answer(a: int, b: int, carry: bool = True) -> str:
     if carry:
         tens += units // 10
     return f"{units % 10}{tens}"
+
+
+def wrong_answer(a: int, b: int, draw: random.Random) -> str:
+    """The carry forgotten, or one digit another."""
+    right = answer(a, b)
+    choices = [digit + right[1] for digit in "0123456789"]
+    choices += [right[0] + digit for digit in "0123456789"]
+    choices += [answer(a, b, carry=False)] * len(choices)
+    return draw.choice([choice for choice in choices if choice != right])
+
+
+def write_preferences(path: Path, pairs: list[tuple[int, int]], draw: random.Random) -> None:
+    """Both answers as the last turn of a chat."""
+    rows = []
+    for a, b in pairs:
+        asked = {"role": "user", "content": f"{a:02d}+{b:02d}="}
+        answers = {"chosen": answer(a, b), "rejected": wrong_answer(a, b, draw)}
+        rows.append({name: [asked, {"role": "assistant", "content": text}]
+                     for name, text in answers.items()})  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def write_rows(
@@ -117,4 +147,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     logging.disable_progress_bar()
     make_assets(args.out, args.seed)
-    print(f"model, train.parquet, eval.parquet and sft.parquet are in {args.out}")
+    print(f"the model and its data are in {args.out}")

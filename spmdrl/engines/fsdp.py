@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
-from transformers import AutoModelForSequenceClassification
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import ema, layers
 from spmdrl.engines.activations import offloading, use_checkpointing
 from spmdrl.engines.attention import Packing
+from spmdrl.engines.classifier import build_classifier
 from spmdrl.engines.engine import LossFn
 from spmdrl.engines.lora import BASE_FILE, Adapters, adapters_off, add_adapters, check_base
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
@@ -65,7 +65,8 @@ logger = logging.getLogger(__name__)
 
 class FsdpEngine:
     """A policy (`kind` "policy"), critic ("value") or reward model ("reward", whose `values` are of
-    what stands before an unmasked token); the TrainEngine Protocol says what it does.
+    what stands before an unmasked token); the TrainEngine Protocol says what it does. A reward
+    model that is trained takes its sequences in pairs, which no micro-batch divides.
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
@@ -85,10 +86,10 @@ class FsdpEngine:
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        hf = build_model(
-            model, topology.rank == 0, has_head=kind != "value",
-            auto=AutoModelForSequenceClassification if kind == "reward" else None,
-        )  # fmt: skip
+        if kind == "reward":
+            hf = build_classifier(model, topology.rank == 0)
+        else:
+            hf = build_model(model, topology.rank == 0, has_head=kind != "value")
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
@@ -100,6 +101,7 @@ class FsdpEngine:
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
+        self.unit = 2 if kind == "reward" and not frozen else 1
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
         self.adapters: Adapters | None = None
@@ -236,7 +238,8 @@ class FsdpEngine:
 
     def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
         batch = shared(own, self.team, self.topology.device)
-        return cut(batch, self.config.micro_batch_tokens * self.config.ulysses, self.topology)
+        budget = self.config.micro_batch_tokens * self.config.ulysses
+        return cut(batch, budget, self.topology, unit=self.unit)
 
     # ---- weights and memory
 

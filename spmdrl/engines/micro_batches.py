@@ -12,20 +12,23 @@ from spmdrl.types import SEQ_FIELDS, Batch
 
 
 def cut(
-    batch: Batch, max_tokens: int, topology: Topology, multiple: int = 1, padded: bool = False
-) -> list[tuple[list[int], Batch]]:
+    batch: Batch, max_tokens: int, topology: Topology, multiple: int = 1, padded: bool = False,
+    unit: int = 1,
+) -> list[tuple[list[int], Batch]]:  # fmt: skip
     """(sequence numbers, Batch on the device) of each micro-batch. Collective over the topology.
 
     Every rank gets equally many, a multiple of `multiple`, since each is collective. A rank with
     too few sequences gets stand-ins of two masked tokens, which add nothing.
     padded: max_tokens counts a row of the longest for every sequence.
+    unit: so many sequences, one after the other, stay together.
     """
-    lens = batch.seq_lens.tolist()
+    lens = batch.seq_lens.view(-1, unit).sum(1).tolist()
     parts = padded_micro_batches(lens, max_tokens) if padded else micro_batches(lens, max_tokens)
     count = torch.tensor([len(parts)])
     dist.all_reduce(count, dist.ReduceOp.MAX, group=topology.group)
     batches = []
-    for seqs in split_to_count(parts, -(-int(count) // multiple) * multiple):
+    for units in split_to_count(parts, -(-int(count) // multiple) * multiple):
+        seqs = [unit * i + place for i in units for place in range(unit)]
         mb = batch.select(seqs) if seqs else stand_in(batch)
         batches.append((seqs, mb.to(topology.device)))
     return batches

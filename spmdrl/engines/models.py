@@ -180,19 +180,22 @@ def on_hub(model: str) -> bool:
 
 
 def build_model(
-    model: str, full: bool, has_head: bool = True, auto: Any = None
+    model: str, full: bool, has_head: bool = True, auto: Any = None,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """A float32 model on the CPU; `full` False gives uninitialised weights.
 
-    has_head False: weights of the output embedding are not needed. auto: transformers' class that
-    finds the model's; None: of language models. Raises ConfigError.
+    has_head False: weights of the output embedding, or of a classifier's score, are not needed.
+    auto: transformers' class that finds the model's; None: of language models. config: None: the
+    one of the model's folder. Raises ConfigError.
     """
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if full:
-        hf = load_model(model, has_head, auto, **settings)
+        given = {} if config is None else {"config": config}
+        hf = load_model(model, has_head, auto, **settings, **given)
         require_finite(hf, model)
     else:
-        config = load_hf_config(model)
+        config = config or load_hf_config(model)
         with no_init_weights():
             hf = (auto or auto_class(config)).from_config(config, **settings)
         hf.tie_weights()
@@ -243,8 +246,8 @@ def load_model(
 
 
 def output_names(hf: PreTrainedModel) -> list[str]:
-    """Of the parameters of the output embedding."""
-    head = hf.get_output_embeddings()
+    """Of the parameters of the output embedding, or of a classifier's score."""
+    head = hf.get_output_embeddings() or getattr(hf, "score", None)
     mine = {id(p) for p in head.parameters()} if head is not None else set()
     return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
 
@@ -273,10 +276,10 @@ def some_of(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+def meta_model(config: PreTrainedConfig, auto: Any = None) -> PreTrainedModel:
     """Shapes and layers without memory."""
     with torch.device("meta"):
-        hf = auto_class(config).from_config(config)
+        hf = (auto or auto_class(config)).from_config(config)
     hf.tie_weights()
     return hf
 

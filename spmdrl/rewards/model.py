@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from spmdrl.chat import Encoder
+from spmdrl.chat import Encoded, Encoder
 from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfig
+from spmdrl.engines.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.models import load_hf_config
 from spmdrl.files import BadRow
 from spmdrl.packing import empty_batch
-from spmdrl.types import Batch, Sample
+from spmdrl.types import Batch, Message, Sample
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
-SUFFIX = "ForSequenceClassification"
 
 
 class RewardModel:
@@ -45,18 +45,28 @@ class RewardModel:
 
     def encode(self, sample: Sample) -> list[int]:
         """Its tokens; of an invalid sample any."""
+        is_text = sample.prompt.chat is None
         try:
-            if sample.prompt.chat is None:
-                ids = self.encoder.prompt(sample.prompt.text + sample.response).ids
-            else:
-                ids = self.encoder.chat(sample.chat, asks=False).ids
-                self.encoder.require_known(ids, "messages")
+            said = sample.prompt.text + sample.response if is_text else sample.chat
+            ids = encode_said(said, self.encoder).ids
             if len(ids) > self.longest:
                 raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions")
         except BadRow as error:
             sample.invalid = sample.invalid or f"the reward model cannot read it: {error}"
             return [0]
         return ids
+
+
+def encode_said(said: str | list[Message], encoder: Encoder) -> Encoded:
+    """A whole conversation as reward models read it, in training as in scoring: a chat by its
+    template, without a generation prompt; a string as it stands. Raises BadRow, ConfigError."""
+    if isinstance(said, str):
+        return encoder.prompt(said)
+    found = encoder.chat(said, asks=False)
+    if not found.ids:
+        raise BadRow("field 'messages': gives no token at all, expected a conversation")
+    encoder.require_known(found.ids, "messages")
+    return found
 
 
 def to_batch(rows: list[list[int]]) -> Batch:
@@ -79,15 +89,12 @@ def train_config(config: RewardModelConfig) -> TrainConfig:
 def check_reward_model(config: RewardModelConfig) -> PreTrainedConfig:
     """Raises ConfigError for a model that is no sequence classifier with one output."""
     hf = load_hf_config(config.model)
-    names = getattr(hf, "architectures", None) or []
-    if not any(name.endswith(SUFFIX) for name in names):
+    if not is_classifier(hf):
+        kind = ", ".join(hf.architectures or ()) or "of no known kind"
         raise ConfigError(
-            f"reward_model.model={config.model!r} is {', '.join(names) or 'of no known kind'}; "
-            f"expected ...{SUFFIX}, a model with a score. A model that judges in words is asked by "
-            "a reward function (async def)"
+            f"reward_model.model={config.model!r} is {kind}; expected ...{SUFFIX}, a model with a "
+            "score, such as spmdrl.reward_model trains. A model that judges in words is asked by a "
+            "reward function (async def)"
         )
-    if hf.num_labels != 1:
-        raise ConfigError(
-            f"reward_model.model={config.model!r} has {hf.num_labels} outputs, expected one"
-        )
+    check_classifier("reward_model.model", config.model, hf)
     return hf

@@ -1,0 +1,83 @@
+"""Reward models: torchrun --nproc-per-node 2 -m spmdrl.reward_model --config cfg.py
+
+Trains a sequence classifier with one output on pairs of a better and a worse answer. Options:
+--dry-run checks everything that needs no engine and prints the plan; any field of the config is set
+by its dotted name. Writes the model to config.out in Hugging Face format, for
+reward_model=RewardModelConfig(...) of a PpoConfig. Saves, stops and resumes as python -m spmdrl.ppo
+does.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import fire
+
+from spmdrl.cli import arguments
+from spmdrl.config import ConfigError, RewardTrainingConfig
+from spmdrl.exits import exit_config
+from spmdrl.help import asks_for_help
+from spmdrl.imports import before_torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from spmdrl.engines.engine import TrainEngine
+    from spmdrl.supervised import Task
+    from spmdrl.types import Batch
+
+
+def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
+    """Trains on the preferences of a data set.
+
+    Args:
+        config: a Python file that defines `config = RewardTrainingConfig(...)`
+        dry_run: check, print the plan and a pair of each data set, and stop
+        ranks: with --dry-run, plan for so many ranks instead of those that run
+        overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
+    """
+    if asks_for_help(overrides, __doc__, RewardTrainingConfig):
+        return
+    try:
+        value, dry_run, ranks = arguments(RewardTrainingConfig, config, dry_run, ranks, overrides)
+    except ConfigError as error:
+        exit_config(error)
+    before_torch()
+    from spmdrl.plan import check_reward_training  # torch comes in here, see spmdrl/ppo.py
+    from spmdrl.program import started
+    from spmdrl.supervised import show_plan, train
+
+    with started(value) as runtime:
+        check_reward_training(value, ranks or runtime.topology.world)
+        if dry_run:
+            show_plan(task(value), value, runtime, ranks or runtime.topology.world)
+        else:
+            train(task(value), value, runtime)
+
+
+def task(config: RewardTrainingConfig) -> Task:
+    from spmdrl.algo.preference import pair_loss
+    from spmdrl.engines.models import load_hf_config
+    from spmdrl.preference_data import PreferenceDataset
+    from spmdrl.supervised import Task
+
+    padding = load_hf_config(config.model).get_text_config().pad_token_id
+    return Task(
+        name="reward_model", kind="reward",
+        load=partial(PreferenceDataset.load, pad_token_id=padding),
+        loss_fn=partial(pair_loss, center_coef=config.center_coef),
+        measure=partial(measure, center_coef=config.center_coef),
+        summary=dict, shown=("reward_model/loss", "reward_model/accuracy"), row_sequences=2,
+    )  # fmt: skip
+
+
+def measure(model: TrainEngine, batch: Batch, center_coef: float) -> dict[str, Tensor]:
+    from spmdrl.algo.preference import pair_terms
+
+    found = pair_terms(model.values(batch), batch, center_coef)
+    return {name: values.double().sum() for name, values in found.items()}
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

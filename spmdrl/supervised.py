@@ -1,0 +1,319 @@
+"""What programs have in common that learn from rows as they stand: fine-tuning, reward models.
+
+Steps over shuffled rows, evaluations on held-out ones, checkpoints, and the model at the end. A
+Task says what tells one program from another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl import checkpoint
+from spmdrl.algo.checks import require
+from spmdrl.cli import as_source
+from spmdrl.collectives import sum_over_ranks
+from spmdrl.config import SupervisedConfig
+from spmdrl.data import PromptOrder
+from spmdrl.describe import describe_supervised
+from spmdrl.engines import build_engine
+from spmdrl.engines.engine import LossFn, TrainEngine
+from spmdrl.engines.fsdp import FsdpEngine
+from spmdrl.engines.lora import save_adapter
+from spmdrl.engines.models import vocab_size_of
+from spmdrl.export import write_weights
+from spmdrl.metrics import RunLog, memory_of_process
+from spmdrl.packing import partition, sequence_work
+from spmdrl.program import Runtime, load_tokenizer
+from spmdrl.resume import find_start, take_folder
+from spmdrl.roles import Trainer
+from spmdrl.rows import Rows
+from spmdrl.saver import Saver, check_metric
+from spmdrl.step import update
+from spmdrl.stopping import Ending
+from spmdrl.topology import Topology, train_degrees
+from spmdrl.trace import SpanLog, TraceFile, phase_metrics
+from spmdrl.trackers import open_trackers
+from spmdrl.types import Batch
+
+BUCKET_BYTES = 512 << 20  # gathered at once
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt. Losses and measures are means over the unmasked tokens of all ranks."""
+
+    name: str  # of the metrics: <name>/loss
+    kind: str  # of engine: see build_engine
+    load: Callable[..., Rows]  # (paths, tokenizer, config.data, topology, vocab_size); collective
+    loss_fn: LossFn
+    # of held-out rows: sums over this rank's unmasked tokens, float64; the same names on all ranks
+    measure: Callable[[TrainEngine, Batch], dict[str, Tensor]]
+    summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
+    shown: tuple[str, ...]  # metrics in the line of a step
+    row_sequences: int  # of at most config.data.max_tokens, in a row
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    task: Task
+    config: SupervisedConfig
+    runtime: Runtime
+    actor: Trainer  # on all ranks
+    rows: Rows
+    held_out: Rows | None
+    order: PromptOrder
+    tokenizer: Any
+    spans: SpanLog
+
+
+def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
+    """Steps over shuffled batches; the loss is a mean over the batch's unmasked tokens."""
+    run = build(task, config, runtime)
+    phases, steps = runtime.phases, config.steps
+    done, log = resume(run)
+    saver = build_saver(run, log)
+    ending = Ending(config, runtime, saver)
+    phases.on_change = log.phase
+    if run.held_out and done == 0:
+        log.write(0, evaluate(run, run.held_out, 0, log))
+    run.spans.report(done)  # of what comes before the first step
+    step = done
+    for step in range(done + 1, steps + 1):
+        log.begin_step(step)
+        metrics = one_step(run, step)
+        if step % max(steps // 20, 1) == 0 or step == steps:
+            log.step_line(step, metrics, task.shown)
+        ending.vote(step)
+        due = step == steps or (config.eval_every > 0 and step % config.eval_every == 0)
+        if run.held_out and due and not ending.stops:
+            metrics |= evaluate(run, run.held_out, step, log)
+        if saver:
+            metrics |= saver.take_metrics()
+            if ending.failed:
+                saver.wait()  # raises
+        log.write(step, metrics)
+        if saver and ending.saves:
+            save(run, saver, step, metrics, ending)
+        run.spans.note(step)
+        if ending.stops:
+            log.line(f"spmdrl: {ending.stop(step)}")
+            break
+    else:
+        finish(run, saver, log)
+    ending.close()
+    run.spans.note(step)
+    log.close()
+
+
+def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:
+    """Collective."""
+    phases, topology = runtime.phases, runtime.topology
+    ranks = Topology.build(topology.device, **train_degrees(config.actor))
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        rows, held_out, order = load_data(task, config, tokenizer, topology)
+    with phases("build actor"):
+        engine = build_engine(task.kind, config.model, config.actor, ranks)
+    actor = Trainer("actor", ranks, engine)
+    if task.kind == "reward":
+        name_padding(actor.model.pretrained[0], tokenizer)
+    return Run(
+        task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
+    )
+
+
+def name_padding(hf: Any, tokenizer: Any) -> None:
+    """Where a classifier's config does not say it, which transformers asks for in batches."""
+    text = hf.get_text_config()
+    if text.pad_token_id is None:
+        text.pad_token_id = tokenizer.pad_token_id
+
+
+def load_data(
+    task: Task, config: SupervisedConfig, tokenizer: Any, topology: Topology
+) -> tuple[Rows, Rows | None, PromptOrder]:
+    """The rows to learn, those to evaluate on, and the order of the former. Collective."""
+    data, size = config.data, vocab_size_of(config.model)
+    rows = task.load(data.train, tokenizer, data, topology, size)
+    held_out = None
+    if data.eval is not None:
+        held_out = task.load(data.eval, tokenizer, data, topology, size)
+    require(
+        data.batch_size <= len(rows),
+        f"data.batch_size={data.batch_size} is above the {len(rows)} rows that can be learnt, and "
+        "a step takes none twice",
+    )
+    return rows, held_out, PromptOrder(len(rows), data.batch_size, config.seed, data.shuffle)
+
+
+def resume(run: Run) -> tuple[int, RunLog]:
+    """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
+    config, runtime, done = run.config, run.runtime, 0
+    with runtime.phases("resume"):
+        start = find_start(config, runtime)
+        if start.folder is not None:
+            saved = checkpoint.load(start.folder, {"actor": run.actor.model}, runtime.topology)
+            done = saved["step"]
+            run.order.load_state_dict(saved["order"])
+    with runtime.phases("resume"):
+        take_folder(config, runtime, start, done)
+        trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
+    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, trackers, done)
+    topology = runtime.topology
+    run.spans.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
+    if start.folder is not None:
+        log.line(f"resumed from {start.folder}: {done} steps done")
+    return done, log
+
+
+def build_saver(run: Run, log: RunLog) -> Saver | None:
+    config = run.config
+    if config.checkpoint.every_steps <= 0:
+        return None
+
+    def say(step: int, folder: Path) -> None:
+        log.line(f"step {step}/{config.steps} | saved {folder}")
+
+    root = run.runtime.run_dir / "checkpoints"
+    return Saver(root, config.checkpoint, run.runtime.phases, {"actor": run.actor.topology}, say)
+
+
+def save(
+    run: Run, saver: Saver, step: int, metrics: dict[str, float], ending: Ending
+) -> None:  # fmt: skip
+    with run.runtime.phases("checkpoint"):
+        updated = f"{run.task.name}/loss" in metrics  # not passed over
+        if run.runtime.is_main and not ending.stops and updated:
+            check_metric(run.config.checkpoint, metrics)
+    facts = {
+        "engines": ["actor"], "order": run.order.state_dict(), "config": as_source(run.config),
+        "metrics": metrics,
+    }  # fmt: skip
+    actor = run.actor.model
+    saver.save(step, {"actor": actor}, facts, [*actor.pretrained, run.tokenizer])
+
+
+def one_step(run: Run, step: int) -> dict[str, float]:
+    task, phases, nan_updates = run.task, run.runtime.phases, run.config.nan_updates
+    started_at = time.perf_counter()
+    with phases("data"):
+        indices = run.order.next_step()
+        batch, _ = weighted_batch(run.rows, indices, run.actor)
+    with phases("update"):
+        updated = update(run.actor, batch, task.loss_fn, 1.0, nan_updates)
+    metrics = {f"{task.name}/{name}": value for name, value in updated.items()}
+    if nan_updates:
+        metrics[f"{task.name}/skipped_updates"] = float(not updated)
+    num_tokens = float(run.rows.measured.num_tokens[indices].sum())
+    return metrics | timing(run, step, num_tokens, started_at)
+
+
+def timing(run: Run, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
+    """As trainer.timing: seconds by phase over the ranks, idle share, the most memory of a rank."""
+    topology = run.runtime.topology
+    everyone: list[Any] = [None] * topology.world
+    mine = run.spans.report(step), memory_of_process()
+    dist.all_gather_object(everyone, mine, group=topology.control)
+    step_s = time.perf_counter() - started_at
+    metrics = phase_metrics([spans for spans, _ in everyone])
+    for what in mine[1]:
+        metrics[f"memory/{what}"] = max(memory[what] for _, memory in everyone)
+    return metrics | {"time/step_s": step_s, "throughput/tokens_per_s": num_tokens / step_s}
+
+
+def evaluate(run: Run, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
+    """Means over all unmasked tokens of the rows, whatever ranks have them. Collective."""
+    config, phases, topology = run.config, run.runtime.phases, run.runtime.topology
+    sums: dict[str, float] = {}  # of this rank
+    num_tokens = 0.0  # of all
+    with phases("evaluate"):
+        for first in range(0, len(rows), config.data.batch_size):
+            chosen = range(first, min(first + config.data.batch_size, len(rows)))
+            batch, count = weighted_batch(rows, list(chosen), run.actor)
+            for name, total in run.task.measure(run.actor.model, batch).items():
+                sums[name] = sums.get(name, 0.0) + float(total)
+            num_tokens += count
+            phases.still_going()
+        means = {name: sum_over_ranks(sums[name], topology) / num_tokens for name in sums}
+    found = run.task.summary(means)
+    text = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    log.line(f"step {step}/{config.steps} | held out: {text} ({len(rows)} rows)")
+    return {f"eval/{name}": value for name, value in found.items()}
+
+
+def finish(run: Run, saver: Saver | None, log: RunLog) -> None:
+    """Writes the model, and its average where there is one."""
+    config, actor = run.config, run.actor.model
+    if saver:
+        saver.wait()
+    with run.runtime.phases("save"):
+        weights = actor.named_weights(torch.float32, BUCKET_BYTES)
+        export(weights, run, Path(config.out))
+        if config.actor.ema:
+            assert isinstance(actor, FsdpEngine)  # plan.py refuses others
+            weights = actor.named_average(torch.float32, BUCKET_BYTES)
+            export(weights, run, Path(config.out, "ema"))
+        if config.actor.lora is not None:
+            save_adapter(actor, Path(config.out, "adapter"))
+    log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
+
+
+def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
+    """Those of the rows that this rank is given; all that are given any have the same work."""
+    rank = actor.topology.rank
+    if rank not in actor.ranks:
+        return []
+    work = sequence_work(torch.from_numpy(rows.measured.num_tokens[indices]))
+    mine = partition(work.tolist(), len(actor.ranks))[actor.ranks.index(rank)]
+    return [indices[i] for i in mine]
+
+
+def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
+    """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
+    number. Collective."""
+    batch = rows.batch(share_of(rows, indices, actor))
+    num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
+    batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)
+    return batch, num_tokens
+
+
+def export(gathered: Iterator[tuple[str, Tensor]], run: Run, out: Path) -> None:
+    """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
+    is_first = run.runtime.is_main
+    kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]
+    if is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        for part in (*run.actor.model.pretrained, run.tokenizer):
+            part.save_pretrained(out)
+        write_weights(kept, torch.float32, out)
+
+
+def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, ranks: int) -> None:
+    """--dry-run: resolved config, arithmetic, and one example per data set."""
+    tokenizer = load_tokenizer(config.model)
+    rows, held_out, _ = load_data(task, config, tokenizer, runtime.topology)
+    lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
+    if runtime.is_main:
+        plan = describe_supervised(config, ranks, len(rows), task.kind, task.row_sequences)
+        print(as_source(config), plan, *lines, sep="\n")
+
+
+def shown(name: str, rows: Rows) -> list[str]:
+    """A data set's counts and its first row."""
+    found = rows.measured
+    return [
+        f"{name} data: {len(rows)} rows of {found.num_tokens.sum():,} tokens, the longest "
+        f"{found.num_tokens.max()}; {found.num_overlong} over max_tokens, {found.num_bad} bad rows "
+        f"left out, {found.num_escaped} with control tokens in their text",
+        *rows.shown(),
+    ]
