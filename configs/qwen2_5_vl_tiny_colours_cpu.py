@@ -15,12 +15,11 @@ from spmdrl.config import (
     TrainConfig,
 )
 
-COLOURS = ("r", "g", "b", "y")
 
-
-def names_it(response: str, ground_truth: str) -> float:
-    """A fifth for any colour at all, from which it learns what an answer looks like."""
-    return 1.0 if response == ground_truth else 0.2 * (response in COLOURS)
+def names_them(response: str, ground_truth: str) -> float:
+    """1 for the right letters and nothing else; half of their share where some are right."""
+    right = sum(said == true for said, true in zip(response, ground_truth, strict=False))
+    return 1.0 if response == ground_truth else 0.5 * right / max(len(response), len(ground_truth))
 
 
 config = PpoConfig(
@@ -32,12 +31,12 @@ config = PpoConfig(
         prompts_per_step=32,
         max_prompt_tokens=80,
     ),
-    reward=names_it,
+    reward=names_them,
     rewards=RewardConfig(workers=1),
     algo=AlgoConfig(entropy_coef=0.03),
     steps=150,
     eval_every=50,
-    rollout=RolloutConfig(n=8, max_tokens=1, dtype="float32", kv_cache_mib=32),
+    rollout=RolloutConfig(n=8, max_tokens=4, dtype="float32", kv_cache_mib=32),
     actor=TrainConfig(
         dtype="float32", micro_batch_tokens=8192, optim=OptimConfig(lr=1e-3, warmup_steps=5)
     ),

@@ -23,6 +23,7 @@ COUNT: tuple[float, None] = (1, None)
 BOUNDS: Bounds = {
     "DataConfig.prompts_per_step": COUNT, "DataConfig.max_prompt_tokens": COUNT,
     "DataConfig.max_eval_prompts": COUNT,
+    "DataConfig.image_min_pixels": COUNT, "DataConfig.image_max_pixels": COUNT,
     "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": POSITIVE,
     "RewardConfig.max_invalid_fraction": (0, 1),
     "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),

@@ -176,7 +176,7 @@ class TrainConfig:
 
 # The names that algo/*.py define; tests/test_names.py holds both lists together.
 Advantage = Literal[
-    "grpo", "gae", "dr_grpo", "grpo_passk", "gdpo", "reinforce_plus_plus",
+    "grpo", "gae", "dr_grpo", "grpo_passk", "gdpo", "reinforce", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "optimal_token_baseline",
     "tir_optimal_token_baseline", "prime", "win_rate",
 ]  # fmt: skip
@@ -244,6 +244,7 @@ class AlgoConfig:
     aggregation: Aggregation | Callable[..., Any] | None = None
     norm_length: int | None = None  # of seq_mean_token_sum_norm; None: rollout.max_tokens
     value_clip: float = 0.5
+    reward_coef: float = 1.0  # 0: the KL in the reward alone, as in distillation
     kl_coef: float = 0.0  # above 0: a reference model is loaded
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"

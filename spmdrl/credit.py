@@ -112,7 +112,7 @@ def add_advantages(
     """
     algo = config.algo
     estimator = estimator_of(algo)
-    whole = concatenate(batches)
+    whole = weighed(concatenate(batches), algo.reward_coef)
     kl, process = kl_penalty(whole, algo), process_rewards(whole, algo)
     mini = torch.repeat_interleave(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
@@ -142,6 +142,15 @@ def add_advantages(
     if algo.kl_coef and algo.kl_in == "reward":
         metrics["reward/kl"] = float(table.kl.sum() / table.outcomes.lengths.sum().clamp(min=1))
     return metrics
+
+
+def weighed(batch: Batch, coef: float) -> Batch:
+    """With its rewards times coef."""
+    if coef == 1:
+        return batch
+    return replace(
+        batch, rewards=batch.rewards * coef, greedy=batch.greedy * coef, keys=batch.keys * coef
+    )  # fmt: skip
 
 
 def gather_samples(

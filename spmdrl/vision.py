@@ -212,6 +212,12 @@ class Vision:
         limits = {edge: limit for edge, limit in edges if limit is not None}
         if limits:
             processor.size = replace(processor.size, **limits)
+        least, most = processor.size.shortest_edge, processor.size.longest_edge
+        if least > most:
+            raise ConfigError(
+                f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
+                "be what the model's preprocessor_config.json says)"
+            )
         return cls(config, processor)
 
     def num_tokens(self, picture: Picture) -> int:

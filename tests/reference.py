@@ -207,6 +207,11 @@ def gdpo(trs: list[Trajectory], weights: dict[str, float]) -> Rows:
     return whitened(trs, broadcast(trs, group_scores(trs, score)))
 
 
+def reinforce(trs: list[Trajectory], gamma: float) -> Rows:
+    """A = sum_{s>=t} gamma^(s-t) r_s (REINFORCE, Williams 1992)."""
+    return [returns_to_go(tr, tr.rewards, gamma) for tr in trs]
+
+
 def reinforce_plus_plus(trs: list[Trajectory], gamma: float) -> Rows:
     """A = W(sum_{s>=t} gamma^(s-t) r_s) (REINFORCE++, 2501.03262)."""
     return whitened(trs, [returns_to_go(tr, tr.rewards, gamma) for tr in trs])

@@ -2,9 +2,9 @@
 
     python examples/colours/make_assets.py [--out runs/colours] [--seed 0]
 
-A prompt shows one or two images, each of one colour with some noise, and asks "1?" or "2?": the
-answer is the first letter of that image's colour. A character is a token, and so are the marks
-around an image. `eval.parquet` has images that `train.parquet` has not.
+A prompt shows one or two images, each of one colour with some noise; the answer has the first
+letter of each colour, in order. A character is a token, and so are the marks around an image.
+`eval.parquet` has images that `train.parquet` has not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_TRAIN, NUM_EVAL = 1024, 128
 PATCH = 4  # pixels a side; four patches are a token
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
-WORDS = [*"12?:", *COLOURS]
+WORDS = ["?", ":", *COLOURS]
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}"
@@ -56,11 +56,10 @@ def make_assets(out: Path, seed: int) -> None:
 def question(draw: random.Random) -> dict[str, Any]:
     """verl's schema: <image> in the text, and as many `images`."""
     shown = draw.choices(list(COLOURS), k=draw.choice((1, 2)))
-    asked = draw.randrange(len(shown))
     return {
         "data_source": "colours",
-        "prompt": [{"role": "user", "content": f"{'<image>' * len(shown)}{asked + 1}?"}],
-        "reward_model": {"style": "rule", "ground_truth": shown[asked]},
+        "prompt": [{"role": "user", "content": f"{'<image>' * len(shown)}?"}],
+        "reward_model": {"style": "rule", "ground_truth": "".join(shown)},
         "images": [{"bytes": png(picture(colour, draw))} for colour in shown],
     }
 

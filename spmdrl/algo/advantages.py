@@ -167,14 +167,16 @@ def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     return advantages, returns
 
 
-def reinforce_plus_plus(t: Tokens, algo: AlgoConfig) -> Tensor:
-    """Discounted return-to-go; then whitened. Source: arXiv 2501.03262."""
+def reinforce(t: Tokens, algo: AlgoConfig) -> Tensor:
+    """Discounted return-to-go, sum_{s >= t} gamma^(s - t) r_s. Source: Williams 1992,
+    doi 10.1007/BF00992696. With gamma 0, and the KL to a teacher for its only reward, it is
+    on-policy distillation: docs/distillation.md."""
     return scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
 
 
 def remax(t: Tokens, algo: AlgoConfig) -> Tensor:
     """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505."""
-    return (reinforce_plus_plus(t, algo) - t.own(t.outcomes.greedy)) * t.mask
+    return (reinforce(t, algo) - t.own(t.outcomes.greedy)) * t.mask
 
 
 def prime(t: Tokens, algo: AlgoConfig) -> Tensor:
@@ -351,7 +353,8 @@ ESTIMATORS = {
     "dr_grpo": Estimator(dr_grpo, groups=True, aggregation="seq_mean_token_sum_norm"),
     "grpo_passk": Estimator(grpo_passk, groups=True),
     "gdpo": Estimator(gdpo, groups=True, whiten=True),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus, "tokens", whiten=True),
+    "reinforce": Estimator(reinforce, "tokens"),
+    "reinforce_plus_plus": Estimator(reinforce, "tokens", whiten=True),  # arXiv 2501.03262
     "reinforce_plus_plus_baseline": Estimator(dr_grpo, groups=True, whiten=True),
     "remax": Estimator(remax, "tokens", greedy=True),
     "rloo": Estimator(rloo, groups=True),

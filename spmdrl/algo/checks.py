@@ -16,7 +16,7 @@ from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, SEQUENCE_LOSSES, aggr
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, PpoConfig
 
 CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
-DISCOUNTED = ("gae", "reinforce_plus_plus", "remax", "prime")
+DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus", "remax", "prime")
 
 # option -> (who reads it, in words; whether this config's algorithm does)
 Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
@@ -100,8 +100,8 @@ def check_ranges(algo: AlgoConfig) -> None:
         value = getattr(algo, name)
         require(value is None or value > 0, f"algo.{name}={value} must be above 0")
     for name in (
-        "kl_coef", "positive_nll_coef", "dynamic_sampling", "overlong_buffer", "replay_steps",
-        "critic_warmup_steps", "entropy_target",
+        "reward_coef", "kl_coef", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
+        "replay_steps", "critic_warmup_steps", "entropy_target",
     ):  # fmt: skip
         value = getattr(algo, name)
         require(value is None or value >= 0, f"algo.{name}={value} must not be negative")
@@ -111,6 +111,10 @@ def check_ranges(algo: AlgoConfig) -> None:
     require(
         algo.clip_low < 1 or algo.policy_loss not in ("ppo", "vanilla", "gspo", "clip_cov"),
         f"algo.clip_low={algo.clip_low}: the ratio's lower bound 1 - clip_low would not be above 0",
+    )
+    require(
+        algo.reward_coef > 0 or (algo.kl_coef > 0 and algo.kl_in == "reward"),
+        "algo.reward_coef=0 leaves nothing to learn from: set kl_coef above 0 and kl_in='reward'",
     )
     require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
     require(

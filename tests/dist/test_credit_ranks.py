@@ -33,6 +33,8 @@ ESTIMATORS = {
         {"reward_keys": {"format": 0.3, "correct": 1.0}},
         lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}),
     ),
+    "reinforce": ({"gamma": 0.9}, lambda t: reference.reinforce(t, 0.9)),
+    "reinforce without return": ({"gamma": 0.0}, lambda t: reference.reinforce(t, 0.0)),
     "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
     "reinforce_plus_plus_baseline": ({}, reference.reinforce_plus_plus_baseline),
     "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),

@@ -270,8 +270,8 @@ def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
 
 
 def test_every_pair_that_makes_sense_is_held_to_it():
-    """Of 15 x 13: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
-    per_sequence, per_token = 8, 6
+    """Of 16 x 13: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
+    per_sequence, per_token = 8, 7
     assert len(pairs()) == per_sequence * 12 + per_token * 11 + 1
     words = {word for name in THOROUGH - set(OPTIONS) for word in name.split()}
     assert words == {*get_args(Advantage), *get_args(PolicyLoss)} - {"vanilla"}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from programs import CONFIG, ROOT, make_arithmetic, metrics_of, train, write_task
+from safetensors.torch import load_file, save_file
+from tiny import save_qwen3
 
 RECIPES = sorted(p.stem.split("_")[3] for p in Path(ROOT, "configs").glob("*arithmetic*_cpu.py"))
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
@@ -20,10 +22,11 @@ def arithmetic(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arithmetic")
     make_arithmetic(folder)
     os.rename(folder / "runs/arithmetic/model", folder / "runs/arithmetic/sft_model")
+    os.symlink("sft_model", folder / "runs/arithmetic/teacher")
     return folder
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "sft"])
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in ("sft", "reward")])
 def test_recipe_runs_end_to_end(arithmetic, recipe):
     (config,) = Path(ROOT, "configs").glob(f"*arithmetic_{recipe}*_cpu.py")
     done = train(arithmetic, 2, "--config", str(config), "--run_dir", f"run_{recipe}", *SMALL)
@@ -98,6 +101,27 @@ def test_the_greedy_answer_is_the_baseline_of_remax(folder):
     warm = run(folder, 2, "remax_warm", *args)[1]
     assert warm["advantage/std"] > 0
     assert warm["actor/grad_norm"] > 0
+
+
+def test_a_teacher_alone_teaches(folder, tmp_path):
+    """Distillation: rewards are logged and have no say, a student of its own teacher has nothing to
+    learn, and another's distribution comes nearer."""
+    other = save_qwen3(tmp_path / "teacher", seed=5)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 8  # a teacher with a mind of its own
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    args = ["--algo.advantage", "reinforce", "--algo.gamma", "0", "--algo.reward_coef", "0",
+            "--algo.kl_coef", "1", "--algo.kl_in", "reward", "--algo.kl_estimator", "k1",
+            "--ref.dtype", "float32", "--rollout.n", "1"]  # fmt: skip
+    own = run(folder, 2, "own_teacher", *args, "--steps", "1")[1]
+    assert own["reward/std"] > 0
+    assert abs(own["advantage/mean"]) < 1e-6
+    taught = ["--ref.model", str(other), "--steps", "25", "--data.prompts_per_step", "32",
+              "--actor.optim.lr", "1e-2"]  # fmt: skip
+    rows = run(folder, 2, "other_teacher", *args, *taught)[1:]
+    for row in rows:
+        assert row["advantage/mean"] == pytest.approx(-row["reward/kl"], rel=1e-5)
+    assert rows[-1]["reward/kl"] < 0.95 * rows[0]["reward/kl"]
 
 
 STATEFUL = [

