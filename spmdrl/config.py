@@ -171,6 +171,7 @@ class TrainConfig:
     offload_optimizer: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
     lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
+    freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 

@@ -136,7 +136,10 @@ def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
     """What the reference has of its own must be of use to a model that only looks; it may be given
     the actor's whole config."""
     default = TrainConfig()
-    for name in ("offload_optimizer", "activation_checkpointing", "activation_offload", "optim"):
+    for name in (
+        "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
+        "freeze_vision",
+    ):  # fmt: skip
         value = getattr(ref, name)
         require(
             value in (getattr(default, name), getattr(actor, name)),
@@ -454,6 +457,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     hf = load_hf_config(config.model)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
+    check_vision(hf, {"actor": config.actor})
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
 
@@ -564,8 +568,8 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
-    if sees_images(hf):
-        check_vision(hf, config)
+    wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization}
+    check_vision(hf, training_roles(config), wanted)
     require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
     unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
     require(
@@ -594,17 +598,24 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     )
 
 
-def check_vision(hf: PreTrainedConfig, config: PpoConfig) -> None:
-    """What a model with a vision tower cannot do yet."""
-    wanted: dict[str, Any] = {
-        "strict": config.strict, "rollout.quantization": config.rollout.quantization,
-    }  # fmt: skip
-    for name, role in training_roles(config).items():
-        wanted[f"{name}.engine='megatron'"] = role.engine == "megatron"
-        wanted[f"{name}.ulysses"] = role.ulysses > 1
-        wanted[f"{name}.lora"] = role.lora
-        wanted[f"{name}.compile"] = role.compile
-        wanted[f"{name}.kernels='liger'"] = role.kernels == "liger"
+def check_vision(
+    hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
+) -> None:
+    """What a model with a vision tower cannot do yet, and what one without cannot.
+
+    others: settings by name that do not go with a tower either.
+    """
+    if not sees_images(hf):
+        for name, role in roles.items():
+            require(not role.freeze_vision, f"{name}.freeze_vision: the model sees no images")
+        return
+    wanted = dict(others or {})
+    for name, role in roles.items():
+        wanted |= {
+            f"{name}.engine='megatron'": role.engine == "megatron", f"{name}.lora": role.lora,
+            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
+            f"{name}.kernels='liger'": role.kernels == "liger",
+        }  # fmt: skip
     found = [name for name, value in wanted.items() if value]
     require(
         not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"

@@ -98,6 +98,8 @@ class FsdpEngine:
         if sees_images(hf.config):
             self.pretrained.append(load_processor(model))
         self.sight: Sight | None = None  # of the images in a run's data, where there are any
+        if config.freeze_vision:
+            hf.base_model.visual.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)

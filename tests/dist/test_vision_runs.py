@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from programs import CONFIG, ROOT, metrics_of, train
+from safetensors.torch import load_file
 from tiny import png, save_qwen_vl
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -94,6 +95,18 @@ def test_engine_and_trainer_see_the_same(folder, model, ranks, args):
                "--weights.check", "True", *args)  # fmt: skip
     assert len(rows) == 3
     assert all(row["actor/logprob_diff_max"] < 1e-5 for row in rows[1:])
+
+
+def test_a_tower_may_be_left_as_it_is(folder):
+    args = ("--actor.freeze_vision", "True", "--actor.activation_checkpointing", "True")
+    rows = run(folder, "frozen", 2, "--checkpoint.every_steps", "2", "--data.eval", "None", *args)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    command = [sys.executable, "-m", "spmdrl.export", "--out", "half",
+               "--checkpoint", str(folder / "frozen/checkpoints/step_00000002")]  # fmt: skip
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    start, end = (load_file(folder / name / "model.safetensors") for name in ("model", "half"))
+    for name, weight in end.items():
+        assert torch.equal(weight, start[name]) == name.startswith("visual."), name
 
 
 def test_a_resumed_run_sees_what_it_would_have_seen(folder, alone):
