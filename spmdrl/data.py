@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,14 +102,14 @@ class PromptDataset:
 
         def length(row: dict[str, Any], path: Path) -> int:
             nonlocal escaped, most
-            fields = prompt_fields(row, path.parent)
+            fields = prompt_fields(row, path.parent, vision is not None)
             if fields.ground_truth is None and needs_truth(fields.data_source):
                 raise without_truth(row)
             found = encode(fields, encoder, config, vision)
             sources.add(fields.data_source)
             escaped += found.escaped
-            if fields.images and vision is not None and len(found.ids) <= config.max_prompt_tokens:
-                most = most.beside(fields.images, vision)
+            if vision is not None:
+                most = most.beside(fields, vision, len(found.ids) <= config.max_prompt_tokens)
             return len(found.ids)
 
         lengths = measure_rows(files, length, topology, config.on_bad_row)
@@ -130,9 +130,15 @@ class PromptDataset:
         data_sources = tuple(sorted(set().union(*(theirs for theirs, _, _ in gathered))))
         num_escaped = sum(count for _, count, _ in gathered)
         report_escaped(num_escaped, len(files), topology)
+        most = MostImages.of(images for _, _, images in gathered)
+        if most.blind and topology.rank == 0:
+            logger.warning(
+                "%d of %d prompts say %s and have no images: it stays text", most.blind,
+                len(files), MARK,
+            )  # fmt: skip
         return cls(
             files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped,
-            vision, MostImages.of(images for _, _, images in gathered),
+            vision, most,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -141,7 +147,8 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """The prompt at 0 <= index < len(self); its id is the row number over all files."""
         row = int(self.rows[index])
-        fields = prompt_fields(self.files.row(row), self.files.locate(row)[0].path.parent)
+        folder = self.files.locate(row)[0].path.parent
+        fields = prompt_fields(self.files.row(row), folder, self.vision is not None)
         token_ids, text, _ = encode(fields, self.encoder, self.config, self.vision)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
@@ -173,8 +180,22 @@ class PromptFields:
     extra_info: dict[str, Any]
     images: tuple[Picture, ...] = ()
 
+    @property
+    def has_parts(self) -> bool:
+        return any(isinstance(turn["content"], list) for turn in self.turns)
 
-PROMPT_COLUMNS = ("prompt", "data_source", "reward_model", "ground_truth", "extra_info", "images")
+    @property
+    def says_image(self) -> bool:
+        return any(MARK in turn["content"] for turn in self.turns)
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        return self.prompt if isinstance(self.prompt, list) else [{"content": self.prompt}]
+
+
+PROMPT_COLUMNS = (
+    "prompt", "data_source", "reward_model", "ground_truth", "extra_info", "images", "image",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,22 +204,36 @@ class MostImages:
 
     per_prompt: int = 0
     tokens: int = 0  # of the largest
+    blind: int = 0  # prompts that say <image> and have none
 
-    def beside(self, pictures: tuple[Picture, ...], vision: Vision) -> MostImages:
-        largest = max(map(vision.num_tokens, pictures))
-        return MostImages(max(self.per_prompt, len(pictures)), max(self.tokens, largest))
+    def beside(self, fields: PromptFields, vision: Vision, is_used: bool) -> MostImages:
+        """With a prompt's, all of which are decoded once. Raises BadRow."""
+        for picture in fields.images:
+            picture.open()
+        if not fields.images:
+            return replace(self, blind=self.blind + fields.says_image)
+        if not is_used:
+            return self
+        largest = max(map(vision.num_tokens, fields.images))
+        return replace(
+            self, per_prompt=max(self.per_prompt, len(fields.images)),
+            tokens=max(self.tokens, largest),
+        )  # fmt: skip
 
     @classmethod
     def of(cls, several: Iterable[MostImages]) -> MostImages:
         each = list(several)
-        return cls(max(one.per_prompt for one in each), max(one.tokens for one in each))
+        return cls(
+            max(one.per_prompt for one in each), max(one.tokens for one in each),
+            sum(one.blind for one in each),
+        )  # fmt: skip
 
 
 def encode(
     fields: PromptFields, encoder: Encoder, config: DataConfig, vision: Vision | None
 ) -> Encoded:
     """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
-    if not fields.images:
+    if not fields.images and not fields.has_parts:
         return encoder.prompt(fields.prompt)
     if vision is None:
         raise ConfigError(
@@ -219,14 +254,17 @@ def encode(
     return found
 
 
-def prompt_fields(row: dict[str, Any], folder: Path) -> PromptFields:
+def prompt_fields(row: dict[str, Any], folder: Path, sees: bool = False) -> PromptFields:
     """Raises BadRow naming the first field that is missing, null, empty or of a wrong type.
 
-    A ground truth may be missing: some rewards ask for none. folder: of the file.
+    A ground truth may be missing: some rewards ask for none. folder: of the file. sees: whether the
+    model sees images.
     """
     images = pictures_of(row.get("images"), folder)
+    if sees and not images and row.get("image") is not None:
+        raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
     prompt = lookup(row, "prompt")
-    check_prompt("prompt", prompt, parts=bool(images))
+    check_prompt("prompt", prompt, parts=sees or bool(images))
     data_source = lookup(row, "data_source")
     if not isinstance(data_source, str) or not data_source:
         raise bad_field("data_source", data_source, "a name such as 'openai/gsm8k'", row)

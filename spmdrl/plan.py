@@ -53,7 +53,7 @@ from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict, check_strict_model
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.trackers import check_trackers
-from spmdrl.vision import sees_images
+from spmdrl.vision import same_pixels, sees_images
 
 MAX_RANKS = 2**20
 
@@ -570,6 +570,11 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     check_layers(hf)
     wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization}
     check_vision(hf, training_roles(config), wanted)
+    for name in ("image_min_pixels", "image_max_pixels"):
+        require(
+            sees_images(hf) or getattr(config.data, name) is None,
+            f"data.{name}: the model sees no images",
+        )
     require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
     unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
     require(
@@ -587,6 +592,11 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
             require(
                 getattr(hf, "image_token_id", None) == getattr(other, "image_token_id", None),
                 f"{name}.model and the model mark images by different tokens, or one sees none",
+            )
+            require(
+                not sees_images(hf) or same_pixels(config.model, role.model),
+                f"{name}.model and the model have image processors that differ: both are given "
+                "the same pixels",
             )
             vocab, theirs = text.vocab_size, other.get_text_config().vocab_size
             require(vocab == theirs, f"{name}.model has {theirs} tokens, the model {vocab}")

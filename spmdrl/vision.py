@@ -11,11 +11,13 @@ vectors. Pixels do not travel: whoever needs them reads them from its own copy o
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import re
+import shutil
+import struct
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +25,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
@@ -32,6 +35,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedConfig,
 )
+from transformers.utils import cached_file
 
 from spmdrl.config import ConfigError, DataConfig
 from spmdrl.files import BadRow, bad_field
@@ -43,7 +47,16 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images ar
 MARK = "<image>"
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 EXPECTED = "images as {'bytes': ...}, {'path': ...}, a path or a data: URI"
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # by PIL
+# by Pillow, whose readers of damaged files raise whatever their parsing runs into
+UNREADABLE = (
+    OSError, ValueError, SyntaxError, RuntimeError, EOFError, LookupError, TypeError,
+    ArithmeticError, AttributeError, struct.error, zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+ORIENTATION, TURNED = 0x0112, range(5, 9)  # the tag in EXIF, and its values that swap the sides
+FILES = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "chat_template.json",
+)  # fmt: skip
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
@@ -73,17 +86,46 @@ class Picture:
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     def open(self) -> Image.Image:
-        """In RGB. Raises BadRow for what cannot be decoded."""
+        """In RGB, upright, on white. Raises BadRow for what cannot be decoded."""
+        return self._read(in_rgb)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) by its header. Raises BadRow."""
+        return self._read(
+            lambda image: (
+                image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
+            )
+        )
+
+    def _read(self, look: Callable[[Image.Image], Any]) -> Any:
         try:
             with Image.open(io.BytesIO(self.encoded)) as image:
-                return image.convert("RGB")
+                return look(image)
+        except UnidentifiedImageError as error:
+            reason = "is of no format that Pillow reads"
+            raise BadRow(f"field 'images': {self} {reason}") from error
         except UNREADABLE as error:
-            raise BadRow(f"field 'images': {self} cannot be read: {error}") from error
+            raise BadRow(f"field 'images': {self} cannot be read: {error!r}") from error
 
     def __str__(self) -> str:
         if isinstance(self.source, bytes):
             return f"an image of {len(self.source)} bytes"
         return f"'{self.source}'"
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """As people see it. Raises ValueError for numbers of which nobody says which is white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of mode {image.mode!r}: save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # convert() would clip at 255
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
 
 
 def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
@@ -114,7 +156,7 @@ def picture_of(item: Any, folder: Path) -> Picture:
     if item.startswith("data:"):
         try:
             return Picture(base64.b64decode(item.partition(",")[2], validate=True))
-        except binascii.Error as error:
+        except ValueError as error:
             raise BadRow(f"field 'images': a data: URI that is not base64: {error}") from error
     return Picture(folder / item.removeprefix("file://"))
 
@@ -129,7 +171,7 @@ def with_parts(chat: list[Message], num_images: int) -> list[Message]:
     if marks != num_images:
         raise BadRow(
             f"field 'images': {num_images} of them, but the prompt has {marks} places for one: "
-            f"write {MARK} into its text where each belongs"
+            f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
         )
     return seen
 
@@ -148,6 +190,12 @@ def parts_of(content: Any) -> list[dict[str, str]]:
 def parts_of_one(part: Any) -> list[dict[str, str]]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image":
+        own = [key for key in ("image", "path", "bytes", "url") if part.get(key) is not None]
+        if own:
+            raise BadRow(
+                f"field 'prompt[].content[]': an image with its own {own[0]!r}: put it into the "
+                "row's 'images', in the order in which the prompt shows them"
+            )
         return [{"type": "image"}]
     if kind == "text" and isinstance(part.get("text"), str):
         return [{"type": "text", "text": part["text"]}] if part["text"] else []
@@ -221,8 +269,8 @@ class Vision:
         return cls(config, processor)
 
     def num_tokens(self, picture: Picture) -> int:
-        """Raises BadRow for an image that cannot be decoded, or is far too long a strip."""
-        width, height = picture.open().size
+        """By its size. Raises BadRow for one that has none, or is far too long a strip."""
+        width, height = picture.size
         try:
             patches = self.processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
@@ -303,7 +351,7 @@ class Sight:
 
     def __init__(self, vision: Vision, by_id: Callable[[int], Prompt]) -> None:
         self.vision = vision
-        self.prompt = lru_cache(maxsize=4096)(by_id)
+        self.prompt = lru_cache(maxsize=512)(by_id)  # with images, encoded
 
     def scene(self, batch: Batch) -> Scene:
         """A batch without images gets the smallest one, which no token stands for: the tower's
@@ -361,6 +409,27 @@ def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor)
         position, end = position + max(rows, columns), first + count
     parts.append((torch.arange(num_tokens - end) + position).expand(3, -1))
     return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """What a model's processor is made of, to be written beside its weights."""
+
+    model: str
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        for name in FILES:
+            found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                shutil.copy(found, folder)
+
+
+def same_pixels(model: str, other: str) -> bool:
+    """Whether both are given the same numbers for an image. Raises ConfigError."""
+    mine, theirs = (load_processor(name).to_dict() for name in (model, other))
+    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
+             "rescale_factor", "size")  # fmt: skip
+    return all(mine.get(name) == theirs.get(name) for name in names)
 
 
 def load_processor(model: str) -> Any:

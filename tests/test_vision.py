@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +25,7 @@ from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import PromptDataset
 from spmdrl.engines import attention
 from spmdrl.engines.models import TokenPolicy, build_model, load_hf_config
+from spmdrl.files import BadRow
 from spmdrl.packing import empty_batch
 from spmdrl.rollout.engine import Request, SamplingParams
 from spmdrl.rollout.hf import HfEngine
@@ -118,15 +120,63 @@ def test_prompts_have_as_many_image_tokens_as_their_images_want(
     assert len(few.prompt(0).token_ids) == len(two.token_ids) - 8
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK", "I;16", "1"])
-def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -> None:
+def saved(image: Image.Image, kind: str = "TIFF", **settings: Any) -> Picture:
     file = io.BytesIO()
-    made = Image.new("RGB", (16, 8), (250, 10, 10)).convert("L" if mode == "I;16" else mode)
-    (made.convert("I").convert(mode) if mode == "I;16" else made).save(file, "TIFF")
-    pixels, grid = vision_of(models["qwen2_5_vl"]).pixels(Picture(file.getvalue()))
+    image.save(file, kind, **settings)
+    return Picture(file.getvalue())
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "LA", "P", "CMYK", "1"])
+def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -> None:
+    made = saved(Image.new("RGB", (16, 8), "white").convert(mode))
+    pixels, grid = vision_of(models["qwen2_5_vl"]).pixels(made)
     assert pixels.shape == (8, 96)
     assert grid.tolist() == [1, 2, 4]
-    assert pixels.isfinite().all()
+    assert made.open().getpixel((3, 3)) == (255, 255, 255)
+
+
+def test_images_are_seen_as_people_see_them() -> None:
+    """Nothing behind a transparent one is white; 16 bits are no glare; cameras may be held upright
+    or not."""
+    clear = saved(Image.new("RGBA", (8, 8), (0, 0, 0, 0)), "PNG")
+    assert clear.open().getpixel((0, 0)) == (255, 255, 255)
+    ramp = Image.fromarray(np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8))
+    assert ramp.mode == "I;16"
+    seen = np.asarray(saved(ramp, "PNG").open())[..., 0].reshape(-1)
+    assert seen.tolist() == [level // 257 for level in range(0, 65536, 1024)]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    upright = saved(Image.new("RGB", (40, 16)), "JPEG", exif=turned)
+    assert upright.size == upright.open().size == (16, 40)
+    with pytest.raises(BadRow, match="mode 'F': save it with 8 or 16 bits"):
+        saved(Image.new("F", (8, 8))).open()
+
+
+def test_an_image_is_decoded_once_and_then_known_by_its_size(
+    models: dict[str, str], tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Picture] = []
+    read = Picture.open
+    monkeypatch.setattr(Picture, "open", lambda self: (opened.append(self), read(self))[1])
+    path = write(tmp_path / "d.parquet", [row("<image>", [{"bytes": png(0, 16, 24)}])])
+    data = load(models["qwen2_5_vl"], path, topology)
+    assert len(opened) == 1
+    assert len(data.prompt(0).token_ids) == 2 + 8 + 2
+    assert len(opened) == 1
+
+
+def test_rows_with_parts_and_blind_ones(
+    models: dict[str, str], tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Parquet column has one type: rows without images have parts too."""
+    Path(tmp_path, "a.png").write_bytes(png(0, 8, 8))
+    parts = [{"type": "text", "text": "hi"}]
+    path = write(tmp_path / "d.jsonl", [row(parts), row("<image>"), row("<image>", ["a.png"])])
+    data = load(models["qwen2_5_vl"], path, topology)
+    spell = data.encoder.tokenizer.decode
+    assert [spell(data.prompt(i).token_ids) for i in range(2)] == ["u:hia:", "u:<image>a:"]
+    assert data.images.blind == 1
+    assert "1 of 3 prompts say <image> and have no images" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,18 +184,20 @@ def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -
     [
         ("<image>", ["gone.png"], "'.*gone.png' cannot be read: .*No such file"),
         ("<image>", [{"bytes": "xx"}], "'.*xx' cannot be read"),
+        ("<image>", ["data:image/png;base64,\u00e4"], "not base64"),
+        ([{"type": "image", "image": "a.png"}], ["a.png"], "an image with its own 'image'"),
         ("<image>", ["https://x/y.png"], "is on the web: fetch it before the run"),
         ("<image>", ["data:image/png;base64,###"], "not base64"),
         ("<image>", ["broken.png"], "broken.png' cannot be read"),
-        ("<image>", ["text.png"], "text.png' cannot be read: cannot identify"),
+        ("<image>", ["text.png"], "text.png' is of no format that Pillow reads"),
         ("<image>", ["strip.png"], "strip.png', 2500 x 8: absolute aspect ratio"),
         ("<image>", "a.png", "a list of images as"),
         ("<image>", [7], "expected images as"),
         ("<image>", [{"bytes": None}], "expected images as"),
         ("<image><image>", ["a.png"], "1 of them, but the prompt has 2 places for one"),
-        ("nothing", ["a.png"], "the prompt has 0 places for one: write <image> into its text"),
+        ("nothing", ["a.png"], "the prompt has 0 places for one: write <image> where"),
         ([{"type": "video"}], ["a.png"], "expected {'type': 'image'} or"),
-        ([{"type": "image"}], None, "prompt\\[0\\].content': .*expected a string"),
+        ([{"type": "image"}], None, "0 of them, but the prompt has 1 places"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_an_image_is_said_with_its_row(
@@ -161,6 +213,16 @@ def test_what_is_wrong_with_an_image_is_said_with_its_row(
     with pytest.raises(ConfigError, match=f"line 2: .*{error}"):
         load(models["qwen2_5_vl"], path, topology)
     assert len(load(models["qwen2_5_vl"], path, topology, on_bad_row="skip")) == 1
+
+
+def test_other_columns_and_bounds_are_told(
+    models: dict[str, str], tmp_path: Path, topology: Topology
+) -> None:
+    path = write(tmp_path / "d.jsonl", [row("<image>", image="a.png")])
+    with pytest.raises(ConfigError, match=r"field 'image': found str 'a.png', expected a column "):
+        load(models["qwen2_5_vl"], path, topology)
+    with pytest.raises(ConfigError, match="image_min_pixels=64 is above image_max_pixels=60"):
+        vision_of(models["qwen2_5_vl"], image_max_pixels=60)
 
 
 def test_a_prompt_with_images_is_never_cut(

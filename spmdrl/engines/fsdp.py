@@ -50,7 +50,7 @@ from spmdrl.remote_code import code_files
 from spmdrl.safe_load import ShardReader
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
-from spmdrl.vision import Scene, Sight, load_processor, sees_images
+from spmdrl.vision import ProcessorFiles, Scene, Sight, sees_images
 from spmdrl.weights.names import checkpoint_parts
 from spmdrl.weights.reshard import gathered
 from spmdrl.weights.shards import Shards, shards_by_part
@@ -96,7 +96,7 @@ class FsdpEngine:
         generation = [hf.generation_config] if kind != "reward" else []
         self.pretrained = [hf.config, *generation, *code_files(hf.config)]
         if sees_images(hf.config):
-            self.pretrained.append(load_processor(model))
+            self.pretrained.append(ProcessorFiles(model))
         self.sight: Sight | None = None  # of the images in a run's data, where there are any
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)

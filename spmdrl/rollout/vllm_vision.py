@@ -23,7 +23,8 @@ from spmdrl.vision import Looks
 
 def engine_args(looks: Looks) -> dict[str, Any]:
     return {
-        "limit_mm_per_prompt": {"image": looks.per_prompt, "video": 0},
+        # without any, vLLM would leave the tower out, and its weights had no place
+        "limit_mm_per_prompt": {"image": max(looks.per_prompt, 1), "video": 0},
         "mm_processor_cache_gb": 0,
         "mm_device_do_normalize": False,
     }
@@ -36,17 +37,17 @@ def sizes_of(looks: Looks, max_model_len: int) -> Iterator[None]:
     import_without_torchvision()
     from vllm.multimodal import registry
 
-    limits = {"image": looks.per_prompt} if looks.per_prompt else {}
+    limits, tokens = {"image": max(looks.per_prompt, 1)}, max(looks.tokens, 1)
     info = SimpleNamespace(
         supported_mm_limits=limits,
         allowed_mm_limits=limits,
         ctx=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)),
-        get_mm_max_tokens_per_item=lambda seq_len, mm_counts: dict.fromkeys(limits, looks.tokens),
+        get_mm_max_tokens_per_item=lambda seq_len, mm_counts: dict.fromkeys(limits, tokens),
     )
 
     def largest(mm_counts: Mapping[str, int], cache: Any = None) -> dict[str, Any]:
         merge = looks.vision.merge
-        grid = torch.tensor([[1, merge, merge * looks.tokens]])
+        grid = torch.tensor([[1, merge, merge * tokens]])
         pixels = torch.zeros(int(grid.prod()), looks.vision.num_values)
         return {"mm_kwargs": {"image": items_of([pixels], grid)}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,13 @@ import pytest
 import torch
 from programs import CONFIG, ROOT, metrics_of, train
 from safetensors.torch import load_file
-from tiny import png, save_qwen_vl
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from tiny import png, save_qwen_vl, save_tokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 SEEING = CONFIG.replace(".jsonl", ".parquet").replace(
     "max_prompt_tokens=16", "max_prompt_tokens=60"
@@ -97,6 +103,14 @@ def test_engine_and_trainer_see_the_same(folder, model, ranks, args):
     assert all(row["actor/logprob_diff_max"] < 1e-5 for row in rows[1:])
 
 
+def test_a_model_that_could_see_trains_on_text(folder):
+    text = [question(3 * seed) for seed in range(20)]
+    pq.write_table(pa.Table.from_pylist(text), folder / "text.parquet")
+    rows = run(folder, "text", 2, "--rollout.engine", "vllm", "--weights.check", "True",
+               "--data.train", "text.parquet", "--data.eval", "None", "--steps", "1")  # fmt: skip
+    assert rows[0]["actor/logprob_diff_max"] < 1e-5
+
+
 def test_a_tower_may_be_left_as_it_is(folder):
     args = ("--actor.freeze_vision", "True", "--actor.activation_checkpointing", "True")
     rows = run(folder, "frozen", 2, "--checkpoint.every_steps", "2", "--data.eval", "None", *args)
@@ -142,11 +156,22 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
         (("--strict",), "strict: not with 'qwen2_5_vl'"),
         (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
          "critic.model and the model mark images by different tokens, or one sees none"),
+        (("--critic.model", "other", "--algo.advantage", "gae"),
+         "critic.model and the model have image processors that differ"),
+        (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
+        (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
+        (("--reward_model.model", "judge", "--reward", "model"), "train.parquet has images, which a reward model does"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
     if not Path(folder, "blind").exists():
         Path(folder, "blind").symlink_to(qwen3)
+        shutil.copytree(folder / "model", folder / "other")
+        settings = Path(folder, "other/preprocessor_config.json")
+        settings.write_text(settings.read_text().replace("0.48145466", "0.5"))
+        hf = Qwen3Config.from_pretrained(folder / "blind", num_labels=1)
+        Qwen3ForSequenceClassification(hf).save_pretrained(folder / "judge")
+        save_tokenizer(folder / "judge")
     done = train(folder, 2, "--config", "cfg.py", "--run_dir", "refused", *args)
     assert done.code == 2
     assert f"spmdrl: config error: {error}" in done.output, done.output
