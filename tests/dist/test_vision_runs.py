@@ -160,7 +160,8 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
          "critic.model and the model have image processors that differ"),
         (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
         (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
-        (("--reward_model.model", "judge", "--reward", "model"), "train.parquet has images, which a reward model does"),
+        (("--reward_model.model", "judge", "--reward", "model"),
+         "train.parquet has images, which a reward model does not see"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
