@@ -112,13 +112,14 @@ def add_advantages(
     """
     algo = config.algo
     estimator = estimator_of(algo)
-    whole = weighed(concatenate(batches), algo.reward_coef)
+    whole = concatenate(batches)
     kl, process = kl_penalty(whole, algo), process_rewards(whole, algo)
     mini = torch.repeat_interleave(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
     )
-    table = gather_samples(whole, mini, kl, process, kl_coef, topology)
-    tokens = tokens_of(whole, kl_coef * kl, process, table)
+    coefs = algo.reward_coef, kl_coef
+    table = gather_samples(whole, mini, kl, process, coefs, topology)
+    tokens = tokens_of(whole, kl, process, coefs, table)
     if estimator.token_sums:
         tokens = with_group_sums(tokens, estimator.by_turn, topology)
     returns = None
@@ -144,21 +145,14 @@ def add_advantages(
     return metrics
 
 
-def weighed(batch: Batch, coef: float) -> Batch:
-    """With its rewards times coef."""
-    if coef == 1:
-        return batch
-    return replace(
-        batch, rewards=batch.rewards * coef, greedy=batch.greedy * coef, keys=batch.keys * coef
-    )  # fmt: skip
-
-
 def gather_samples(
-    batch: Batch, mini: Tensor, kl: Tensor, process: Tensor, kl_coef: float, topology: Topology
-) -> SampleTable:
+    batch: Batch, mini: Tensor, kl: Tensor, process: Tensor, coefs: tuple[float, float],
+    topology: Topology,
+) -> SampleTable:  # fmt: skip
     """The only exchange that most estimators need: a dozen numbers per sample.
 
-    mini: (num_seqs,) int64, the mini-batch of each; kl, process: (num_tokens,).
+    mini: (num_seqs,) int64, the mini-batch of each; kl, process: (num_tokens,); coefs: of reward
+    and KL.
     """
     lengths, kept_lengths, kl, process = (
         segment_sum(x.double(), batch.seq_lens)
@@ -175,9 +169,10 @@ def gather_samples(
     groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini = everyone[
         order, :10
     ].T.contiguous()
+    reward_coef, kl_coef = coefs
     outcomes = Outcomes(
-        groups=groups.long(), scores=(rewards - kl_coef * kl) * valid, valid=valid,
-        lengths=lengths, greedy=greedy, process=process, keys=everyone[order, 10:],
+        groups=groups.long(), scores=(reward_coef * rewards - kl_coef * kl) * valid, valid=valid,
+        lengths=lengths, greedy=reward_coef * greedy, process=process, keys=everyone[order, 10:],
     )  # fmt: skip
     rows = torch.argsort(order)[first : first + batch.num_seqs]
     return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
@@ -200,9 +195,12 @@ def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
     return reward * batch.loss_mask
 
 
-def tokens_of(batch: Batch, penalty: Tensor, process: Tensor, table: SampleTable) -> Tokens:
+def tokens_of(
+    batch: Batch, kl: Tensor, process: Tensor, coefs: tuple[float, float], table: SampleTable
+) -> Tokens:
+    rewards, penalty = coefs[0] * batch.rewards, coefs[1] * kl
     return Tokens(
-        rewards=token_rewards(batch.rewards, batch.loss_mask, batch.seq_lens, penalty),
+        rewards=token_rewards(rewards, batch.loss_mask, batch.seq_lens, penalty),
         mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
         values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
         process=process,

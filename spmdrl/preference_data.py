@@ -10,6 +10,7 @@ they stand. Behind a prompt that is a chat list, a string is the assistant's tur
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,9 @@ class Pair(NamedTuple):
     margin: float
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class PairReader:
     """Makes a Pair of a row."""
@@ -75,19 +79,26 @@ class PairReader:
         if said is MISSING:
             raise bad_field(key, said, "a chat list or a string", row)
         check_prompt(key, said)
+        asked = list(map(without_nulls, prompt)) if isinstance(prompt, list) else prompt
         if isinstance(said, str):
-            if isinstance(prompt, list):
-                return [*map(without_nulls, prompt), {"role": "assistant", "content": said}]
-            return (prompt or "") + said
-        if isinstance(prompt, str) or (prompt and said[: len(prompt)] == prompt):
-            raise BadRow(
-                f"field '{self.config.prompt_key}': it would stand before the chat in '{key}'. "
-                "Where that is the whole conversation set data.prompt_key=None; else the prompt "
-                "must be a chat list"
-            )
+            if isinstance(asked, str) and said.startswith(asked):
+                raise self.said_twice(key)
+            if isinstance(asked, list):
+                return [*asked, {"role": "assistant", "content": said}]
+            return (asked or "") + said
+        answer = list(map(without_nulls, said))
+        if isinstance(asked, str) or (asked and asked[-1] in answer):
+            raise self.said_twice(key)
         if said[-1]["role"] != "assistant":
             raise bad_field(f"{key}[{len(said) - 1}].role", said[-1]["role"], "'assistant'")
-        return [without_nulls(turn) for turn in (*(prompt or ()), *said)]
+        return [*(asked or ()), *answer]
+
+    def said_twice(self, key: str) -> BadRow:
+        return BadRow(
+            f"field '{self.config.prompt_key}': it would stand before what is in '{key}'. Where "
+            "that is the whole conversation set data.prompt_key=None; else the prompt must be a "
+            "chat list, or a string that the answers do not begin with"
+        )
 
     def encode(self, key: str, said: str | list[Message]) -> Encoded:
         """transformers takes the score of the last token that is no padding. Raises BadRow."""
@@ -169,6 +180,12 @@ class PreferenceDataset:
             raise ConfigError(
                 f"{files.names}: all {len(files) - measured.num_bad} pairs have a conversation of "
                 f"more than max_tokens={config.max_tokens} tokens. Raise max_tokens."
+            )
+        left_out = len(files) - measured.num_bad - len(measured.rows)
+        if left_out and topology.rank == 0:
+            logger.info(
+                "%d of %d pairs have a conversation of more than max_tokens=%d and were left out",
+                *(left_out, len(files), config.max_tokens),
             )
         return cls(files, measured, reader)
 

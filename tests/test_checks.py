@@ -41,7 +41,10 @@ NONSENSE = [
       for a in ("grpo", "rloo", "reinforce_plus_plus", "opo")],
     *[({"rollout": {"n": 1}, "advantage": a}, ["rollout.n=1", "advantage 0"])
       for a in ("grpo", "dr_grpo", "rloo", "grpo_passk", "optimal_token_baseline")],
-    ({"reward_coef": 0.0}, ["nothing to learn from", "kl_in='reward'"]),
+    ({"reward_coef": 0.5}, ["would have no effect", "kl_in='reward'"]),
+    ({"reward_coef": 0.0, "kl_coef": 1.0, "kl_in": "reward"}, ["teaches it nothing", "ref.model"]),
+    ({"reward_coef": 0.0, "kl_coef": 1.0, "kl_in": "reward", "dynamic_sampling": 2,
+      "roles": {"ref": TrainConfig(model="teacher")}}, ["dynamic_sampling", "goes by rewards"]),
     ({"advantage": "remax"}, ["greedy answer", "rollout.greedy_baseline=True"]),
     ({"rollout": {"greedy_baseline": True}}, ["greedy_baseline", "no use", "remax"]),
     ({"advantage": "prime"}, ["needs prm="]),
@@ -166,7 +169,6 @@ def test_every_option_of_one_algorithm_alone_has_its_reader():
         "advantage", "policy_loss", "aggregation", "kl_coef", "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
-        "reward_coef",
     }  # fmt: skip
     assert for_all | set(READERS) == {f.name for f in fields(AlgoConfig)}
     assert not for_all & set(READERS)

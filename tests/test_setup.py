@@ -92,7 +92,9 @@ def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None
     settings: dict[str, Any] = {"model": str(model)}
     for name in ("ref", "critic", "prm"):
         if getattr(value, name) is not None:
-            settings[name] = replace(getattr(value, name), engine="megatron", model=None)
+            role = getattr(value, name)
+            other = role.model and f"{model}/"  # by another name, as that of a teacher
+            settings[name] = replace(role, engine="megatron", model=other)
     world = 2 if value.placement else 8
     check(replace(value, **settings), world)
     assert "megatron, pp 1" in describe(replace(value, **settings), world, 1000)

@@ -62,6 +62,10 @@ READERS: Readers = {
         "aggregation seq_mean_token_sum_norm",
         lambda a: aggregation_of(a) == "seq_mean_token_sum_norm",
     ),
+    "reward_coef": (
+        "kl_in='reward' with kl_coef above 0, beside which it weighs the reward",
+        lambda a: a.kl_coef > 0 and a.kl_in == "reward",
+    ),
     "kl_estimator": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_in": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_target": ("kl_coef above 0", lambda a: a.kl_coef > 0),
@@ -78,6 +82,7 @@ def check_algo(config: PpoConfig) -> None:
     algo = config.algo
     check_ranges(algo)
     check_read(algo)
+    check_teacher(config)
     check_estimator(config, estimator_of(algo))
     check_loss(algo, estimator_of(algo))
     check_kl_and_entropy(algo)
@@ -112,15 +117,30 @@ def check_ranges(algo: AlgoConfig) -> None:
         algo.clip_low < 1 or algo.policy_loss not in ("ppo", "vanilla", "gspo", "clip_cov"),
         f"algo.clip_low={algo.clip_low}: the ratio's lower bound 1 - clip_low would not be above 0",
     )
-    require(
-        algo.reward_coef > 0 or (algo.kl_coef > 0 and algo.kl_in == "reward"),
-        "algo.reward_coef=0 leaves nothing to learn from: set kl_coef above 0 and kl_in='reward'",
-    )
     require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
     require(
         algo.cov_low <= algo.cov_high,
         f"algo.cov_low={algo.cov_low} is above cov_high={algo.cov_high}",
     )
+
+
+def check_teacher(config: PpoConfig) -> None:
+    """Where rewards have no say, the KL to another model is all there is."""
+    algo, ref = config.algo, config.ref
+    if algo.reward_coef > 0:
+        return
+    require(
+        ref.model not in (None, config.model),
+        "algo.reward_coef=0 leaves the KL to the reference alone, which is the model itself and "
+        "teaches it nothing: set ref.model to a teacher",
+    )
+    asks = {
+        "overlong_buffer": algo.overlong_buffer, "dynamic_sampling": algo.dynamic_sampling,
+        "sample_filter": algo.sample_filter, "positive_nll_coef": algo.positive_nll_coef,
+        "advantage='remax'": algo.advantage == "remax",
+    }  # fmt: skip
+    found = [name for name, value in asks.items() if value]
+    require(not found, f"algo.{', '.join(found)} goes by rewards, and algo.reward_coef is 0")
 
 
 def check_read(algo: AlgoConfig) -> None:

@@ -100,8 +100,9 @@ class TokenReward(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32: its output of what ends with tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
-        head: Any = self.hf.score
-        return head(hidden[states]).float().squeeze(-1)
+        head: Any = self.hf.score  # (1, hidden_size): in float32, or near rewards would be equal
+        scores = hidden[states].float() @ head.weight[0].float()
+        return scores if head.bias is None else scores + head.bias.float()
 
 
 def backbone_hidden(

@@ -49,8 +49,8 @@ class RewardModel:
         try:
             said = sample.prompt.text + sample.response if is_text else sample.chat
             ids = encode_said(said, self.encoder).ids
-            if len(ids) > self.longest:
-                raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions")
+            if len(ids) >= self.longest:  # one more stands behind them
+                raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions less one")
         except BadRow as error:
             sample.invalid = sample.invalid or f"the reward model cannot read it: {error}"
             return [0]

@@ -35,6 +35,14 @@ ESTIMATORS = {
     ),
     "reinforce": ({"gamma": 0.9}, lambda t: reference.reinforce(t, 0.9)),
     "reinforce without return": ({"gamma": 0.0}, lambda t: reference.reinforce(t, 0.0)),
+    "reinforce of half the reward": (
+        {"gamma": 0.9, "reward_coef": 0.5},
+        lambda t: [[x / 2 for x in row] for row in reference.reinforce(t, 0.9)],
+    ),
+    "remax of half the reward": (
+        {"reward_coef": 0.5},
+        lambda t: [[x / 2 for x in row] for row in reference.remax(t, 1.0)],
+    ),
     "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
     "reinforce_plus_plus_baseline": ({}, reference.reinforce_plus_plus_baseline),
     "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),

@@ -113,7 +113,8 @@ def test_a_teacher_alone_teaches(folder, tmp_path):
     args = ["--algo.advantage", "reinforce", "--algo.gamma", "0", "--algo.reward_coef", "0",
             "--algo.kl_coef", "1", "--algo.kl_in", "reward", "--algo.kl_estimator", "k1",
             "--ref.dtype", "float32", "--rollout.n", "1"]  # fmt: skip
-    own = run(folder, 2, "own_teacher", *args, "--steps", "1")[1]
+    Path(folder, "twin").symlink_to("model")
+    own = run(folder, 2, "own_teacher", *args, "--steps", "1", "--ref.model", "twin")[1]
     assert own["reward/std"] > 0
     assert abs(own["advantage/mean"]) < 1e-6
     taught = ["--ref.model", str(other), "--steps", "25", "--data.prompts_per_step", "32",
