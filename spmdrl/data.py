@@ -307,7 +307,8 @@ def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
             kind = str | list if parts and key == "content" else str
             if not isinstance(turn.get(key), kind):
                 raise bad_field(f"{field}[{i}].{key}", turn.get(key, MISSING), "a string", turn)
-    if not any(turn["content"] if parts else turn["content"].strip() for turn in prompt):
+    contents = [turn["content"] for turn in prompt]
+    if not any(text.strip() if isinstance(text, str) else text for text in contents):
         raise BadRow(f"field '{field}': every turn is empty, expected {expected}")
 
 
