@@ -19,10 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-import psutil
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,13 +33,13 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args, parse_min_max_nnodes
 
+from spmdrl.addresses import address_towards, addresses_of, interface_of
 from spmdrl.exits import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
 LAST_WORDS_S = 30.0  # for ranks whose peers on another node have ended: to notice it, and say so
 HELD_UP_S = 4.0  # a launcher looks after its ranks ten times a second
-ANYWHERE = "192.0.2.1"  # RFC 5737: nobody's; to ask which of our addresses the default route has
 watch_ranks = LocalElasticAgent._monitor_workers
 
 
@@ -127,37 +125,6 @@ def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
         return 0
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     return first.exitcode if first.exitcode in FINAL else FAILED
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """This machine's address on the way to `host`; None where that is a loopback, or there is none.
-
-    A head asks for the way to itself: then the default route's.
-    """
-    for target in (host, ANYWHERE):
-        with suppress(OSError):
-            family, kind, _, _, there = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:  # sends nothing
-                probe.connect(there)
-                own = probe.getsockname()[0]
-            if not (own.startswith("127.") or own == "::1"):
-                return own
-    return None
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has the address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == address for a in addresses):
-            return name
-    return None
-
-
-def addresses_of(name: str) -> set[str]:
-    """Empty where the name does not resolve."""
-    with suppress(OSError):
-        return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
-    return set()
 
 
 def wait_for_head(host: str, port: int) -> None:

@@ -90,9 +90,12 @@ def started(config: Any) -> Iterator[Runtime]:
     topology = Topology.build(device, dp=-1)
     connection: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore("watchdog", connection.clone())
+    one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    master = None if one_host else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         config.lost_timeout_s, neighbour, near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"],
+        master=master,
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog)

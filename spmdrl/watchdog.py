@@ -2,7 +2,8 @@
 
 Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
 the traffic per rank does not grow with the world. On its own host it also looks whether its
-neighbour's process still exists, which tells of a kill in half a second. The first failure is
+neighbour's process still exists, which tells of a kill in half a second; to a rank on another host
+it holds a connection, which ends with the process (spmdrl.tether). The first failure is
 written to the store once; every watchdog that sees it gives its own rank a few seconds to end in
 order, then ends it. One rank prints the story; it is also what torchrun shows last.
 """
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from spmdrl.exits import FAILED, leave_word, say, write_story
+from spmdrl.tether import Anchor, Tether
 
 PERIOD_S = 0.5
 STALLED = "no progress"
@@ -42,6 +44,7 @@ LOST_PEER = (
 # by gloo, a line or a store, and not by a reward's service or a pipe
 OF_A_RANK = (LOST_PEER[0], ("RuntimeError", "DistNetworkError"))
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
+ENDED_S = 1.0  # without a beat, once the process of a rank is known to be gone: it may have its say
 FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
@@ -79,12 +82,13 @@ class Watchdog:
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
-    host the store, is on this host.
+    host the store, is on this host. master: the store's address and port, in a job of many hosts.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
         lost_s: float = 20.0, neighbour: int | None = None, near_store: bool = False,
+        master: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
         self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
@@ -100,6 +104,8 @@ class Watchdog:
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
+        self.anchor = Anchor(store, rank, master) if master else None
+        self.tether: Tether | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -156,6 +162,9 @@ class Watchdog:
         self.done.set()
         self.thread.join(timeout=5)
         self.store.set(f"beat/{self.rank}", "bye")
+        for end in (self.tether, self.anchor):  # who watches this rank has its goodbye by now
+            if end is not None:
+                end.close()
 
     def _watch(self) -> None:
         count, story_since = 0, None
@@ -169,6 +178,7 @@ class Watchdog:
                 self.store.set(f"beat/{self.rank}", str(own))
                 if self.first is None and self.store.check(["story"]):
                     self.first = json.loads(self.store.get("story"))
+                ended_for = self._tether_ended_for(peer)  # before its beat, which may be a goodbye
                 text = self._beat_of(peer)
                 limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
                 if not self.near_store and (count % 2 or self.head is None):
@@ -184,6 +194,7 @@ class Watchdog:
                         others, others_since = seen, time.monotonic()
             except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
                 self.broken += "imed out" not in str(error)
+                self.felt |= self.tether is not None and self.tether.ended_for() > 0
                 if self.beside is not None and self._state(self.beside) in GONE:
                     died = DIED.format(self.beside.pid)
                     self._end_alone(self._lost(self.neighbour, self.beside, died))
@@ -200,17 +211,32 @@ class Watchdog:
                 continue
             if text != peer_text or text in ("", "bye"):
                 peer_text, peer_since = text, now
+            beat = Beat.read(peer_text)
+            silent_s = now - peer_since
+            ended = text != "bye" and ended_for > ENDED_S and (beat is None or silent_s > ENDED_S)
             if self.beside is not None and self._state(self.beside) in GONE:
                 died = DIED.format(self.beside.pid)
                 self.report(self._lost(self.neighbour, self.beside, died))
-            elif now - peer_since > limit_s:
-                silent = f"no sign of life for {now - peer_since:.0f} s"
-                self.report(self._lost(peer, Beat.read(peer_text), silent))
+            elif silent_s > limit_s:
+                silent = f"no sign of life for {silent_s:.0f} s"
+                self.report(self._lost(peer, beat, silent))
+            elif ended:
+                self.report(self._lost(peer, beat, DIED.format(beat.pid if beat else "")))
             elif now - self.phase_since > self.stall_s and self._is_last(
                 others, now - others_since
             ):
                 stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
                 self.report(self._lost(self.rank, own, stalled))
+
+    def _tether_ended_for(self, peer: int) -> float:
+        """Seconds since the peer's process is known to be gone, where it is on another host."""
+        if self.anchor is None:
+            return 0.0
+        self.anchor.hold()
+        key = f"tether/{peer}"
+        if self.tether is None and peer != self.neighbour and self.store.check([key]):
+            self.tether = Tether(self.store.get(key).decode())
+        return self.tether.ended_for() if self.tether else 0.0
 
     def _beat_of(self, rank: int) -> str:
         key = f"beat/{rank}"

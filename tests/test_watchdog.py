@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import free_port
 
 from spmdrl import watchdog
 from spmdrl.exits import FAILED
+from spmdrl.tether import Anchor, Tether
 from spmdrl.watchdog import LOST_PEER, Watchdog
 
 pytestmark = pytest.mark.clock
@@ -35,6 +41,13 @@ def watchdogs() -> Iterator[list[Watchdog]]:
     yield made
     for each in made:
         each.close()
+
+
+def wait_until(happened: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def story_of(watched: Watchdog, end: float) -> dict[str, Any]:
@@ -138,3 +151,107 @@ def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
         rank.guard.join()
     assert (told[0]["rank"], told[0]["phase"]) == (0, "start")
     assert "it has hung up, and its rendezvous store is gone" in told[0]["cause"]
+
+
+PEER = """
+import sys, threading, time
+from pathlib import Path
+import torch.distributed as dist
+from spmdrl.watchdog import Watchdog
+port, folder, how = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+rank = Watchdog(store, 1, 2, folder, 1e9, lost_s=1e9, master=("127.0.0.1", port))
+rank.progress("rollout")
+sys.stdin.readline()
+if how == "closes":
+    rank.close()
+    time.sleep(60)
+if how == "deaf":  # alive, but nobody can connect any more
+    rank.anchor.close()
+    rank.anchor.hold = lambda: None
+    time.sleep(60)
+if how == "breaks":
+    while not rank.anchor.held:
+        time.sleep(0.01)
+    rank.anchor.held.popleft().close()
+    while not rank.anchor.held:
+        time.sleep(0.01)
+    print("again", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["is killed", "closes", "deaf", "breaks", "freezes"])
+def test_a_rank_on_another_host_is_missed_once_its_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """And not for less. No other connection joins the two, and no limit of theirs is ever over."""
+    monkeypatch.setattr(watchdog, "PERIOD_S", 0.1)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    master = ("127.0.0.1", server.port)
+    rank = Watchdog(client, 0, 2, tmp_path, 1e9, lost_s=1e9, near_store=True, master=master)
+    arguments = [str(server.port), str(tmp_path), how]
+    peer = subprocess.Popen(
+        [sys.executable, "-c", PEER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        wait_until(lambda: rank.tether is not None and rank.tether.tied, 30)
+        assert rank.tether is not None and peer.stdin is not None
+        if how == "is killed":
+            wait_until(lambda: b"rollout" in client.get("beat/1"), 10)
+            killed_at = time.monotonic()
+            peer.kill()
+            story = story_of(rank, killed_at + 5)
+            assert (story["rank"], story["phase"]) == (1, "rollout")
+            assert f"its process {peer.pid} ended without a word" in story["cause"]
+            return
+        if how == "freezes":
+            peer.send_signal(signal.SIGSTOP)
+        else:
+            peer.stdin.write(b"\n")
+            peer.stdin.flush()
+        if how in ("closes", "deaf"):
+            wait_until(lambda: rank.tether.ended_for() > 0, 10)
+        if how == "breaks":  # made again: the process is there
+            assert peer.stdout is not None and peer.stdout.readline() == b"again\n"
+        end = time.monotonic() + 2 * watchdog.ENDED_S
+        while time.monotonic() < end:
+            assert not rank.heard, rank.first
+            time.sleep(0.02)
+        if how in ("breaks", "freezes"):
+            assert rank.tether.tied and rank.tether.ended_for() == 0
+    finally:
+        peer.kill()
+        peer.wait()
+        rank.done.set()
+        rank.thread.join()
+        rank.close()
+
+
+def test_a_wrong_address_and_a_stranger_s_port_are_no_tether(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    anchor = Anchor(store, 1, ("127.0.0.1", 1))
+    offer = json.loads(store.get("tether/1"))
+    strangers = socket.create_server(("127.0.0.1", 0))
+    strange = {"word": "0" * 16, "port": offer["port"], "addresses": ["127.0.0.1"]}
+    nobody = {"word": "0" * 16, "port": free_port(), "addresses": ["127.0.0.1", "no.such.name."]}
+    silent = nobody | {"port": strangers.getsockname()[1]}
+    tethers = [Tether(json.dumps(each)) for each in (offer, strange, nobody, silent)]
+    try:
+        wait_until(lambda: anchor.hold() or tethers[0].tied, 10)
+        for _ in range(30):  # who calls last is held: the tether must find its way back in
+            with socket.create_connection(("127.0.0.1", offer["port"])):
+                anchor.hold()
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            anchor.hold()
+            assert len(anchor.held) <= 8
+            assert all(each.ended_for() == 0 for each in tethers)
+            time.sleep(0.02)
+        assert [each.tied for each in tethers] == [True, False, False, False]
+    finally:
+        strangers.close()
+        for each in tethers:
+            each.close()
+        anchor.close()

@@ -113,9 +113,26 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
     assert f"its process {victim} ended without a word" in told[0]
 
 
+SLOW = """
+import os, time
+import spmdrl.collect
+sample = spmdrl.collect.sample_questions
+def slow(*args, **kwargs):
+    if os.environ["RANK"] == "{rank}" and os.path.exists("run/checkpoints/step_00000002"):
+        open("struck", "w").close()
+        time.sleep(300)
+    return sample(*args, **kwargs)
+spmdrl.collect.sample_questions = slow
+"""
+
+
+@pytest.mark.parametrize("when", ["in any phase", "in a rollout that the other waits for"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank):
-    """Nobody there looks at its process. Two torchruns, as on two hosts; rank 0's has the store."""
+def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, when):
+    """Nobody there looks at its process. Two torchruns, as on two hosts; rank 0's has the store.
+    Who waits for a part of a rollout only asks the store, and has no connection that breaks."""
+    if when != "in any phase":
+        Path(folder, "cfg.py").write_text(CONFIG + SLOW.format(rank=rank))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node",
                "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
     program = ["-m", "spmdrl.ppo", *ENDLESS, "--data.eval", "None", "--checkpoint.every_steps", "2"]
@@ -133,6 +150,11 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank):
     ]
     try:
         wait_for(folder, "saved run/checkpoints/step_00000002", hosts[0])
+        end = time.monotonic() + 30
+        while when != "in any phase" and not Path(folder, "struck").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(0.0 if when == "in any phase" else 1.0)  # until the other waits, too
         os.kill(pids_of(hosts[rank].pid, "spmdrl.ppo")[0], signal.SIGKILL)
         end = time.monotonic() + LIMIT_S
         for host in hosts:
