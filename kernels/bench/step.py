@@ -1,0 +1,145 @@
+"""What a GRPO step takes on GPUs, phase by phase: python kernels/bench/step.py --shape 0.6b
+
+A run of spmdrl.ppo under torchrun on all GPUs of this host (`--ranks` for fewer), vLLM and trainer
+on the same ranks, in bfloat16: `--prompts` questions of `--question` tokens, `--n` answers to each
+of exactly `--answer` tokens, one optimizer step; a Qwen3 of the given shape with random weights,
+whose times are those of real ones. A JSON line: medians over the steps but the first two of every
+phase in seconds, answer tokens per second and GPU of the rollout, tokens per second and GPU of the
+update, its model FLOP/s as a share of --peak_tflops (6 per parameter and token, and attention's),
+the most memory that the trainer had, and how far engine and trainer were apart in log-probability.
+Further arguments are options of spmdrl.ppo: --actor.compile True.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import fire
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+DROPPED = 2
+LIMIT_S = 1800
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+             "vocab_size": 1024},
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+           "num_attention_heads": 32},
+}  # fmt: skip
+USUAL = {"vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+         "tie_word_embeddings": True, "max_position_embeddings": 32768, "eos_token_id": 2,
+         "pad_token_id": 0, "bos_token_id": 1}  # fmt: skip
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CONFIG = """
+from spmdrl.config import *
+
+def vowels(response):
+    return sum(response.count(v) for v in "aeiou") / 10
+
+config = PpoConfig(
+    model="model", reward=vowels, run_dir="run", steps={steps}, eval_every=0,
+    data=DataConfig(train="train.jsonl", prompts_per_step={prompts}, max_prompt_tokens={question}),
+    rollout=RolloutConfig(n={n}, max_tokens={answer}, ignore_eos=True, max_num_seqs=512),
+    actor=TrainConfig(micro_batch_tokens=16384, optim=OptimConfig(lr=1e-6)),
+    checkpoint=CheckpointConfig(every_steps=0), tensorboard=False, log_samples=0,
+)
+"""
+
+
+def save_model(folder: Path, shape: str) -> Qwen3Config:
+    config = Qwen3Config(**USUAL | SHAPES[shape])
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    return config
+
+
+def write_prompts(path: Path, count: int, length: int) -> None:
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            asked = "".join(draw.choices(LETTERS, k=length))
+            row = {"data_source": "letters", "prompt": [{"role": "user", "content": asked}],
+                   "reward_model": {"style": "rule", "ground_truth": ""}}  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+
+
+def main(
+    *options: str, shape: str = "0.6b", ranks: int | None = None, prompts: int = 64,
+    question: int = 256, n: int = 8, answer: int = 512, steps: int = 6, peak_tflops: float = 989.0,
+    log: str | None = None, **more: Any,
+) -> None:  # fmt: skip
+    """peak_tflops: of a GPU in bfloat16 (989: H100 and H200); log: file for the run's output."""
+    ranks = ranks or max(1, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(own)
+        config = save_model(folder / "model", shape)
+        write_prompts(folder / "train.jsonl", prompts * steps, question)
+        text = CONFIG.format(steps=steps, prompts=prompts, question=question, n=n, answer=answer)
+        Path(folder, "cfg.py").write_text(text)
+        root = Path(__file__).resolve().parents[2]
+        path = f"{root}:{root / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
+        given = [word for name, value in more.items() for word in (f"--{name}", str(value))]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(ranks), "-m", "spmdrl.ppo", "--config", "cfg.py", *options, *given],
+            cwd=folder, timeout=LIMIT_S, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        if log is not None:
+            Path(log).write_text(done.stdout)
+        if done.returncode:
+            sys.exit(done.stdout[-8000:])
+        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").open()]
+    rows = [row for row in rows if row["step"] > DROPPED]
+
+    def middle(name: str) -> float:
+        return median(row[name] for row in rows)
+
+    tokens, length = prompts * n * (question + answer), question + answer
+    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    flops = 6 * parameters(config) * tokens + 12 * heads * prompts * n * length**2 / 2
+    update_s, rollout_s = middle("time/update_actor_s"), middle("time/rollout_s")
+    print(json.dumps({
+        "shape": shape, "ranks": ranks, "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available() else "cpu", "options": {**more}, "prompts": prompts, "n": n,
+        "question": question, "answer": answer, "steps": len(rows),
+        **{name: round(middle(name), 3) for name in sorted(rows[0]) if name.startswith("time/")},
+        "rollout_tokens_per_s": round(prompts * n * answer / rollout_s / ranks),
+        "update_tokens_per_s": round(tokens / update_s / ranks),
+        "update_mfu": round(flops / update_s / ranks / peak_tflops / 1e12, 3),
+        **{name: round(middle(name), 5) for name in
+           ("gpu_peak_gib", "memory/gpu_peak_gib", "actor/logprob_diff_mean",
+            "actor/logprob_diff_max") if name in rows[0]},
+    }), flush=True)  # fmt: skip
+
+
+def parameters(config: Qwen3Config) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
