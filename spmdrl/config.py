@@ -77,6 +77,9 @@ class MultiTurnConfig:
     max_per_minute: float = 0.0  # async calls begun, of all engines together; 0: no limit
 
 
+CPU_KV_CACHE_MIB = 512
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """The engine that samples, and how it samples while training."""
@@ -97,7 +100,8 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences decoded at once, per engine
     enforce_eager: bool = False  # no CUDA graphs; always so on a CPU
     gpu_memory_utilization: float = 0.5  # vLLM's, on a GPU
-    kv_cache_mib: int = 512  # vLLM's, on a CPU, per rank
+    # vLLM's, per rank. None: on a CPU CPU_KV_CACHE_MIB, on a GPU what gpu_memory_utilization leaves
+    kv_cache_mib: int | None = None
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
     static_split: bool = False  # engine e takes a fixed share, nothing moves between engines: for
     # GPU and hf runs that are to repeat bit for bit

@@ -11,7 +11,13 @@ from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import shown
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
-from spmdrl.config import CheckpointConfig, PpoConfig, SupervisedConfig, TrainConfig
+from spmdrl.config import (
+    CPU_KV_CACHE_MIB,
+    CheckpointConfig,
+    PpoConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
 from spmdrl.engines.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.lora import adapter_count
@@ -253,11 +259,13 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         lines.append(memory_line("reward_model", roles["reward_model"]))
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
-    cache = config.rollout.kv_cache_mib / 1024
+    cache = (config.rollout.kv_cache_mib or CPU_KV_CACHE_MIB) / 1024
     sleeps = config.rollout.sleep and set(placement.roles["rollout"]) & set(placement.training)
     asleep = "given back while training" if sleeps else "kept while training"
     share = f"{config.rollout.gpu_memory_utilization:.0%}"
-    kept = f", KV cache {cache:.2f} (CPU; on a GPU up to {share} of its memory)"
+    kept = f", KV cache {cache:.2f}"
+    if config.rollout.kv_cache_mib is None:
+        kept += f" (CPU; on a GPU up to {share} of its memory)"
     kept = kept if config.rollout.engine == "vllm" else ""
     lines.append(f"  rollout  weights {weights:.2f}{kept}; {asleep}")
     bucket = config.weights.bucket_mib / 1024

@@ -35,6 +35,7 @@ ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a process that asked CUDA itself could not fork ours
 }
 
 

@@ -39,9 +39,9 @@ def compare(ours, plain, inputs, *args):
 
     dtype = inputs[0].dtype
     results = [run(ours, dtype), run(plain, torch.float64), run(plain, dtype)]
-    for got, want, other in zip(*results, strict=True):
+    for i, (got, want, other) in enumerate(zip(*results, strict=True)):
         assert got.dtype == dtype
-        no_worse(got, want, other)
+        no_worse(got, want, other, terms=float(up.abs().max()) if i and up.numel() else 0.0)
 
 
 def ragged(seed, longest):

@@ -70,8 +70,9 @@ def compare(shape, dtype, with_bias, temperature, softcap, tiles, chunk_bytes=1 
     theirs = run(plain, dtype, *inputs, **settings)
     ours = run(lm_head_logprobs, dtype, *inputs, **settings, pi_squared=True, tiles=tiles,
                chunk_bytes=chunk_bytes)  # fmt: skip
-    for got, want, other in zip(ours, truth, theirs, strict=True):
-        no_worse(got, want, other)
+    terms = float(inputs[-1].abs().max())  # of the gradients: a column's probability less one
+    for i, (got, want, other) in enumerate(zip(ours, truth, theirs, strict=True)):
+        no_worse(got, want, other, terms=0.0 if i < 3 else terms)
 
 
 SHAPES = [(1, 16, 1), (5, 24, 7), (33, 40, 130), (16, 16, 32), (70, 48, 33)]  # rows, size, vocab
@@ -106,11 +107,11 @@ else:
         dtype = [torch.float32, torch.bfloat16, torch.float16][seed % 3]
         compare((rows, size, vocab), dtype, bool(seed % 2), 1.0, None, SMALL, seed=seed)
 
-    @pytest.mark.skipif(DEVICE == "cpu" or torch.cuda.get_device_capability() < (9, 0),
-                        reason="needs a GPU with a tensor memory accelerator")  # fmt: skip
     @pytest.mark.parametrize("tiles", range(len(HOPPER)))
     @pytest.mark.parametrize("softcap", [None, 5.0])
     def test_every_candidate(tiles, softcap):
+        if DEVICE == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("needs a GPU with a tensor memory accelerator")
         compare((300, 264, 1030), torch.bfloat16, True, 0.7, softcap, HOPPER[tiles], 300 * 2 * 512)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -95,6 +95,7 @@ def main(
     ranks = ranks or max(1, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)
+        output = Path(log).resolve() if log else folder / "log"
         config = save_model(folder / "model", shape)
         write_prompts(folder / "train.jsonl", prompts * steps, question)
         text = CONFIG.format(steps=steps, prompts=prompts, question=question, n=n, answer=answer)
@@ -105,13 +106,11 @@ def main(
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
              str(ranks), "-m", "spmdrl.ppo", "--config", "cfg.py", *options, *given],
-            cwd=folder, timeout=LIMIT_S, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            cwd=folder, timeout=LIMIT_S, stdout=output.open("w"), stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
-        if log is not None:
-            Path(log).write_text(done.stdout)
         if done.returncode:
-            sys.exit(done.stdout[-8000:])
+            sys.exit(output.read_text()[-8000:])
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").open()]
     rows = [row for row in rows if row["step"] > DROPPED]
 

@@ -92,7 +92,10 @@ def main(runs: int = 7, model: str | None = None) -> None:
     on_gpu = device.type == "cuda"
     dtype: Any = "bfloat16" if on_gpu else "float32"
     count, prompt, answer = (64, 512, 512) if on_gpu else (32, 8, 64)
-    rollout = RolloutConfig(dtype=dtype, kv_cache_mib=128, gpu_memory_utilization=0.2, sleep=False)
+    cache = None if on_gpu else 128
+    rollout = RolloutConfig(
+        dtype=dtype, kv_cache_mib=cache, gpu_memory_utilization=0.2, sleep=False
+    )
     train = TrainConfig(dtype=dtype, micro_batch_tokens=4096)
     times: dict[tuple[str, bool], list[float]] = {}
     with tempfile.TemporaryDirectory() as own:

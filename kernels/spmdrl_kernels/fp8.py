@@ -69,7 +69,8 @@ def refuse_infinite(w: Tensor, numbers: Tensor) -> None:
 
 def scales_of(largest: Tensor) -> Tensor:
     """Of blocks with these largest absolute values, float32."""
-    scale_inv = largest / LARGEST
+    # by a tensor: CUDA multiplies with the reciprocal of a number, which the kernel does not
+    scale_inv = largest / torch.full_like(largest, LARGEST)
     # a subnormal scale has few bits: the quotient may be far above 448
     return torch.where(scale_inv < torch.finfo(torch.float32).tiny, 1.0, scale_inv)
 

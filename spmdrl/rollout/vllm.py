@@ -268,7 +268,11 @@ class VllmEngine:
         def record(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
             return record_layout(self.model, load, shapes, config.dtype)
 
-        layout = vllm_fp8.fp8_layout(record, shapes) if self.in_fp8 else record(shapes)
+        if self.in_fp8:
+            with vllm_fp8.loadable(self.model):
+                layout = vllm_fp8.fp8_layout(record, shapes)
+        else:
+            layout = record(shapes)
         self.fp8.update(layout.quantized)
         if not layout.opaque:
             self.require_all(loaded)
@@ -313,8 +317,9 @@ class VllmEngine:
                 self.require_all(self.model.load_weights(base))
             self.slots.load(adapter)
         else:
-            weights = vllm_fp8.quantized(weights, self.fp8)
-            self.require_all(self.model.load_weights(weights))
+            with vllm_fp8.loadable(self.model):
+                weights = vllm_fp8.quantized(weights, self.fp8)
+                self.require_all(self.model.load_weights(weights))
         self.finish_load()
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig
 from spmdrl.engines.models import load_hf_config
 from spmdrl.remote_code import has_foreign_code
 from spmdrl.rollout import vllm_fp8, vllm_lora, vllm_vision
@@ -52,7 +52,7 @@ def build_core(
         block_size=32 if on_cpu else None,
         enforce_eager=on_cpu or config.enforce_eager or strict,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_memory_bytes=config.kv_cache_mib << 20 if on_cpu else None,
+        kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
         enable_sleep_mode=config.sleep and not on_cpu,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
@@ -73,6 +73,12 @@ def build_core(
         check_attention(model, vllm_config.model_config.use_mla)
         gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
         return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+
+
+def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
+    """None: vLLM measures what gpu_memory_utilization leaves beside weights and activations."""
+    mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
+    return mib << 20 if mib else None
 
 
 def check_attention(model: str, is_latent: bool) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from spmdrl_kernels.fp8 import BLOCK, DTYPE, num_blocks, quantize_blocks
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.weights.layout import Layout, Place
@@ -100,6 +101,33 @@ def quantized(
             yield name + SCALE, scale_inv
         else:
             yield name, tensor
+
+
+@contextmanager
+def loadable(model: nn.Module) -> Iterator[None]:
+    """Meanwhile FP8 weights and scales are parameters that vLLM's loaders can fill. On GPUs it has
+    made plain ones of them, of the same memory, once the first were there."""
+    from vllm.model_executor import parameter
+
+    kinds: dict[str, Any] = {
+        "weight": parameter.ModelWeightParameter,
+        "weight" + SCALE: parameter.BlockQuantScaleParameter,
+    }
+    plain: list[tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
+        held = module._parameters
+        for name, kind in kinds.items() if held.get("weight" + SCALE) is not None else ():
+            found: Any = held[name]
+            if not isinstance(found, parameter.BasevLLMParameter):
+                plain.append((module, name, found))
+                held[name] = kind(
+                    data=found.data, input_dim=1, output_dim=0, weight_loader=found.weight_loader
+                )
+    try:
+        yield
+    finally:
+        for module, name, found in plain:
+            module._parameters[name] = found
 
 
 def fp8_layout(

