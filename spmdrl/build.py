@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from spmdrl.algo.checks import require
@@ -15,6 +16,7 @@ from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.engines.models import load_hf_config
+from spmdrl.flops import Flops
 from spmdrl.leftover import Leftover
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
@@ -58,6 +60,12 @@ class Run:
             for trainer in self.roles.trainers
             if trainer.name != "ref" and trainer.engine is not None
         }
+
+    @cached_property
+    def flops(self) -> Flops:
+        """What the actor computes for what it learns from."""
+        frozen = self.config.actor.lora is not None
+        return Flops.of_model(load_hf_config(self.config.model), frozen)
 
     @property
     def is_log(self) -> bool:

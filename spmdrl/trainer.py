@@ -17,6 +17,7 @@ from spmdrl.collect import Source, collect, evaluate
 from spmdrl.config import PpoConfig
 from spmdrl.data import PromptDataset, PromptOrder
 from spmdrl.describe import describe
+from spmdrl.flops import peak_tflops
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.placement import place
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
@@ -24,7 +25,7 @@ from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.dialogue import Dialogue, has_replies
 from spmdrl.saver import Keepsake, Saver, check_metric
-from spmdrl.step import hand_over, learn
+from spmdrl.step import Lesson, hand_over, learn
 from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology
@@ -114,7 +115,8 @@ def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
     run.order.load_state_dict(lesson.facts["order"])
     if ahead:
         everyone = lesson.facts["reports"] + reports(run, step, roles.training)
-    return metrics | timing(metrics, everyone, time.perf_counter() - started_at)
+    metrics |= timing(metrics, everyone, time.perf_counter() - started_at)
+    return metrics | utilisation(run, lesson, metrics)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -254,6 +256,17 @@ def timing(
         times[f"memory/{what}"] = max(report["memory"][what] for report in everyone)
     tokens = metrics["response/tokens"]
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
+
+
+def utilisation(run: Run, lesson: Lesson, metrics: dict[str, float]) -> dict[str, float]:
+    """Model FLOP/s of the actor's updates over what its GPUs can do; {} where that is not known, as
+    on a CPU, or nothing was updated."""
+    peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
+    if peak is None or not seconds:
+        return {}
+    flops = run.config.algo.epochs * run.flops.of(lesson.deal.seq_lens)
+    gpus = len(run.roles.actor.topology.ranks)
+    return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}
 
 
 def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:

@@ -6,8 +6,8 @@ On CPUs the model is that of the arithmetic example, the batch 256 sequences of 
 float32; on GPUs a Qwen3-0.6B with random weights, 16 sequences of 1k to 4k tokens, in bfloat16 with
 activation checkpointing. The loss is PPO's. Every layout updates in turn, `--runs` times: medians
 in milliseconds of the slowest rank, ratios to FSDP2 with one shard per rank, tokens per second and,
-on GPUs, model FLOP/s as a share of --peak_tflops (6 per parameter and token, and attention's). A
-JSON line each. On GPUs the Megatron layouts need a model that Megatron knows, nothing else.
+on GPUs, model FLOP/s as a share of --peak_tflops (spmdrl/flops.py). A JSON line each. On GPUs the
+Megatron layouts need a model that Megatron knows, nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
-from spmdrl.describe import parameter_count
 from spmdrl.engines import build_engine
 from spmdrl.engines.models import load_hf_config
+from spmdrl.flops import Flops
 from spmdrl.packing import empty_batch
 from spmdrl.program import keep_what_stands, start_process_group
 from spmdrl.topology import Topology, train_degrees
@@ -108,15 +108,6 @@ def main(
     dist.destroy_process_group()
 
 
-def flops_of(model: str, batch: Batch) -> float:
-    """Of a forward and a backward pass: 6 per parameter and token, 12 per pair that attends
-    (causal: half of them), head and head dimension. Recomputation does not count."""
-    hf: Any = load_hf_config(model)
-    pairs = float((batch.seq_lens.double() ** 2).sum()) / 2
-    attention = 12 * hf.num_hidden_layers * hf.num_attention_heads * hf.head_dim * pairs
-    return 6 * parameter_count(hf) * batch.num_tokens + attention
-
-
 def compare(
     model: str, everyone: Topology, batch: Batch, micro_batch_tokens: int, runs: int,
     peak_tflops: float,
@@ -132,7 +123,8 @@ def compare(
         ranks = Topology.build(everyone.device, share=everyone, **train_degrees(config))
         engines[name] = build_engine("policy", model, config, ranks)
     keep_what_stands()
-    loss_fn, flops = policy_objective(AlgoConfig()), flops_of(model, batch)
+    loss_fn = policy_objective(AlgoConfig())
+    flops = Flops.of_model(load_hf_config(model)).of(batch.seq_lens)
     took: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(runs + 2):
         for name, engine in engines.items():

@@ -5,8 +5,9 @@ on the same ranks, in bfloat16: `--prompts` questions of `--question` tokens, `-
 of exactly `--answer` tokens, one optimizer step; a Qwen3 of the given shape with random weights,
 whose times are those of real ones. A JSON line: medians over the steps but the first two of every
 phase in seconds, answer tokens per second and GPU of the rollout, tokens per second and GPU of the
-update, its model FLOP/s as a share of --peak_tflops (6 per parameter and token, and attention's),
-the most memory that the trainer had, and how far engine and trainer were apart in log-probability.
+update, its model FLOP/s as a share of what the GPUs can do (spmdrl/flops.py), the most memory that
+the process had from PyTorch, vLLM's while it sleeps included, and how far engine and trainer were
+apart in log-probability.
 Further arguments are options of spmdrl.ppo: --actor.compile True.
 """
 
@@ -58,7 +59,7 @@ config = PpoConfig(
 """
 
 
-def save_model(folder: Path, shape: str) -> Qwen3Config:
+def save_model(folder: Path, shape: str) -> None:
     config = Qwen3Config(**USUAL | SHAPES[shape])
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -73,7 +74,6 @@ def save_model(folder: Path, shape: str) -> Qwen3Config:
     )
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
-    return config
 
 
 def write_prompts(path: Path, count: int, length: int) -> None:
@@ -88,15 +88,15 @@ def write_prompts(path: Path, count: int, length: int) -> None:
 
 def main(
     *options: str, shape: str = "0.6b", ranks: int | None = None, prompts: int = 64,
-    question: int = 256, n: int = 8, answer: int = 512, steps: int = 6, peak_tflops: float = 989.0,
+    question: int = 256, n: int = 8, answer: int = 512, steps: int = 6,
     log: str | None = None, **more: Any,
 ) -> None:  # fmt: skip
-    """peak_tflops: of a GPU in bfloat16 (989: H100 and H200); log: file for the run's output."""
+    """log: file for the run's output."""
     ranks = ranks or max(1, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)
         output = Path(log).resolve() if log else folder / "log"
-        config = save_model(folder / "model", shape)
+        save_model(folder / "model", shape)
         write_prompts(folder / "train.jsonl", prompts * steps, question)
         text = CONFIG.format(steps=steps, prompts=prompts, question=question, n=n, answer=answer)
         Path(folder, "cfg.py").write_text(text)
@@ -117,9 +117,7 @@ def main(
     def middle(name: str) -> float:
         return median(row[name] for row in rows)
 
-    tokens, length = prompts * n * (question + answer), question + answer
-    heads = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    flops = 6 * parameters(config) * tokens + 12 * heads * prompts * n * length**2 / 2
+    tokens = prompts * n * (question + answer)
     update_s, rollout_s = middle("time/update_actor_s"), middle("time/rollout_s")
     print(json.dumps({
         "shape": shape, "ranks": ranks, "device": torch.cuda.get_device_name()
@@ -128,16 +126,10 @@ def main(
         **{name: round(middle(name), 3) for name in sorted(rows[0]) if name.startswith("time/")},
         "rollout_tokens_per_s": round(prompts * n * answer / rollout_s / ranks),
         "update_tokens_per_s": round(tokens / update_s / ranks),
-        "update_mfu": round(flops / update_s / ranks / peak_tflops / 1e12, 3),
         **{name: round(middle(name), 5) for name in
-           ("gpu_peak_gib", "memory/gpu_peak_gib", "actor/logprob_diff_mean",
+           ("throughput/mfu", "memory/gpu_peak_gib", "actor/logprob_diff_mean",
             "actor/logprob_diff_max") if name in rows[0]},
     }), flush=True)  # fmt: skip
-
-
-def parameters(config: Qwen3Config) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Qwen3ForCausalLM(config).parameters())
 
 
 if __name__ == "__main__":

@@ -256,8 +256,8 @@ def machine() -> dict[str, str | None]:
 
 
 def plot(results: list[Result], file: Path) -> None:
-    """What can be reached for each ratio of operations to bytes, and what the forms of the LM head
-    reach; kernels without operations worth counting stand at the left, as bandwidth."""
+    """What every form reaches of what the machine can do: kernels that move memory in GB/s, and the
+    LM head, which multiplies matrices, in TFLOP/s."""
     most = ceilings(results)
     if most is None or find_spec("matplotlib") is None:
         print("no plot: it needs both ceilings and matplotlib", flush=True)
@@ -268,33 +268,32 @@ def plot(results: list[Result], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     timed = [r for r in results if "ms" in r and r["form"] != "ceiling"]
-    memory_bound = sorted((r for r in timed if not r["flops"]), key=lambda r: r["kernel"])
-    size = (13, max(5.0, 0.25 * len(memory_bound)))
-    figure, (left, right) = plt.subplots(1, 2, figsize=size, width_ratios=[1, 2])
-    names = [f"{r['kernel']}{' + bwd' if r['backward'] else ''}, {r['form']}" for r in memory_bound]
-    left.barh(names, [r["gb_per_s"] for r in memory_bound])
-    left.axvline(most[0], color="black", linestyle="--", label="copy")
-    left.set(xlabel="GB/s", title="memory-bound")
-    left.invert_yaxis()
-    left.legend()
-    draw_roofline(right, most, [r for r in timed if r["flops"]])
+    moving = [r for r in timed if not r["flops"]]
+    heads = [r for r in timed if r["kernel"].startswith("lm_head") and "tiles" not in r["form"]]
+    size = (15, max(5.0, 0.25 * max(len(moving), len(heads))))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size)
+    bars(left, moving, "gb_per_s", most[0], "GB/s")
+    left.set_title("memory-bound; line: a copy")
+    bars(right, heads, "tflops", most[1], "TFLOP/s")
+    right.set_title("LM head: log-probability and entropy; line: a matrix product")
     figure.tight_layout()
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=100)
 
 
-def draw_roofline(axes: Any, most: tuple[float, float], results: list[Result]) -> None:
-    bandwidth, peak = most
-    ratios = [r["flops"] / r["num_bytes"] for r in results] + [1e3 * peak / bandwidth]
-    low, high = min(ratios) / 3, max(ratios) * 3
-    xs = [low * (high / low) ** (i / 200) for i in range(201)]
-    axes.plot(xs, [min(peak, x * bandwidth / 1e3) for x in xs], color="black", label="ceilings")
-    for form in dict.fromkeys(r["form"] for r in results):
-        mine = [r for r in results if r["form"] == form]
-        axes.scatter([r["flops"] / r["num_bytes"] for r in mine], [r["tflops"] for r in mine],
-                     label=form, s=25)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte (least needed)",
-             ylabel="TFLOP/s", title="LM head: log-probability and entropy")  # fmt: skip
-    axes.legend()
+def bars(axes: Any, results: list[Result], rate: str, ceiling: float, unit: str) -> None:
+    def case(r: Result) -> str:
+        return f"{r['kernel']} {r['shape']}{' + bwd' if r['backward'] else ''}"
+
+    ordered = sorted(results, key=lambda r: (case(r), r["form"] != "ours"))
+    own = ("ours", "top 8", "top 64")
+    colors = ["tab:orange" if r["form"] in own else "tab:gray" for r in ordered]
+    places = range(len(ordered))
+    axes.barh(places, [r[rate] for r in ordered], color=colors)
+    axes.set_yticks(places, [f"{case(r)}, {r['form']}" for r in ordered], fontsize=7)
+    axes.axvline(ceiling, color="black", linestyle="--")
+    axes.set_xlabel(unit)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
 
 
 if __name__ == "__main__":

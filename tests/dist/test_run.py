@@ -8,6 +8,9 @@ import pytest
 import torch
 from programs import CONFIG, metrics_of, torchrun, train, write_task
 
+from spmdrl.engines.models import load_hf_config
+from spmdrl.flops import Flops
+
 VLLM = CONFIG.replace('engine="hf"', 'engine="vllm"')
 
 
@@ -124,15 +127,24 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
 
 
 def test_critic_reference_and_tensor_parallel_rollout(folder):
+    known = "import spmdrl.trainer\nspmdrl.trainer.peak_tflops = lambda device: 1e-3\n"
+    Path(folder, "known.py").write_text(VLLM + known)  # as if the device's peak were known
     done = train(
-        folder, 2, "--config", "cfg.py", "--run_dir", "all_roles", "--rollout.tensor_parallel", "2",
-        "--algo.advantage", "gae", "--critic.dtype", "float32", "--critic.optim.lr", "1e-3",
-        "--algo.kl_coef", "0.01",
+        folder, 2, "--config", "known.py", "--run_dir", "all_roles",
+        "--rollout.tensor_parallel", "2", "--algo.advantage", "gae", "--critic.dtype", "float32",
+        "--critic.optim.lr", "1e-3", "--algo.kl_coef", "0.01",
         "--algo.kl_in", "reward", "--algo.mini_batches", "2", "--algo.epochs", "2",
         "--ref.dtype", "float32", "--weights.check", "--weights.bucket_mib", "1",
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(folder / "all_roles")
+    flops = Flops.of_model(load_hf_config(str(folder / "model")))
+    for line in (folder / "all_roles/metrics.jsonl").read_text().splitlines()[1:]:
+        row = json.loads(line)
+        tokens = row["response/tokens"] + 32 * 4  # prompts are "1+2="
+        most = row["time/update_actor_s"] * 2 * 1e9  # two ranks, 1e-3 TFLOP/s each
+        share = 2 * flops.per_token * tokens / most  # two epochs
+        assert row["throughput/mfu"] == pytest.approx(share, rel=0.05)  # attention is the rest
     assert rows[1]["actor/ref_kl"] < rows[2]["actor/ref_kl"]  # it moves away from the reference
     assert rows[1]["critic/value_mean"] < rows[2]["critic/value_mean"]  # from 0 to the returns
     assert rows[1]["actor/ratio_max"] > 1.0  # four updates on one rollout

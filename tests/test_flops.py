@@ -1,0 +1,57 @@
+"""The count of operations against PyTorch's own, of a real forward and backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmdrl.flops import PEAK_TFLOPS, Flops, peak_tflops
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+def test_it_is_what_a_pass_multiplies(kind: str, tied: bool) -> None:
+    more = EXPERTS if kind == "qwen3_moe" else {}
+    config = AutoConfig.for_model(kind, **SHAPE, **more, tie_word_embeddings=tied)
+    config._experts_implementation = "eager"  # grouped products go by the counter
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    length = 40
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(0, 200, (1, length))).logits.sum().backward()
+    flops = Flops.of_model(config)
+    # eager attention computes the masked half as well
+    whole = flops.per_token * length + flops.per_pair * length**2
+    assert counter.get_total_flops() == pytest.approx(whole, rel=0.02)
+    assert flops.of(torch.tensor([length])) == pytest.approx(whole - flops.per_pair * length**2 / 2)
+    assert Flops.of_model(config, frozen=True).per_token == flops.per_token * 2 / 3
+
+
+def test_sequences_and_windows() -> None:
+    config = AutoConfig.for_model("mistral", **SHAPE, sliding_window=16)
+    flops = Flops.of_model(config)
+    assert flops.window == 16
+    lens = torch.tensor([10, 40])
+    pairs = 10 * 10 / 2 + 16 * (40 - 16 / 2)  # the first 16 as a triangle, then 16 each
+    assert flops.of(lens) == pytest.approx(flops.per_token * 50 + flops.per_pair * pairs)
+
+
+def test_peaks_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_tflops(torch.device("cpu")) is None
+    names = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.0,
+             "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A10G": 70.0, "NVIDIA A10": 125.0,
+             "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA H20": 148.0, "NVIDIA GB200": 2500.0,
+             "NVIDIA Unheard-of": None}  # fmt: skip
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_tflops(torch.device("cuda", 0)) == peak
+    assert all(peak > 0 for peak in PEAK_TFLOPS.values())
