@@ -47,7 +47,7 @@ from spmdrl.rewards.model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model
 from spmdrl.rollout.dialogue import ARGUMENTS, has_replies
 from spmdrl.rollout.tools import Toolbox
-from spmdrl.rollout.vllm_core import check_attention
+from spmdrl.rollout.vllm_core import check_attention, check_engine_args
 from spmdrl.rollout.vllm_fp8 import check_fp8
 from spmdrl.rollout.vllm_lora import check_adapter_mode
 from spmdrl.strict import check_strict, check_strict_model
@@ -583,6 +583,7 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     )
     if config.rollout.quantization is not None:
         check_fp8(text, config.rollout)
+    check_engine_args(config.rollout, config.strict)
     if config.rollout.engine == "vllm":
         check_attention(config.model, getattr(text, "kv_lora_rank", None) is not None)
     for name, role in training_roles(config).items():

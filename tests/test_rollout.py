@@ -30,6 +30,7 @@ from spmdrl.rollout.hf import HfEngine
 from spmdrl.rollout.sampling import questions_of, sample_questions, seed_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.vllm import VllmEngine
+from spmdrl.rollout.vllm_core import check_engine_args
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
 
@@ -496,6 +497,55 @@ def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: To
     for engine_class in ENGINES.values():
         with pytest.raises(ConfigError, match="tensor_parallel=2"):
             engine_class(str(qwen3), config, 64, topology)
+
+
+def test_what_else_vllm_is_told_changes_no_answer(
+    qwen3: Path, model: Any, topology: Topology
+) -> None:
+    """Prefills of at most 64 tokens at a time, no prefixes shared."""
+    given = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "block_size": 64}
+    config = replace(CONFIG, max_num_seqs=32, engine_args=given)
+    told = VllmEngine(str(qwen3), config, MAX_MODEL_LEN, topology)
+    try:
+        found = told.core.vllm_config
+        assert found.scheduler_config.max_num_batched_tokens == 64
+        assert found.cache_config.enable_prefix_caching is False
+        assert found.cache_config.block_size == 64
+        assert worst_error(told, model, SamplingParams(max_tokens=20), n=40) < 1e-5
+    finally:
+        told.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens .8. must be greater"),
+        ({"block_size": 16}, "engine_args={'block_size': 16}: No common block size"),
+        ({"block_size": "many"}, "block_size"),
+    ],
+)
+def test_what_vllm_refuses_is_a_mistake_in_the_config(
+    qwen3: Path, topology: Topology, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        VllmEngine(str(qwen3), replace(CONFIG, engine_args=given), MAX_MODEL_LEN, topology)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"engine_args": {"max_num_batched_token": 64}}, "did you mean 'max_num_batched_tokens'"),
+        ({"engine_args": {"quantization": "fp8"}}, "may be set: async_scheduling, "),
+        ({"engine_args": {"block_size": 16}, "engine": "hf"}, "are vLLM's"),
+    ],
+)
+def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:
+    check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=False)
+    check_engine_args(CONFIG, strict=True)
+    with pytest.raises(ConfigError, match=said):
+        check_engine_args(replace(CONFIG, **config), strict=False)
+    with pytest.raises(ConfigError, match="leave them out"):
+        check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=True)
 
 
 def test_vllm_with_latent_attention_is_refused(tmp_path: Path, topology: Topology) -> None:

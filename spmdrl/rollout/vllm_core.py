@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import logging
 import os
@@ -20,6 +21,34 @@ from spmdrl.remote_code import has_foreign_code
 from spmdrl.rollout import vllm_fp8, vllm_lora, vllm_vision
 from spmdrl.rollout.noise import preserved_rng
 from spmdrl.vision import Looks
+
+# of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
+# what it computes nor how its weights lie
+MAY_BE_SET = (
+    "async_scheduling", "attention_backend", "attention_config", "block_size",
+    "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
+    "disable_custom_all_reduce", "enable_chunked_prefill", "enable_flashinfer_autotune",
+    "enable_prefix_caching", "kv_cache_dtype", "long_prefill_token_threshold",
+    "max_cudagraph_capture_size", "max_num_batched_tokens", "max_num_scheduled_tokens",
+    "num_gpu_blocks_override", "optimization_level", "performance_mode",
+    "sleep_mode_offload_cudagraph",
+)  # fmt: skip
+
+
+def check_engine_args(config: RolloutConfig, strict: bool) -> None:
+    """Raises ConfigError for one that is not for the user to set, or would have no effect."""
+    if not config.engine_args:
+        return
+    given = f"rollout.engine_args={dict(config.engine_args)}"
+    if config.engine != "vllm":
+        raise ConfigError(f"{given} are vLLM's: set rollout.engine='vllm' or leave them out")
+    if strict:
+        raise ConfigError(f"{given}: strict sets vLLM up by itself; leave them out")
+    for name in config.engine_args:
+        if name not in MAY_BE_SET:
+            near = difflib.get_close_matches(name, MAY_BE_SET, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "may be set: " + ", ".join(MAY_BE_SET)
+            raise ConfigError(f"rollout.engine_args has {name!r}; {hint}")
 
 
 def build_core(
@@ -48,8 +77,6 @@ def build_core(
         distributed_executor_backend="external_launcher",
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
-        block_size=32 if on_cpu else None,
         enforce_eager=on_cpu or config.enforce_eager or strict,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
@@ -58,6 +85,8 @@ def build_core(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         moe_backend=moe_backend(model, on_cpu),
+        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
+        **({"block_size": 32} if on_cpu else {}) | dict(config.engine_args),
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
@@ -69,10 +98,17 @@ def build_core(
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
         register_architecture(model)
-        vllm_config = args.create_engine_config()
-        check_attention(model, vllm_config.model_config.use_mla)
+        executor = executor_of(group, device)
         gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
-        return EngineCore(vllm_config, executor_of(group, device), log_stats=False)
+        try:
+            vllm_config = args.create_engine_config()
+            check_attention(model, vllm_config.model_config.use_mla)
+            return EngineCore(vllm_config, executor, log_stats=False)
+        except (ValueError, TypeError) as error:
+            if not config.engine_args or isinstance(error, ConfigError):
+                raise
+            given = f"rollout.engine_args={dict(config.engine_args)}"
+            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
 
 
 def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
