@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 
@@ -16,7 +17,7 @@ def address_towards(host: str, port: int) -> str | None:
     A head asks for the way to itself: then the default route's.
     """
     for target in (host, ANYWHERE):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # the latter: no name of a host
             family, kind, _, _, there = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:  # sends nothing
                 probe.connect(there)
@@ -36,6 +37,20 @@ def interface_of(address: str) -> str | None:
 
 def addresses_of(name: str) -> set[str]:
     """Empty where the name does not resolve."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     return set()
+
+
+def own_addresses() -> list[str]:
+    """Of this host's interfaces, those by which others may find it; gloo's own interface first."""
+    preferred = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    found = psutil.net_if_addrs()
+    ordered = sorted(found, key=lambda name: name not in preferred)
+    return [
+        a.address
+        for name in ordered
+        for a in found[name]
+        if a.family in (socket.AF_INET, socket.AF_INET6)
+        and not a.address.startswith(("127.", "fe80:")) and a.address != "::1"
+    ]  # fmt: skip

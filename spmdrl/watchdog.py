@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import secrets
 import signal
@@ -31,10 +32,16 @@ import torch.distributed as dist
 from spmdrl.exits import FAILED, leave_word, say, write_story
 from spmdrl.tether import Anchor, Tether
 
+logger = logging.getLogger(__name__)
+
 PERIOD_S = 0.5
 STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
 DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
+ENDED = (
+    "its process {} ended and told nobody why: killed, out of memory (see dmesg), or as its own "
+    "output says"
+)  # on another host
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -104,7 +111,14 @@ class Watchdog:
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
-        self.anchor = Anchor(store, rank, master) if master else None
+        self.anchor: Anchor | None = None
+        self.ties = master is not None  # to a rank on another host, if that is the next
+        if master is not None:
+            try:
+                self.anchor = Anchor(store, rank, master)
+            except OSError as error:
+                logger.warning("this rank cannot listen (%s): should its process die, that may be "
+                               "noticed after lost_timeout_s only", error)  # fmt: skip
         self.tether: Tether | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -135,7 +149,9 @@ class Watchdog:
                 return self.first
         with suppress(RuntimeError):
             self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
-        write_story(story, self.folder)
+        own = story["rank"] == self.rank  # who has ended may have written more than others know
+        if own or not Path(self.folder, f"rank_{story['rank']}.json").exists():
+            write_story(story, self.folder)
         return self.first or story  # the store's rank may have left since: what was heard counts
 
     def tell(self, story: dict[str, Any]) -> None:
@@ -194,7 +210,8 @@ class Watchdog:
                         others, others_since = seen, time.monotonic()
             except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
                 self.broken += "imed out" not in str(error)
-                self.felt |= self.tether is not None and self.tether.ended_for() > 0
+                if peer == 0 and self.tether is not None:  # whose store it is
+                    self.felt |= self.tether.ended_for() > 0
                 if self.beside is not None and self._state(self.beside) in GONE:
                     died = DIED.format(self.beside.pid)
                     self._end_alone(self._lost(self.neighbour, self.beside, died))
@@ -221,7 +238,7 @@ class Watchdog:
                 silent = f"no sign of life for {silent_s:.0f} s"
                 self.report(self._lost(peer, beat, silent))
             elif ended:
-                self.report(self._lost(peer, beat, DIED.format(beat.pid if beat else "")))
+                self.report(self._lost(peer, beat, ENDED.format(beat.pid if beat else "")))
             elif now - self.phase_since > self.stall_s and self._is_last(
                 others, now - others_since
             ):
@@ -230,12 +247,16 @@ class Watchdog:
 
     def _tether_ended_for(self, peer: int) -> float:
         """Seconds since the peer's process is known to be gone, where it is on another host."""
-        if self.anchor is None:
-            return 0.0
-        self.anchor.hold()
+        if self.anchor is not None:
+            self.anchor.hold()
         key = f"tether/{peer}"
-        if self.tether is None and peer != self.neighbour and self.store.check([key]):
-            self.tether = Tether(self.store.get(key).decode())
+        if self.ties and self.tether is None and peer != self.neighbour and self.store.check([key]):
+            offer = self.store.get(key).decode()
+            try:
+                self.tether = Tether(offer, peer)
+            except RuntimeError as error:  # no thread left; the store is not what failed
+                self.ties = False
+                logger.warning("rank %d is watched by its signs of life alone: %s", peer, error)
         return self.tether.ended_for() if self.tether else 0.0
 
     def _beat_of(self, rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 import torch.distributed as dist
 from ranks import free_port
 
-from spmdrl import watchdog
+from spmdrl import tether, watchdog
+from spmdrl.addresses import address_towards, addresses_of, own_addresses
 from spmdrl.exits import FAILED
 from spmdrl.tether import Anchor, Tether
 from spmdrl.watchdog import LOST_PEER, Watchdog
@@ -154,7 +156,7 @@ def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
 
 
 PEER = """
-import sys, threading, time
+import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from spmdrl.watchdog import Watchdog
@@ -162,6 +164,9 @@ port, folder, how = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
 rank = Watchdog(store, 1, 2, folder, 1e9, lost_s=1e9, master=("127.0.0.1", port))
 rank.progress("rollout")
+if how == "is killed, not its child" and os.fork() == 0:
+    time.sleep(10)
+    os._exit(0)
 sys.stdin.readline()
 if how == "closes":
     rank.close()
@@ -181,7 +186,9 @@ if how == "breaks":
 """
 
 
-@pytest.mark.parametrize("how", ["is killed", "closes", "deaf", "breaks", "freezes"])
+@pytest.mark.parametrize(
+    "how", ["is killed", "is killed, not its child", "closes", "deaf", "breaks", "freezes"]
+)
 def test_a_rank_on_another_host_is_missed_once_its_process_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -193,18 +200,19 @@ def test_a_rank_on_another_host_is_missed_once_its_process_has_ended(
     rank = Watchdog(client, 0, 2, tmp_path, 1e9, lost_s=1e9, near_store=True, master=master)
     arguments = [str(server.port), str(tmp_path), how]
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+        [sys.executable, "-c", PEER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
     try:
         wait_until(lambda: rank.tether is not None and rank.tether.tied, 30)
         assert rank.tether is not None and peer.stdin is not None
-        if how == "is killed":
+        if how.startswith("is killed"):
             wait_until(lambda: b"rollout" in client.get("beat/1"), 10)
             killed_at = time.monotonic()
             peer.kill()
             story = story_of(rank, killed_at + 5)
             assert (story["rank"], story["phase"]) == (1, "rollout")
-            assert f"its process {peer.pid} ended without a word" in story["cause"]
+            assert f"its process {peer.pid} ended and told nobody why" in story["cause"]
             return
         if how == "freezes":
             peer.send_signal(signal.SIGSTOP)
@@ -222,11 +230,47 @@ def test_a_rank_on_another_host_is_missed_once_its_process_has_ended(
         if how in ("breaks", "freezes"):
             assert rank.tether.tied and rank.tether.ended_for() == 0
     finally:
-        peer.kill()
+        os.killpg(peer.pid, signal.SIGKILL)
         peer.wait()
         rank.done.set()
         rank.thread.join()
         rank.close()
+
+
+def test_a_rank_that_may_not_listen_still_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watchdogs: list[Watchdog]
+) -> None:
+    def refused() -> socket.socket:
+        raise PermissionError("no listening here")
+
+    store, master = dist.HashStore(), ("127.0.0.1", 1)
+    with monkeypatch.context() as forbidden:
+        forbidden.setattr(tether, "opened", refused)
+        deaf = Watchdog(store, 0, 2, tmp_path, 1e9, lost_s=1e9, master=master)
+    watchdogs += [deaf, Watchdog(store, 1, 2, tmp_path, 1e9, lost_s=1e9, master=master)]
+    wait_until(lambda: deaf.tether is not None and deaf.tether.tied, 10)
+    assert deaf.anchor is None and watchdogs[1].tether is None
+    assert not deaf.heard and not watchdogs[1].heard
+
+
+def test_a_thread_that_cannot_be_had_is_no_lost_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watchdogs: list[Watchdog]
+) -> None:
+    def none_left(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(watchdog, "Tether", none_left)
+    store, master = dist.HashStore(), ("127.0.0.1", 1)
+    watchdogs += [Watchdog(store, rank, 2, tmp_path, 1e9, master=master) for rank in range(2)]
+    wait_until(lambda: not any(each.ties for each in watchdogs), 10)
+    time.sleep(0.2)
+    assert not any(each.broken or each.heard for each in watchdogs)
+
+
+def test_names_that_no_host_has_are_no_failure() -> None:
+    assert addresses_of("n" * 64) == addresses_of("a..b") == set()
+    assert address_towards("x" * 64, 1) == address_towards(tether.socket.gethostname(), 1)
+    assert not {"127.0.0.1", "::1"} & set(own_addresses())
 
 
 def test_a_wrong_address_and_a_stranger_s_port_are_no_tether(tmp_path: Path) -> None:
@@ -237,7 +281,7 @@ def test_a_wrong_address_and_a_stranger_s_port_are_no_tether(tmp_path: Path) -> 
     strange = {"word": "0" * 16, "port": offer["port"], "addresses": ["127.0.0.1"]}
     nobody = {"word": "0" * 16, "port": free_port(), "addresses": ["127.0.0.1", "no.such.name."]}
     silent = nobody | {"port": strangers.getsockname()[1]}
-    tethers = [Tether(json.dumps(each)) for each in (offer, strange, nobody, silent)]
+    tethers = [Tether(json.dumps(each), 1) for each in (offer, strange, nobody, silent)]
     try:
         wait_until(lambda: anchor.hold() or tethers[0].tied, 10)
         for _ in range(30):  # who calls last is held: the tether must find its way back in
