@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from programs import CONFIG, ROOT, write_task
 from tiny import save_qwen3, save_qwen_vl
 
-pytest.importorskip("vllm")
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or find_spec("vllm") is None,
+        reason="needs an NVIDIA GPU and vLLM",
+    ),
     pytest.mark.timeout(400),
 ]
 

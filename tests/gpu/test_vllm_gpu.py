@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from tiny import CHARS, save_qwen3
 
-pytest.importorskip("vllm")
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or find_spec("vllm") is None,
+        reason="needs an NVIDIA GPU and vLLM",
+    ),
     pytest.mark.timeout(300),
 ]
 
