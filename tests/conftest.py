@@ -34,6 +34,18 @@ def nothing_left() -> Iterator[None]:
         sys.modules["programs"].end_left()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_group_left() -> Iterator[None]:
+    """Which file met which process before it is drawn anew in every run: none leaves it changed."""
+    yield
+    if "torch.distributed" in sys.modules:
+        assert not sys.modules["torch.distributed"].is_initialized()
+    if "vllm.distributed.parallel_state" in sys.modules:
+        assert sys.modules["vllm.distributed.parallel_state"]._WORLD is None
+    if "megatron.core.parallel_state" in sys.modules:
+        assert not sys.modules["megatron.core.parallel_state"].is_initialized()
+
+
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Qwen3 with its tokenizer."""

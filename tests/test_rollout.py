@@ -527,8 +527,13 @@ def test_what_else_vllm_is_told_changes_no_answer(
 def test_what_vllm_refuses_is_a_mistake_in_the_config(
     qwen3: Path, topology: Topology, given: dict[str, Any], said: str
 ) -> None:
+    from vllm.distributed import parallel_state
+
+    live = VllmEngine.live
     with pytest.raises(ConfigError, match=said):
         VllmEngine(str(qwen3), replace(CONFIG, engine_args=given), MAX_MODEL_LEN, topology)
+    assert VllmEngine.live == live
+    assert (parallel_state._WORLD is None) == (live == 0)  # the next engine starts from none
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -72,24 +72,27 @@ class VllmEngine:
         self.answers: dict[int, Answer] = {}  # by id, those that go on
         self.detokenizers: dict[int, Any] = {}  # where stop strings are looked for
         self.tokenizer: Any = None  # loaded when a stop string is first asked for
-        group = topology.mesh.get_group("tp")
-        patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
-        with preserved_process(), patches, world_of(group):
-            self.core = build_core(
-                model, config, max_model_len, group, topology.device, strict, lora, looks
-            )
-        if self.on_cpu:
-            vllm_cpu.unlink_shared_memory()
-            vllm_cpu.gather_only_sampled(self.runner)
-            self.noise = vllm_cpu.AddressedNoise(self.runner)
-        self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
         self.in_fp8 = config.quantization == "fp8"
         self.fp8: set[str] = set()  # Hugging Face names of the weights that are kept in FP8
-        if self.in_fp8:
-            self.load_quantized()
-        if strict:
-            vllm_strict.make_strict(self)
+        group = topology.mesh.get_group("tp")
+        patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
         VllmEngine.live += 1
+        with ExitStack() as undo:
+            undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
+            with preserved_process(), patches, world_of(group):
+                self.core = build_core(
+                    model, config, max_model_len, group, topology.device, strict, lora, looks
+                )
+            if self.on_cpu:
+                vllm_cpu.unlink_shared_memory()
+                vllm_cpu.gather_only_sampled(self.runner)
+                self.noise = vllm_cpu.AddressedNoise(self.runner)
+            self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
+            if self.in_fp8:
+                self.load_quantized()
+            if strict:
+                vllm_strict.make_strict(self)
+            undo.pop_all()
 
     @property
     def runner(self) -> Any:
@@ -387,6 +390,9 @@ class VllmEngine:
         self.core.scheduler.shutdown()
         del self.core
         gc.collect()
+        self.leave_groups()
+
+    def leave_groups(self) -> None:
         VllmEngine.live -= 1
         if VllmEngine.live == 0:
             destroy_vllm_groups()

@@ -152,9 +152,10 @@ def test_a_frozen_model_takes_them_too(compiled):
 
 
 def offloaded_on(topology, model):
-    """Bytes that leave for the CPU: of all that is saved, and of checkpoints alone."""
+    """Numbers that leave for the CPU, of activations and of weights (by value, either way round)."""
     from torch.autograd.graph import save_on_cpu
 
+    from spmdrl.algo.objectives import policy_objective
     from spmdrl.engines import activations
 
     found = []
@@ -164,14 +165,19 @@ def offloaded_on(topology, model):
         class Counted(save_on_cpu):
             def __init__(self, pin_memory, sent=sent):
                 super().__init__(pin_memory=pin_memory)
-                real, self.pack_hook = self.pack_hook, lambda t: sent.append(t.shape) or real(t)
+                real, self.pack_hook = self.pack_hook, lambda t: sent.append(t.clone()) or real(t)
 
         activations.save_on_cpu = Counted
         engine = engine_on(topology, "policy", model, config_of(case))
-        shapes = {tuple(p.shape) for p in engine.module.parameters()}
-        shapes |= {shape[::-1] for shape in shapes}
-        gradients_of(engine, "policy", batch_on(topology))
-        found.append((sum(s.numel() for s in sent), [s for s in sent if tuple(s) in shapes]))
+        engine.optimizer.step = lambda: None
+        for param in engine.module.parameters():  # norms are all ones, like other tensors
+            torch.nn.init.normal_(param.to_local(), std=0.1)
+        weights = [param.full_tensor() for param in engine.module.parameters()]
+        loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+        engine.update(batch_on(topology), loss_fn, 0.8)
+        weights += [weight.t() for weight in weights if weight.dim() == 2]
+        theirs = [s.shape for s in sent for weight in weights if torch.equal(s, weight)]
+        found.append((sum(s.numel() for s in sent), theirs))
     activations.save_on_cpu = save_on_cpu
     return found
 
