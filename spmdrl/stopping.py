@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+AT_ONCE_S = 1.0  # for a rank that is to leave at once to say why
 TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
 STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
 LARGEST = dist.AllreduceOptions()
@@ -91,8 +92,13 @@ class Stopping:
             if not self.armed and number != signal.SIGTERM:
                 self._quit(number.name, code_of(number))
         elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
-            say(f"stopped by {number.name}")
-            leave(code_of(signal.Signals[self.asked]))  # torchrun passes a second SIGINT as SIGTERM
+            code = code_of(signal.Signals[self.asked])  # torchrun passes a second SIGINT as SIGTERM
+            # another rank may take this signal for the first that it heard; it is not waited for
+            quitting = (f"a second signal, {number.name}", code)
+            told = threading.Thread(target=self.on_quit, args=quitting, daemon=True)
+            told.start()
+            told.join(AT_ONCE_S)
+            leave(code)
 
     def _quit(self, why: str, code: int) -> NoReturn:
         self.on_quit(why, code)

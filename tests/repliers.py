@@ -101,3 +101,89 @@ async def changes(extra_info: dict, fails: bool = False) -> int:
         raise KeyboardInterrupt
     extra_info["secret"] += 1
     return extra_info["secret"]
+
+
+class Purse:
+    """What one sample owns."""
+
+    def __init__(self, extra_info: dict, sample_index: int = 0) -> None:
+        self.coins, self.log = extra_info["secret"], extra_info.get("log")
+        self.name = f"purse {sample_index}"
+
+    def earn(self, coins: int) -> str:
+        """Puts coins in.
+
+        Args:
+            coins: how many
+        """
+        if coins < 0:
+            self.coins = 0  # half done
+            raise ValueError("no debts")
+        if coins == 666:
+            time.sleep(100)
+        self.coins += coins
+        return self._count()
+
+    def process(self) -> int:
+        """Says where it lives."""
+        return os.getpid()
+
+    def close(self) -> None:
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{self.name} had {self.coins}\n")
+
+    def _count(self) -> str:
+        return f"{self.name}: {self.coins}"
+
+
+class Stall:
+    """Sells; knows nothing of purses."""
+
+    def __init__(self) -> None:
+        self.sold = 0
+
+    def buy(self) -> int:
+        """Buys one.
+
+        Returns:
+            how many were sold
+        """
+        self.sold += 1
+        return self.sold
+
+
+class Helpers:
+    @staticmethod
+    def help() -> str:
+        """Helps."""
+        return "help"
+
+
+class Waits:
+    async def wait(self) -> str:
+        """Waits."""
+        return "waited"
+
+
+class Silent:
+    def _whisper(self) -> str:
+        return ""
+
+
+class Asks:
+    def look(self, extra_info: dict) -> str:
+        """Looks.
+
+        Args:
+            extra_info: of the prompt
+        """
+        return ""
+
+
+class Needs:
+    def __init__(self, weather: str) -> None: ...
+
+    def look(self) -> str:
+        """Looks."""
+        return ""

@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 from repliers import (
+    Asks,
+    Helpers,
+    Needs,
+    Purse,
+    Silent,
+    Stall,
+    Waits,
     bad,
     block,
     by_place,
@@ -38,6 +45,7 @@ from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParam
 from spmdrl.rollout.handover import pack, resume, unpack
 from spmdrl.rollout.sampling import Question, as_samples, completion_of
 from spmdrl.rollout.tools import schema_of
+from spmdrl.tool_state import rebuild
 from spmdrl.types import Prompt
 
 # As Qwen's: a tool's reply is the user's turn, several of them are one.
@@ -297,6 +305,12 @@ def test_prompts_show_the_tools(tokenizer: Any) -> None:
         ({"tools": (untyped,)}, "Argument a is missing a type hint"),
         ({"tools": (by_place,)}, "has the parameter 'a: int', which a call by names cannot give"),
         ({"tools": (forward,)}, "name 'NoSuchClass' is not defined"),
+        ({"tools": (Helpers,)}, "Helpers: help is a staticmethod; a tool with a state has plain"),
+        ({"tools": (Waits,)}, "Waits: wait is a coroutine"),
+        ({"tools": (Silent,)}, "Silent has no public method"),
+        ({"tools": (Asks,)}, "Asks: look takes 'extra_info'; let __init__ take it"),
+        ({"tools": (Needs,)}, "Needs requires 'weather', which is not known"),
+        ({"tools": (Purse, Stall, Stall)}, "two tools are called 'buy'"),
         ({"tools": (multiply,), "rollout": RolloutConfig(ignore_eos=True)}, "would never end"),
         ({"tools": (multiply,), "rollout": RolloutConfig(static_split=True)}, "matter of timing"),
         ({"environment": lambda chat: None}, "requires 'chat', which is not known"),
@@ -464,3 +478,118 @@ def test_a_reply_without_tokens_makes_the_sample_invalid(talk: Any, tokenizer: A
     data = DataConfig("t", chat_template_kwargs={"chat_template": bare})
     result = answer(talk(environment=lambda messages: "", data=data), said(tokenizer, "hi"))
     assert result.finish_reason == "error" and "has no tokens" in result.replies[-1]
+
+
+def contents(completion: Completion) -> list[list[str]]:
+    return [[m["content"] for m in json.loads(reply)] for reply in completion.replies]
+
+
+def then(turn: Completion, more: Completion) -> Completion:
+    """The policy goes on behind a reply."""
+    return Completion(
+        turn.token_ids + more.token_ids, turn.logprobs + more.logprobs, more.finish_reason,
+        turn.versions + more.versions, turn.replies,
+    )  # fmt: skip
+
+
+def played(round: Round, tokenizer: Any, *turns: str) -> Completion:
+    sample = answer(round, said(tokenizer, turns[0] + "<|im_end|>"))
+    for text in turns[1:]:
+        sample = answer(round, then(sample, said(tokenizer, text + "<|im_end|>")))
+    return sample
+
+
+def earn(*coins: int) -> str:
+    return "".join(call("earn", coins=n) for n in coins)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_tool_with_a_state_has_an_object_for_each_sample(
+    talk: Any, tokenizer: Any, workers: int
+) -> None:
+    """Its calls are made in order, also those of one turn, and in one process."""
+    limits = MultiTurnConfig(timeout_s=20, workers=workers)
+    round = talk(tools=(Purse, multiply, Stall), multi_turn=limits)
+    turn = earn(1, 2) + call("multiply", a=2, b=3) + call("buy") + earn(-1) + call("buy")
+    where = call("process")
+    sample = played(round, tokenizer, turn + where, earn(10) + where, "done")
+    first, second = contents(sample)
+    lost = "Error: ValueError: no debts"
+    assert first[:-1] == ["purse 2: 6", "purse 2: 8", "6", "1", lost, "2"]
+    assert second == ["purse 2: 10", first[-1]]
+    again = played(round, tokenizer, earn(1))
+    assert contents(again) == [["purse 2: 6"]]  # a new sample of the same address
+
+
+def test_an_object_is_the_same_wherever_the_sample_goes_on(talk: Any, tokenizer: Any) -> None:
+    """On another engine, with nothing but the messages; what failed has left its traces."""
+    limits = MultiTurnConfig(timeout_s=20, workers=1)
+    first = talk(tools=(Purse, Stall), multi_turn=limits)
+    sample = played(first, tokenizer, earn(1) + call("buy"), earn(-1, 3) + call("buy", much=1))
+    moved = unpack(pack({0: sample}))[0]
+    assert moved == sample
+    other = talk(tools=(Purse, Stall), multi_turn=limits)
+    for round in (other, first):
+        went_on = answer(round, then(moved, said(tokenizer, earn(4) + call("buy") + "<|im_end|>")))
+        assert contents(went_on)[2] == ["purse 2: 7", "2"]
+    messages = messages_of(went_on, ["", "", "", ""])
+    purse = rebuild(Purse, messages, extra_info=PROMPT.extra_info)
+    assert (purse.coins, rebuild(Stall, messages).sold) == (7, 2)
+
+
+def test_a_call_that_never_ends_has_not_happened(talk: Any, tokenizer: Any) -> None:
+    """Nor have those of the same turn, of the same object."""
+    round = talk(tools=(Purse, Stall), multi_turn=MultiTurnConfig(timeout_s=1.5, workers=1))
+    sample = played(round, tokenizer, earn(1), earn(20, 666) + call("buy"), earn(300))
+    late = "Error: timed out after 1.5 s"
+    assert contents(sample) == [["purse 2: 6"], [late, late, "1"], ["purse 2: 306"]]
+    assert rebuild(Purse, messages_of(sample, [""] * 4), extra_info={"secret": 0}).coins == 301
+
+
+def test_an_object_is_closed_when_its_sample_is_over(
+    tokenizer: Any, talk: Any, tmp_path: Any
+) -> None:
+    log = tmp_path / "log"
+    prompt = replace(PROMPT, extra_info={"secret": 5, "log": str(log)})
+    limits = MultiTurnConfig(timeout_s=20, workers=1, max_turns=3)
+    by = talk(tools=(Purse,), multi_turn=limits).by
+    round = by.about([(prompt, index) for index in range(4)], LIMIT)
+    turn = said(tokenizer, earn(1) + "<|im_end|>")
+    for position in range(4):
+        assert round.ask(position, turn)
+    samples: dict[int, Completion] = {}
+    while len(samples) < 4:
+        samples |= round.came()
+    done = said(tokenizer, "done<|im_end|>")
+    assert not round.ask(0, then(samples[0], done))
+    assert not round.ask(1, then(samples[1], replace(done, finish_reason="length")))
+    for _ in range(2):  # the third turn is the last
+        samples[2] = then(samples[2], turn)
+        assert round.ask(2, samples[2])
+        while not (came := round.came()):
+            time.sleep(0.01)
+        samples |= came
+    assert samples[2].finish_reason == "turns"
+    end = time.monotonic() + 20
+    while not log.exists() or log.read_text().count("\n") < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert log.read_text().splitlines() == ["purse 0 had 6", "purse 1 had 6", "purse 2 had 7"]
+
+
+def test_an_object_that_cannot_be_made_fails_its_calls(talk: Any, tokenizer: Any) -> None:
+    prompt = replace(PROMPT, extra_info={})
+    round = talk(tools=(Purse,)).by.about([(prompt, 0)], LIMIT)
+    assert contents(played(round, tokenizer, earn(1, 2))) == [["Error: KeyError: 'secret'"] * 2]
+
+
+def test_more_objects_than_a_worker_keeps_are_made_anew() -> None:
+    from spmdrl import tool_state
+
+    objects = tool_state.Objects(Stall)
+    for n in range(tool_state.MOST_OBJECTS + 5):
+        assert [tuple(r) for r in objects(str(n), {}, [], [("buy", {})])] == [(1, None)]
+    assert len(objects.kept) == tool_state.MOST_OBJECTS
+    for n in (0, 100):
+        [reply] = objects(str(n), {}, [("buy", {})], [("buy", {})])
+        assert reply.value == 2

@@ -53,16 +53,22 @@ class Caller:
             check_shared(config, ranks)
         self.loop = LoopThread(config, ranks, kind) if self.coroutines else None
 
-    def submit(self, function: Function, arguments: dict[str, Any]) -> Submitted:
+    def submit(self, function: Function, arguments: dict[str, Any], home: str = "") -> Submitted:
+        """home: of a plain function, see WorkerPool."""
         if id(function) not in self.coroutines:
             assert self.pool is not None
-            return Submitted(self.pool.submit(function, arguments), None)
+            return Submitted(self.pool.submit(function, arguments, home), None)
         assert self.loop is not None
         if self.loop.stuck:
             self.loop.close()
             self.loop = LoopThread(self.config, self.ranks, self.kind)
         own = copy.deepcopy(arguments)  # as a process has; the data's are not its to change
         return Submitted(self.loop.submit(function, own), self.loop)
+
+    def give_up(self, home: str) -> None:
+        """See WorkerPool."""
+        if self.pool is not None:
+            self.pool.give_up(home)
 
     def close(self) -> None:
         """Ends the processes and the event loop."""

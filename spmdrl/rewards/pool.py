@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
-from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.rewards import worker
 from spmdrl.rewards.functions import IMPORTED_FIRST
 from spmdrl.rewards.worker import Outcome, Reply
+from spmdrl.tool_state import Objects
 
 START_LIMIT_S = 300.0  # for a worker to import what the functions need
+MOST_HOMES = 1 << 16  # of samples that went elsewhere before they were over, for the most part
 
 Function = Callable[..., Any]
 Kind = type[Outcome] | type[Reply]
@@ -35,36 +37,91 @@ class Job(NamedTuple):
     function: int  # its index
     arguments: dict[str, Any]
     future: Future[Any]
+    home: str = ""  # of the same function, those of one home go to the same worker
+
+
+class Jobs:
+    """What waits for a worker: for any, or for the one where a job's home is."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.shared: deque[Job] = deque()
+        self.own: list[deque[Job]] = [deque() for _ in range(num_workers)]
+        self.homes: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self.closed = False
+        self.changed = threading.Condition()
+
+    def put(self, job: Job) -> None:
+        with self.changed:
+            home = self.homes.get((job.function, job.home))
+            (self.shared if home is None else self.own[home]).append(job)
+            self.changed.notify_all()
+
+    def take(self, worker: int) -> Job | None:
+        """The next of `worker`'s; None: there will be no more."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.own[worker] or self.shared)
+            if self.closed:
+                return None
+            if self.own[worker]:
+                return self.own[worker].popleft()
+            job = self.shared.popleft()
+            if job.home:
+                self.homes[job.function, job.home] = worker
+                if len(self.homes) > MOST_HOMES:
+                    self.homes.popitem(last=False)
+            return job
+
+    def leave(self, function: int, home: str) -> None:
+        """What is put there later may go to any worker."""
+        with self.changed:
+            del self.homes[function, home]
+
+    def close(self) -> list[Job]:
+        """Those that were not taken."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+            return [job for jobs in (self.shared, *self.own) for job in jobs]
 
 
 class WorkerPool:
-    """Worker processes, each driven by a thread of its own that takes jobs from one queue."""
+    """Worker processes, each driven by a thread of its own."""
 
     def __init__(self, functions: list[Function], config: Limits, kind: Kind = Outcome) -> None:
         """kind: what is made of what a function returns, and of a call that failed."""
         self.timeout_s = config.timeout_s
         self.index = {id(function): i for i, function in enumerate(functions)}
-        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self.closed = False
+        self.objects = [function for function in functions if isinstance(function, Objects)]
+        self.jobs = Jobs(config.workers)
         setup = worker_setup(functions, kind)
         self.workers = [WorkerProcess(setup, kind) for _ in range(config.workers)]
         self.threads = [
-            threading.Thread(target=self.serve, args=(w,), name="worker", daemon=True)
-            for w in self.workers
+            threading.Thread(target=self.serve, args=(i, w), name="worker", daemon=True)
+            for i, w in enumerate(self.workers)
         ]
         for thread in self.threads:
             thread.start()
 
-    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Any]:
-        assert not self.closed, "nobody would take the job"
+    def submit(self, function: Function, arguments: dict[str, Any], home: str = "") -> Future[Any]:
+        """home: what is called with the same runs in the same process, as long as that lives."""
+        assert not self.jobs.closed, "nobody would take the job"
         future: Future[Any] = Future()
-        self.jobs.put(Job(self.index[id(function)], arguments, future))
+        self.jobs.put(Job(self.index[id(function)], arguments, future, home))
         return future
 
-    def serve(self, process: WorkerProcess) -> None:
+    def give_up(self, home: str) -> None:
+        """The objects of a sample that is over."""
+        for function in self.objects:
+            index = self.index[id(function)]
+            if (index, home) in self.jobs.homes:
+                no_calls = {"key": home, "given": {}, "before": [], "calls": []}
+                self.submit(function, no_calls, home)
+                self.jobs.leave(index, home)
+
+    def serve(self, number: int, process: WorkerProcess) -> None:
         with contextlib.suppress(OSError):  # the first call tries again and tells
             process.start()
-        while (job := self.jobs.get()) is not None:
+        while (job := self.jobs.take(number)) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue  # nobody waits for it any more
             try:
@@ -76,12 +133,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Drops what has not started and kills what runs."""
-        self.closed = True
-        with contextlib.suppress(Empty):
-            while job := self.jobs.get_nowait():
-                job.future.cancel()
-        for _ in self.threads:
-            self.jobs.put(None)
+        for job in self.jobs.close():
+            job.future.cancel()
         for process in self.workers:
             process.kill()
         for thread in self.threads:
@@ -230,7 +283,7 @@ def is_importable(module: ModuleType) -> bool:
 
 def module_name(function: Function) -> str:
     """Of the module that defines a function, the function in a partial, or an object's class."""
-    function = innermost(function)
+    function = function.cls if isinstance(function, Objects) else innermost(function)
     return getattr(function, "__module__", None) or type(function).__module__
 
 
@@ -241,4 +294,5 @@ def innermost(function: Function) -> Function:
 
 
 def name_of(function: Function) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+    named = function.cls if isinstance(function, Objects) else function
+    return getattr(named, "__qualname__", None) or repr(named)

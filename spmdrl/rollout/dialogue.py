@@ -25,7 +25,8 @@ from spmdrl.rewards.calls import Caller, Submitted, arguments_of
 from spmdrl.rewards.pool import name_of
 from spmdrl.rewards.worker import Reply, plain
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, SamplingParams
-from spmdrl.rollout.tools import Call, CallParser, Toolbox, as_text
+from spmdrl.rollout.tools import OBJECT_TAKES, Call, CallParser, Toolbox, as_text
+from spmdrl.tool_state import CALLED_WITH, Objects, calls_of
 from spmdrl.turns import without_space
 from spmdrl.types import Message, Prompt
 
@@ -60,6 +61,12 @@ class Asked(NamedTuple):
 
     call: Call | None
     under_way: Submitted | None  # None: it is not called; call.problem may say why
+    place: int = 0  # of its reply among those to all calls of the same object
+
+    def has_happened(self) -> bool:
+        """Whether an object has changed, and not got lost with its process."""
+        is_method = self.call is not None and self.call.objects is not None
+        return is_method and self.under_way is not None and not self.under_way.result().error
 
 
 class Pending(NamedTuple):
@@ -80,7 +87,7 @@ class Dialogue:
         )
         self.replies = ReplyEncoder(config, tokenizer)
         self.arguments: tuple[str, ...] = ()
-        functions = list(self.toolbox.functions.values())
+        functions = self.toolbox.called
         if self.environment is not None:
             self.arguments = arguments_of(self.environment, ARGUMENTS, "environment")
             functions.append(self.environment)
@@ -135,7 +142,14 @@ class Round:
         asked = self.asked(position, turn) if turn.finish_reason == "stop" else []
         if asked:
             self.pending[position] = Pending(turn, asked)
+        else:
+            self.by.caller.give_up(self.home(position))
         return bool(asked)
+
+    def home(self, position: int) -> str:
+        """Of the sample's objects."""
+        prompt, sample_index = self.addressed[position]
+        return f"{prompt.id}/{sample_index}"
 
     def asked(self, position: int, turn: Completion) -> list[Asked]:
         """Each call of a tool; without one the environment, if there is one. In the last turn that
@@ -145,30 +159,65 @@ class Round:
         calls = by.calls_in(by.replies.spoken(turns[-1]), prompt.extra_info)
         if calls or by.environment is None:
             is_last = len(turns) >= by.limits.max_turns
-            return [Asked(call, None) if is_last else self.submitted(call) for call in calls]
+            if is_last:
+                return [Asked(call, None) for call in calls]
+            return self.submitted(calls, position, turn)
         said = messages_of(turn, by.replies.texts(turn))
         told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
         given = {name: ARGUMENTS[name](told) for name in by.arguments}
         return [Asked(None, by.caller.submit(by.environment, given))]
 
-    def submitted(self, call: Call) -> Asked:
-        if call.arguments is None:
-            return Asked(call, None)
-        function = self.by.toolbox.functions[call.name]
-        return Asked(call, self.by.caller.submit(function, call.arguments))
+    def submitted(self, calls: list[Call], position: int, turn: Completion) -> list[Asked]:
+        """All at once, but those of one object one after the other."""
+        by, of_objects = self.by, {}
+        for objects in dict.fromkeys(call.objects for call in calls if call.objects):
+            made = [(c.name, plain(c.arguments)) for c in calls if c.objects is objects]
+            of_objects[objects] = self.call_object(objects, made, position, turn)
+        asked, places = [], dict.fromkeys(of_objects, 0)
+        for call in calls:
+            if call.arguments is None:
+                asked.append(Asked(call, None))
+            elif call.objects is None:
+                function = by.toolbox.functions[call.name]
+                asked.append(Asked(call, by.caller.submit(function, call.arguments)))
+            else:
+                asked.append(Asked(call, of_objects[call.objects], places[call.objects]))
+                places[call.objects] += 1
+        return asked
+
+    def call_object(
+        self, objects: Objects, calls: list[Any], position: int, turn: Completion
+    ) -> Submitted:
+        prompt, sample_index = self.addressed[position]
+        told, home = Turn(prompt, sample_index, [], 0), self.home(position)
+        given = {
+            name: ARGUMENTS[name](told) for name in arguments_of(objects.cls, OBJECT_TAKES, "tool")
+        }
+        messages = [message for reply in turn.replies for message in json.loads(reply)]
+        arguments = {
+            "key": home, "given": given, "before": calls_of(objects.cls, messages), "calls": calls
+        }  # fmt: skip
+        return self.by.caller.submit(objects, arguments, home)
 
     def came(self) -> dict[int, Completion]:
         ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]
-        return {i: self.answered(self.pending.pop(i)) for i in ready}
+        answers = {i: self.answered(self.pending.pop(i)) for i in ready}
+        for i, answer in answers.items():
+            if answer.finish_reason != "abort":
+                self.by.caller.give_up(self.home(i))
+        return answers
 
     def is_ready(self, pending: Pending) -> bool:
-        return all(call is None or call.is_ready() for _, call in pending.asked)
+        return all(asked.under_way is None or asked.under_way.is_ready() for asked in pending.asked)
 
     def result(self, asked: Asked) -> Reply:
-        if asked.under_way is not None:
-            return asked.under_way.result()
-        assert asked.call is not None
-        return Reply(None, asked.call.problem)
+        if asked.under_way is None:
+            assert asked.call is not None
+            return Reply(None, asked.call.problem)
+        reply: Reply = asked.under_way.result()
+        if asked.call is None or asked.call.objects is None or reply.error is not None:
+            return reply
+        return Reply(*reply.value[asked.place])
 
     def answered(self, pending: Pending) -> Completion:
         """The turn with its reply behind it, to go on; or over, with the reason."""
@@ -176,7 +225,10 @@ class Round:
         for asked in pending.asked:
             result = self.result(asked)
             if asked.call is not None:
-                messages.append(tool_message(asked.call, result))
+                message = tool_message(asked.call, result)
+                if asked.has_happened():
+                    message[CALLED_WITH] = plain(asked.call.arguments)
+                messages.append(message)
                 continue
             messages, problem = said_by_environment(result)
             if problem:
@@ -198,9 +250,9 @@ class Round:
 
     def give_up(self) -> dict[int, Completion]:
         for pending in self.pending.values():
-            for _, call in pending.asked:
-                if call is not None:
-                    call.future.cancel()
+            for asked in pending.asked:
+                if asked.under_way is not None:
+                    asked.under_way.future.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
         self.pending.clear()
         return left

@@ -10,12 +10,16 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 from spmdrl.config import ConfigError
+from spmdrl.rewards.calls import arguments_of
 from spmdrl.rewards.code import python
 from spmdrl.rewards.sandbox import check as check_sandbox
+from spmdrl.tool_state import Objects, methods_of
 
+OBJECT_TAKES = ("ground_truth", "data_source", "extra_info", "sample_index")
 FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
 
 
@@ -25,24 +29,41 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any] | None
     problem: str = ""
+    objects: Objects | None = None  # that it is a method of
 
 
 class Toolbox:
     """The tools of a run, by name. Raises ConfigError for a function that cannot be described."""
 
     def __init__(self, tools: Sequence[Callable[..., Any] | str]) -> None:
-        self.functions: dict[str, Callable[..., Any]] = {}
+        self.functions: dict[str, Callable[..., Any]] = {}  # and methods, bound to their class
         self.schemas: list[dict[str, Any]] = []  # as chat templates take them
+        self.objects: dict[str, Objects] = {}  # by method
         for tool in tools:
+            if inspect.isclass(tool):
+                objects = Objects(tool)
+                for method in methods_of_tool(tool):
+                    self.add(method)
+                    self.objects[method.__name__] = objects
+                continue
             function = python if isinstance(tool, str) else tool
             if function is python:
                 check_sandbox()
-            schema = schema_of(function)
-            name = schema["function"]["name"]
-            if name in self.functions:
-                raise ConfigError(f"two tools are called {name!r}: a call could be of either")
-            self.functions[name] = function
-            self.schemas.append(schema)
+            self.add(function)
+
+    def add(self, function: Callable[..., Any]) -> None:
+        schema = schema_of(function)
+        name = schema["function"]["name"]
+        if name in self.functions:
+            raise ConfigError(f"two tools are called {name!r}: a call could be of either")
+        self.functions[name] = function
+        self.schemas.append(schema)
+
+    @property
+    def called(self) -> list[Callable[..., Any]]:
+        """What calls are made of: the plain functions, then each class's objects."""
+        plain = [f for name, f in self.functions.items() if name not in self.objects]
+        return [*plain, *dict.fromkeys(self.objects.values())]
 
     def call(self, name: str, arguments: str, extra_info: dict[str, Any]) -> Call:
         """arguments: JSON, as the policy wrote them."""
@@ -63,7 +84,24 @@ class Toolbox:
             signature.bind(**given)
         except TypeError as error:
             return Call(name, None, str(error))
-        return Call(name, given)
+        return Call(name, given, objects=self.objects.get(name))
+
+
+def methods_of_tool(cls: type) -> list[Callable[..., Any]]:
+    """The public methods of a class that is a tool. Raises ConfigError."""
+    try:
+        found = methods_of(cls)
+    except ValueError as error:
+        raise ConfigError(f"the tool {cls.__qualname__}: {error}") from error
+    if not found:
+        raise ConfigError(f"the tool {cls.__qualname__} has no public method that could be called")
+    for name, method in found.items():
+        if FILLED_IN in inspect.signature(method).parameters:
+            raise ConfigError(
+                f"the tool {cls.__qualname__}: {name} takes {FILLED_IN!r}; let __init__ take it"
+            )
+    arguments_of(cls, OBJECT_TAKES, "tool")
+    return [MethodType(method, cls) for method in found.values()]
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -74,8 +112,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         TypeHintParsingException,
     )
 
-    if not inspect.isfunction(function):
-        raise ConfigError(f'a tool is a plain function or "python", got {function!r}')
+    if not inspect.isfunction(getattr(function, "__func__", function)):
+        raise ConfigError(f'a tool is a plain function, a class or "python", got {function!r}')
     for p in inspect.signature(function).parameters.values():
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) or p.name == "self":
             raise ConfigError(

@@ -152,7 +152,7 @@ def test_a_frozen_model_takes_them_too(compiled):
 
 
 def offloaded_on(topology, model):
-    """Numbers that leave for the CPU, of activations and of weights (by value, either way round)."""
+    """How many numbers leave for the CPU, and which weights are among them, either way round."""
     from torch.autograd.graph import save_on_cpu
 
     from spmdrl.algo.objectives import policy_objective

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from programs import CONFIG, ROOT, metrics_of, train, write_task
@@ -175,19 +177,33 @@ def test_an_environment_that_fails_costs_samples_and_many_end_the_run(folder):
     assert "no dice" in done.output
 
 
-def test_a_model_learns_to_call_a_tool(tmp_path):
-    """The example, shorter. Fine-tuned, it calls in two cases of five; then in nearly all."""
+def fine_tune(folder: Path, steps: int, in_pairs: bool = False) -> None:
+    """The example, shorter: afterwards a model calls in two cases of five. in_pairs: a chat has two
+    questions, so that it may call in several turns."""
     script = ROOT / "examples/multiply/make_assets.py"
     make = [sys.executable, str(script), "--out", "runs/multiply"]
-    subprocess.run(make, cwd=tmp_path, check=True, timeout=120, capture_output=True)
-    steps = ["--steps", "150", "--actor.optim.decay_steps", "150"]
+    subprocess.run(make, cwd=folder, check=True, timeout=120, capture_output=True)
+    chats = folder / "runs/multiply/sft.parquet"
+    if in_pairs:
+        said = [row["messages"] for row in pq.read_table(chats).to_pylist()]
+        pairs = [{"messages": said[i] + said[i + 1]} for i in range(0, len(said), 2)]
+        pq.write_table(pa.Table.from_pylist(pairs), chats)
+    lasts = ["--steps", str(steps), "--actor.optim.decay_steps", str(steps)]
     sft = str(ROOT / "configs/qwen3_tiny_multiply_sft_cpu.py")
-    done = train(tmp_path, 2, "--config", sft, *steps, program="spmdrl.sft")
+    done = train(folder, 2, "--config", sft, *lasts, program="spmdrl.sft", timeout_s=400)
     assert done.code == 0, done.output[-4000:]
-    config = str(ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py")
+
+
+TOOLS = ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py"
+
+
+@pytest.mark.timeout(600)
+def test_a_model_learns_to_call_a_tool(tmp_path):
+    fine_tune(tmp_path, 150)
     done = train(
-        tmp_path, 2, "--config", config, "--steps", "8", "--eval_every", "0", "--run_dir", "tools",
-        "--checkpoint.every_steps", "0", "--tensorboard", "False", "--data.max_eval_prompts", "128",
+        tmp_path, 2, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
+        "--run_dir", "tools", "--checkpoint.every_steps", "0", "--tensorboard", "False",
+        "--data.max_eval_prompts", "128", timeout_s=400,
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(tmp_path / "tools")
@@ -197,3 +213,67 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     assert rows[-1]["tools/failed"] < 0.1
     for row in rows[1:]:
         assert row["actor/logprob_diff_max"] < 1e-3
+
+
+# Counts its calls; the same is asked again and again. What a sample's object says is checked
+# wherever the sample went, and what a reward function rebuilds of it too.
+TILL = '''
+class Till:
+    def __init__(self, ground_truth, sample_index):
+        self.right, self.count, self.last = ground_truth, 100 * sample_index, 0
+
+    def multiply(self, a: int, b: int) -> str:
+        """Multiplies two whole numbers.
+
+        Args:
+            a: one of them
+            b: the other
+        """
+        self.count += 1
+        self.last = a * b
+        return f"{self.count}*{self.last}"
+
+
+def environment(messages, num_turns):
+    import time
+    time.sleep(0.02)
+    return messages[0]["content"] if num_turns < 7 else None
+
+
+def reward(messages, ground_truth, sample_index):
+    from spmdrl.tool_state import rebuild
+
+    till = rebuild(Till, messages, ground_truth=ground_truth, sample_index=sample_index)
+    counts = [m["content"] for m in messages if m["role"] == "tool" and "arguments" in m]
+    first = 100 * sample_index + 1
+    assert [int(c.split("*")[0]) for c in counts] == list(range(first, first + len(counts)))
+    assert not counts or counts[-1].split("*")[1] == str(till.last)
+    return float(till.count - 100 * sample_index)
+
+
+config = PpoConfig(
+'''
+
+
+@pytest.mark.timeout(600)
+def test_a_tool_with_a_state_keeps_it_in_any_step_engine_and_attempt(tmp_path):
+    fine_tune(tmp_path, 50, in_pairs=True)
+    text = TOOLS.read_text().replace("config = PpoConfig(\n", TILL)
+    text = text.replace("tools=(multiply,)", "tools=(Till,), environment=environment")
+    text = text.replace("max_turns=3", "max_turns=8").replace("exact_match,", "reward,")
+    text = "\n".join(line for line in text.split("\n") if " eval" not in line)
+    Path(tmp_path, "till.py").write_text(text.replace("max_tokens=32", "max_tokens=128"))
+    args = ("--config", "till.py", "--run_dir", "till", "--data.prompts_per_step", "8",
+            "--rollout.n", "4", "--rollout.oversample", "1.5", "--rollout.max_num_seqs", "8",
+            "--algo.correction.level", "token", "--checkpoint.every_steps", "2",
+            "--tensorboard", "False")  # fmt: skip
+    for ranks, steps in ((2, 2), (1, 4)):
+        done = train(tmp_path, ranks, *args, "--steps", str(steps), "--resume", "auto")
+        assert done.code == 0, done.output[-4000:]
+    rows = metrics_of(tmp_path / "till")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) >= 1
+    for row in rows:
+        assert row["reward/invalid"] == 0
+    rewards = [s["reward"] for step in (1, 2, 3, 4) for s in samples_of(tmp_path, "till", step)]
+    assert sum(reward >= 2 for reward in rewards) > 10  # they have something to remember
