@@ -7,10 +7,14 @@ from zlib import crc32
 
 import pytest
 from ranks import ENGINE_ENV
-from tiny import save_qwen3
 
 for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
+
+import torch  # noqa: E402  it reads OMP_NUM_THREADS
+from tiny import save_qwen3  # noqa: E402
+
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -144,12 +144,12 @@ def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
     return Done(proc.exitcode, Path(folder, "log").read_text(), time.monotonic() - begin)
 
 
-def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 180, **kwargs: str) -> Done:
+def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 300, **kwargs: str) -> Done:
     return finish(start(folder, ranks, *args, **kwargs), folder, timeout_s)
 
 
 def train(
-    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", timeout_s: float = 180
+    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", timeout_s: float = 400
 ) -> Done:
     """As `torchrun`, where only the numbers matter: the ranks are processes that have imported
     torch already, started as by Slurm with their number in the environment. The code is that of the

@@ -48,12 +48,12 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])  # found from the project's root
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list:
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list:
     """Calls work(topology, *args) on `world` ranks; returns the results in rank order."""
     return run_calls(world, [(work, args)], timeout_s)[0]
 
 
-def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 120) -> list[list]:
+def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 240) -> list[list]:
     """Makes the calls one after the other on the same ranks; the results of each in rank order.
 
     All functions are of one module.
@@ -94,6 +94,16 @@ def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5
 
     kill_after_s: how long the others may go on after one has failed.
     """
+    try:
+        return wait_or_kill(procs, timeout_s, kill_after_s)
+    finally:  # the test's own limit may have come first
+        for p in procs:
+            if p.exitcode is None:
+                p.kill()
+                p.join()
+
+
+def wait_or_kill(procs: list[BaseProcess], timeout_s: float, kill_after_s: float) -> bool:
     end = time.monotonic() + timeout_s
     failed_at = None
     while any(p.exitcode is None for p in procs):
@@ -108,16 +118,14 @@ def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5
         assert p.pid is not None
         os.kill(p.pid, signal.SIGUSR1)
     time.sleep(1 if alive else 0)
-    for p in alive:
-        p.kill()
-        p.join()
     return not alive or failed_at is not None
 
 
 def free_port() -> int:
     """Of those that the system gives to nobody by itself: it would between here and the start."""
     while True:
-        port = random.SystemRandom().randrange(15_000, EPHEMERAL)
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8
+        port = random.SystemRandom().randrange(15_000 + worker, EPHEMERAL, 8)  # no two draw one
         with socket.socket() as s, suppress(OSError):
             s.bind(("", port))
             return port

@@ -98,7 +98,7 @@ def talk(tokenizer: Any) -> Any:
     made: list[Dialogue] = []
 
     def begin(params: SamplingParams = LIMIT, **fields: Any) -> Round:
-        fields.setdefault("multi_turn", MultiTurnConfig(timeout_s=2, workers=1))
+        fields.setdefault("multi_turn", MultiTurnConfig(timeout_s=30, workers=1))
         made.append(Dialogue(config_of(**fields), tokenizer, 1))
         return made[-1].about([(PROMPT, 2)], params)
 
@@ -191,7 +191,9 @@ def test_a_call_that_fails_says_why_to_the_policy(
     talk: Any, tokenizer: Any, text: str, content: str
 ) -> None:
     logging.getLogger("vllm").setLevel(logging.CRITICAL)  # as it is once an engine was built
-    result = answer(talk(tools=(multiply, bad, slowly)), said(tokenizer, text + "<|im_end|>"))
+    limits = MultiTurnConfig(timeout_s=2 if "hang" in text else 30, workers=1)
+    round = talk(tools=(multiply, bad, slowly), multi_turn=limits)
+    result = answer(round, said(tokenizer, text + "<|im_end|>"))
     assert result.finish_reason == "abort"
     [message] = json.loads(result.replies[0])
     assert message["content"].startswith(content)

@@ -382,13 +382,13 @@ def test_coroutines_begin_no_more_often_than_allowed():
         began.append(time.monotonic())
         return 1.0
 
-    runner = RewardRunner(reward, RewardConfig(timeout_s=0.1, max_per_minute=1200), ranks=2)
+    runner = RewardRunner(reward, RewardConfig(timeout_s=0.1, max_per_minute=600), ranks=2)
     for _ in range(2):  # a step's first waits for the last step's
         runner.score([sample(str(i)) for i in range(4)])
     runner.close()
     apart = [later - earlier for earlier, later in pairwise(began)]
-    assert len(apart) == 7 and sum(apart) > 0.65  # 20 a second, of which half is another rank's
-    assert min(apart) > 0.03
+    assert len(apart) == 7 and sum(apart) > 1.3  # 10 a second, of which half is another rank's
+    assert min(apart) > 0.03  # planned are 0.2, but a late one is followed by a punctual one
 
 
 def test_one_that_ignores_its_cancellation_costs_itself_alone(monkeypatch):

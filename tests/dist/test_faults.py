@@ -157,8 +157,11 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, whe
         time.sleep(0.0 if when == "in any phase" else 1.0)  # until the other waits, too
         os.kill(pids_of(hosts[rank].pid, "spmdrl.ppo")[0], signal.SIGKILL)
         end = time.monotonic() + LIMIT_S
-        for host in hosts:
-            assert host.wait(max(0.1, end - time.monotonic())) == 1
+        while not Path(folder, f"run/errors/rank_{rank}.json").exists():
+            assert time.monotonic() < end, Path(folder, "log").read_text()[-4000:]
+            time.sleep(0.05)
+        for host in hosts:  # torchrun takes its time too
+            assert host.wait(LIMIT_S) == 1
     finally:
         for host in hosts:
             if host.poll() is None:
@@ -168,14 +171,25 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, whe
     assert len(told) == 1 and told[0].startswith(f"spmdrl: rank {rank} on "), text[-4000:]
 
 
+HELD = """
+import os, time
+def reward(response, ground_truth):
+    while os.path.exists("run/checkpoints/step_00000004") and not os.path.exists("go"):
+        time.sleep(0.05)
+    return float(len(response))
+"""
+
+
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
     """By torchrun, without a hand and without --resume; no step is lost and none is there twice."""
+    Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", HELD + "\nconfig ="))
     proc = start(
         folder, 2, *ENDLESS, "--steps", "12", "--checkpoint.every_steps", "4",
         "--eval_every", "4", before=["--max-restarts", "1"],
     )  # fmt: skip
-    wait_for(folder, "step 6/12", proc)
+    wait_for(folder, "saved run/checkpoints/step_00000004", proc)
     os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], signal.SIGKILL)
+    Path(folder, "go").touch()
     done = finish(proc, folder, 120)
     assert done.code == 0, done.output[-4000:]
     assert done.output.count("resumed from run/checkpoints/step_00000004: 4 steps done") == 1
@@ -370,7 +384,7 @@ def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
     [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
     found = re.match(f"spmdrl: rank {rank} on .*: {cause}", told)
     assert found, told
-    assert int(found[1]) in (6, 7)
+    assert int(found[1]) >= 6  # and no more than `finish` leaves it
 
 
 def test_a_job_that_was_stopped_and_woken_goes_on(folder):

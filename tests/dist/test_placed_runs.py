@@ -98,7 +98,7 @@ def test_who_waits_is_not_said_to_work(folder):
 import os, time, spmdrl.engines.fsdp as fsdp
 update = fsdp.FsdpEngine.update
 def late(self, *args, **kwargs):
-    time.sleep(0.5 if os.environ["RANK"] == "2" else 0.0)
+    time.sleep(2.0 if os.environ["RANK"] == "2" else 0.0)
     return update(self, *args, **kwargs)
 fsdp.FsdpEngine.update = late
 config = PpoConfig(""",
@@ -111,9 +111,9 @@ config = PpoConfig(""",
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     row = [json.loads(line) for line in Path(folder, "waits/metrics.jsonl").open()][-1]
-    assert row["time_mean/update_critic_s"] > 1.0  # two mini-batches
-    assert row["time/wait_report_s"] > 0.5 and row["time_max/report_s"] < 0.4
-    assert row["time/wait_answers_s"] > 0 and row["time_max/reward_s"] < 0.4
+    assert row["time_mean/update_critic_s"] > 4.0  # two mini-batches
+    assert row["time/wait_report_s"] > 2.0 and row["time_max/report_s"] < 1.6
+    assert row["time/wait_answers_s"] > 0 and row["time_max/reward_s"] < 1.6
     assert row["idle/share"] > 0.5 and row["idle/share_max"] > 0.8
 
 

@@ -117,12 +117,13 @@ def test_a_teacher_alone_teaches(folder, tmp_path):
     own = run(folder, 2, "own_teacher", *args, "--steps", "1", "--ref.model", "twin")[1]
     assert own["reward/std"] > 0
     assert abs(own["advantage/mean"]) < 1e-6
-    taught = ["--ref.model", str(other), "--steps", "25", "--data.prompts_per_step", "32",
-              "--actor.optim.lr", "1e-2"]  # fmt: skip
+    taught = ["--ref.model", str(other), "--steps", "40", "--data.prompts_per_step", "32",
+              "--actor.optim.lr", "1e-2", "--rollout.static_split", "True"]  # fmt: skip
     rows = run(folder, 2, "other_teacher", *args, *taught)[1:]
     for row in rows:
         assert row["advantage/mean"] == pytest.approx(-row["reward/kl"], rel=1e-5)
-    assert rows[-1]["reward/kl"] < 0.95 * rows[0]["reward/kl"]
+    kl = [row["reward/kl"] for row in rows]
+    assert sum(kl[-10:]) < 0.95 * sum(kl[:10]), kl
 
 
 STATEFUL = [

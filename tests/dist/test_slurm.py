@@ -133,12 +133,13 @@ def test_a_job_is_warned_and_loses_a_node_and_finishes(slurm, qwen3, tmp_path):
     job.wait_for("stopped in order; the job is queued again")
     second = len(job.text())
     job.wait_for(rf"resumed from run/checkpoints/step_{stopped:08d}: {stopped} steps", after=second)
-    saved = job.wait_for(r"saved run/checkpoints/step_\d+", after=second).split()[-1]
+    job.wait_for(r"saved run/checkpoints/step_\d+", after=second)
     ends_without_another_start(mistaken, array)
     ends_after_one_more_start(failing)
 
     third = len(job.text())
     slurm.nodes["n2"].kill()
+    saved = re.findall(r"saved (\S+)", job.text()[second:])[-1]
     job.wait_for(f"resumed from {saved}", after=third)
     assert job.state()["NodeList"] == "n[1,3]"
     Path(job.folder, "go").touch()

@@ -34,12 +34,12 @@ def test_a_run_with_faults_has_the_numbers_of_one_left_alone(tmp_path, qwen3):
         "--faults",
         "2",
         "--seed",
-        "5",
+        "7",
         "--out",
         "out",
     ]
     done = subprocess.run(
-        [sys.executable, str(script), *options], cwd=tmp_path, timeout=220, text=True,
+        [sys.executable, str(script), *options], cwd=tmp_path, timeout=450, text=True,
         capture_output=True,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

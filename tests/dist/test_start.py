@@ -103,7 +103,7 @@ def test_a_store_that_freezes_at_the_start_holds_nobody(folder):
 
 def test_nodes_that_count_restarts_differently_meet_again(folder):
     """Plain torchrun: the nodes share a store that outlives the restart, and one counts it."""
-    more = ("--steps", "12", "--checkpoint.every_steps", "2", "--lost_timeout_s", "5")
+    more = ("--steps", "25", "--checkpoint.every_steps", "2", "--lost_timeout_s", "5")
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
                 "--max-restarts", "2", "-m", "spmdrl.ppo")  # fmt: skip
@@ -118,12 +118,12 @@ def test_nodes_that_count_restarts_differently_meet_again(folder):
     finally:
         for node in nodes:
             node.kill()
-    assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 13))
+    assert [row["step"] for row in metrics_of(folder / "run")] == list(range(1, 26))
     assert "resumed from" in "".join(Path(folder, f"log{node}").read_text() for node in range(2))
 
 
 def wait_until(condition, nodes: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + 3 * LIMIT_S
     while not condition():
         assert time.monotonic() < end
         assert all(node.poll() is None for node in nodes)
