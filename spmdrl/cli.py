@@ -253,9 +253,22 @@ def fingerprint(config: Any) -> str:
     return hashlib.sha256((text + code).encode()).hexdigest()
 
 
+def _text_of(code: types.CodeType) -> str:
+    """The same in every process: no addresses, and sets in order."""
+    consts = [
+        _text_of(c) if isinstance(c, types.CodeType)
+        else repr(sorted(map(repr, c))) if isinstance(c, frozenset) else repr(c)
+        for c in code.co_consts
+    ]  # fmt: skip
+    return " ".join([code.co_code.hex(), *code.co_names, *consts])
+
+
 def _code_of(node: Any) -> list[str]:
     if isinstance(node, types.FunctionType):
-        return [node.__code__.co_code.hex() + repr(node.__code__.co_consts[:1])]
+        return [_text_of(node.__code__)]
+    if isinstance(node, type):  # a tool with a state
+        methods = [v for v in vars(node).values() if isinstance(v, types.FunctionType)]
+        return [c for method in methods for c in _code_of(method)]
     if isinstance(node, functools.partial):
         return _code_of(node.func)
     if isinstance(node, Mapping):

@@ -325,7 +325,8 @@ class PpoConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig | None = None  # reward="model": its score and nothing else
-    # functions that the policy may call, with type hints and a docstring; "python": the sandbox
+    # functions that the policy may call, with type hints and a docstring, or classes of such
+    # methods, of which each sample has an object; "python": the sandbox
     tools: tuple[Callable[..., Any] | Literal["python"], ...] = ()
     # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last
     environment: Callable[..., Any] | None = None

@@ -81,14 +81,15 @@ class Objects:
 def remade(cls: Callable[..., T], given: dict[str, Any], before: Sequence[Made]) -> T:
     made = cls(**given)
     for name, arguments in before:
-        with suppress(Exception):  # which the policy was told when the call was made first
+        with suppress(Exception, SystemExit):  # which the policy was told then
             getattr(made, name)(**copy.deepcopy(arguments))
     return made
 
 
 def close(found: Any) -> None:
     if callable(end := getattr(found, CLOSE, None)):
-        end()
+        with suppress(Exception, SystemExit):  # whoever is served next has no part in it
+            end()
 
 
 def calls_of(cls: type, messages: Sequence[dict[str, Any]]) -> list[Made]:

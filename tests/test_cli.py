@@ -120,6 +120,26 @@ def test_fingerprint_sees_values_and_code(write):
     assert first != fingerprint(load_config(write(changed), PpoConfig, {}))
 
 
+def test_fingerprint_sees_constants_and_methods_of_tools(write):
+    """A dataclass too, whose fields have no values; sets have no order of their own."""
+    tool = """
+from dataclasses import dataclass
+@dataclass
+class Purse:
+    coins: int
+    def earn(self, coins: int) -> bool:
+        return coins in {"a", "b", "c"} or any(coins > 3 for _ in "x")
+"""
+    text = tool + GOOD.replace("reward=reward", "reward=reward, tools=(Purse,)")
+    assert text.count("Purse") == 2
+    first = fingerprint(load_config(write(text), PpoConfig, {}))
+    assert first == fingerprint(load_config(write(text), PpoConfig, {}))
+    for old, new in (('"a"', '"d"'), ("> 3", "> 4"), ('"x"', '"y"')):
+        changed = text.replace(old, new)
+        assert changed != text
+        assert first != fingerprint(load_config(write(changed), PpoConfig, {}))
+
+
 def test_partials_and_objects_do_not_differ_between_ranks(write):
     text = GOOD.replace(
         "reward=reward", "reward={'a': partial(reward, ground_truth='1'), 'b': J()}"
