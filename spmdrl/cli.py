@@ -40,13 +40,13 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     sys.path.insert(0, str(file.parent.resolve()))
     try:
         # not by the loader, which takes what it compiled of a file of the same second and size
-        code = compile(file.read_bytes(), spec.origin or str(file), "exec")
+        code = compile(file.read_bytes(), spec.origin or "", "exec", dont_inherit=True)
         exec(code, module.__dict__)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{path}: {type(error).__name__}: {error}{_line_of(error, file)}"
+            f"{path}: {type(error).__name__}: {error}{_line_of(error, spec.origin)}"
         ) from error
     finally:
         sys.path.remove(str(file.parent.resolve()))
@@ -79,11 +79,11 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def _line_of(error: BaseException, file: Path) -> str:
+def _line_of(error: BaseException, file: str | None) -> str:
     """ ", line N" of the config file where the error came from there."""
     trace, line = error.__traceback__, None
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
+        if trace.tb_frame.f_code.co_filename == file:
             line = trace.tb_lineno
         trace = trace.tb_next
     return f" (line {line})" if line else ""
@@ -243,6 +243,10 @@ def literal(value: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple):
         return "(" + "".join(f"{literal(v)}, " for v in value).removesuffix(" ") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    if isinstance(value, set | frozenset) and value:  # their order is another in each process
+        return "{" + ", ".join(sorted(map(literal, value))) + "}"
     return repr(value)
 
 
@@ -263,12 +267,24 @@ def _text_of(code: types.CodeType) -> str:
     return " ".join([code.co_code.hex(), *code.co_names, *consts])
 
 
+def _code_of_class(cls: type) -> list[str]:
+    """Its methods, properties and constants."""
+    found = []
+    for name, value in vars(cls).items():
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, types.FunctionType):
+            found += _code_of(value)
+        elif not name.startswith("__") and isinstance(value, str | int | float | tuple):
+            found.append(f"{name} = {literal(value)}")
+    return found
+
+
 def _code_of(node: Any) -> list[str]:
     if isinstance(node, types.FunctionType):
         return [_text_of(node.__code__)]
     if isinstance(node, type):  # a tool with a state
-        methods = [v for v in vars(node).values() if isinstance(v, types.FunctionType)]
-        return [c for method in methods for c in _code_of(method)]
+        return [c for cls in node.__mro__[:-1] for c in _code_of_class(cls)]
     if isinstance(node, functools.partial):
         return _code_of(node.func)
     if isinstance(node, Mapping):

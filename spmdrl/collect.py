@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -115,12 +115,11 @@ def ask(
             sampler.scheduler, questions, training_params(config.rollout), **hooks(roles)
         )
         if config.rollout.greedy_baseline:
+            firsts = questions_of(prompts, 1, purpose="greedy", **address)
             greedy, _ = sample_questions(
-                sampler.scheduler, questions_of(prompts, 1, purpose="greedy", **address),
+                sampler.scheduler, [replace(question, index=GREEDY) for question in firsts],
                 greedy_params(config.rollout), **hooks(roles),
             )  # fmt: skip
-            for sample in greedy:
-                sample.index = GREEDY
             samples += greedy
     return samples
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
-AT_ONCE_S = 1.0  # for a rank that is to leave at once to say why
+WORD_S = 4.0  # for the other ranks to hear why this one leaves
 TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
 STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
 LARGEST = dist.AllreduceOptions()
@@ -93,15 +93,18 @@ class Stopping:
                 self._quit(number.name, code_of(number))
         elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
             code = code_of(signal.Signals[self.asked])  # torchrun passes a second SIGINT as SIGTERM
-            # another rank may take this signal for the first that it heard; it is not waited for
-            quitting = (f"a second signal, {number.name}", code)
-            told = threading.Thread(target=self.on_quit, args=quitting, daemon=True)
-            told.start()
-            told.join(AT_ONCE_S)
-            leave(code)
+            # another rank may take this signal for the first that it heard
+            self._quit(f"a second signal, {number.name}", code, number == signal.SIGTERM)
 
-    def _quit(self, why: str, code: int) -> NoReturn:
-        self.on_quit(why, code)
+    def _quit(self, why: str, code: int, may_answer: bool = False) -> NoReturn:
+        """may_answer: the signal may be torchrun's, about a rank that a watchdog will tell of."""
+        end = time.monotonic() + TOLD_S
+        while may_answer and not self.failed() and time.monotonic() < end:
+            time.sleep(0.05)
+        if not (may_answer and self.failed()):
+            told = threading.Thread(target=self.on_quit, args=(why, code), daemon=True)
+            told.start()
+            told.join(WORD_S)  # a store that does not answer is not waited for
         leave(code)
 
 

@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 from spmdrl.rewards import worker
 
-MOST_OBJECTS = 256  # of a class that a worker keeps; the one that rested longest goes first
+# of a class that a worker keeps; the one that rested longest goes first, which is one whose sample
+# went elsewhere: others are given up when they are over
+MOST_OBJECTS = 4096
 CLOSE = "close"  # a method that is no tool: called once an object is not needed any more
 CALLED_WITH = "arguments"  # in a tool's message: of a call that has changed an object
 
@@ -41,7 +43,14 @@ def methods_of(cls: type) -> dict[str, FunctionType]:
                 "with a state has plain methods, others begin with an underscore"
             )
         if isinstance(method, FunctionType):
+            if method.__name__ != name:
+                raise ValueError(f"the method {name} calls itself {method.__name__}")
             found[name] = method
+        elif callable(method) and not isinstance(method, type):
+            raise ValueError(
+                f"{name}, a {type(method).__name__}, is no plain method; what is no tool begins "
+                "with an underscore"
+            )
     return found
 
 
@@ -59,7 +68,8 @@ class Objects:
 
         key: of the sample. given: to the class. Without `calls` the object is given up.
         """
-        history = [json.dumps(call) for call in before]
+        told = json.dumps(given, default=str, sort_keys=True)  # of rows of two data sets, say
+        history = [told, *(json.dumps(call) for call in before)]
         has_had, found = self.kept.pop(key, (None, None))
         if has_had is not None and (has_had != history or not calls):
             close(found)
@@ -79,7 +89,7 @@ class Objects:
 
 
 def remade(cls: Callable[..., T], given: dict[str, Any], before: Sequence[Made]) -> T:
-    made = cls(**given)
+    made = cls(**copy.deepcopy(given))  # the data's are not its to change
     for name, arguments in before:
         with suppress(Exception, SystemExit):  # which the policy was told then
             getattr(made, name)(**copy.deepcopy(arguments))
@@ -103,7 +113,7 @@ def calls_of(cls: type, messages: Sequence[dict[str, Any]]) -> list[Made]:
 
 
 def rebuild(cls: Callable[..., T], messages: Sequence[dict[str, Any]], **given: Any) -> T:
-    """The object of a sample as its last call left it, for a reward function.
+    """The object of a sample as its last call left it, for a reward function, which closes it.
 
     messages: what a reward function gets under that name. given: arguments of the class.
     """

@@ -1,6 +1,7 @@
 """Tools of tests, in a module that worker processes import at once."""
 
 import asyncio
+import functools
 import os
 import time
 
@@ -179,6 +180,34 @@ class Asks:
             extra_info: of the prompt
         """
         return ""
+
+
+class Alias:
+    def _inc(self) -> str:
+        """Adds."""
+        return ""
+
+    inc = _inc
+
+
+class Cached:
+    @functools.cache  # noqa: B019
+    def look(self) -> str:
+        """Looks."""
+        return ""
+
+
+class Board:
+    """Changes what it is given."""
+
+    def __init__(self, extra_info: dict) -> None:
+        self.cells = extra_info["cells"]
+
+    def mark(self) -> int:
+        """Marks a cell."""
+        time.sleep(0.6)
+        self.cells.append(1)
+        return len(self.cells)
 
 
 class Needs:

@@ -140,6 +140,35 @@ class Purse:
         assert first != fingerprint(load_config(write(changed), PpoConfig, {}))
 
 
+def test_fingerprints_of_sets_lists_and_base_classes(write):
+    tool = """
+from functools import partial
+class Base:
+    size = 5
+    def go(self) -> int:
+        return self.size
+class Maze(Base):
+    @property
+    def area(self):
+        return 25
+"""
+    given = "reward=partial(reward, words={'a', 'b', 'c'}, fs=[reward]), tools=(Maze,)"
+    text = tool + GOOD.replace("reward=reward", given).replace("truth)", "truth, words, fs)", 1)
+    config = load_config(write(text), PpoConfig, {})
+    assert "words={'a', 'b', 'c'}, fs=[reward]" in as_source(config)
+    for old, new in (("size = 5", "size = 6"), ("self.size", "self.size + 1"), ("25", "26")):
+        changed = text.replace(old, new)
+        assert changed != text
+        assert fingerprint(config) != fingerprint(load_config(write(changed), PpoConfig, {}))
+
+
+def test_a_config_has_annotations_as_it_wrote_them(write):
+    text = "def tool(a: int) -> str: ...\nassert tool.__annotations__['a'] is int\n" + GOOD
+    load_config(write(text), PpoConfig, {})
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError.*\(line 2\)"):
+        load_config(write("x = 1\nx / 0\n"), PpoConfig, {})
+
+
 def test_partials_and_objects_do_not_differ_between_ranks(write):
     text = GOOD.replace(
         "reward=reward", "reward={'a': partial(reward, ground_truth='1'), 'b': J()}"

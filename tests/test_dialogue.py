@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 from repliers import (
+    Alias,
     Asks,
+    Board,
+    Cached,
     Helpers,
     Needs,
     Purse,
@@ -44,7 +47,7 @@ from spmdrl.rollout.dialogue import Dialogue, Round, messages_of, prompts_of, re
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.handover import pack, resume, unpack
 from spmdrl.rollout.sampling import Question, as_samples, completion_of
-from spmdrl.rollout.tools import schema_of
+from spmdrl.rollout.tools import Toolbox, schema_of
 from spmdrl.tool_state import rebuild
 from spmdrl.types import Prompt
 
@@ -310,6 +313,8 @@ def test_prompts_show_the_tools(tokenizer: Any) -> None:
         ({"tools": (Helpers,)}, "Helpers: help is a staticmethod; a tool with a state has plain"),
         ({"tools": (Waits,)}, "Waits: wait is a coroutine"),
         ({"tools": (Silent,)}, "Silent has no public method"),
+        ({"tools": (Alias,)}, "Alias: the method inc calls itself _inc"),
+        ({"tools": (Cached,)}, "Cached: look, a _lru_cache_wrapper, is no plain method"),
         ({"tools": (Asks,)}, "Asks: look takes 'extra_info'; let __init__ take it"),
         ({"tools": (Needs,)}, "Needs requires 'weather', which is not known"),
         ({"tools": (Purse, Stall, Stall)}, "two tools are called 'buy'"),
@@ -583,6 +588,48 @@ def test_an_object_that_cannot_be_made_fails_its_calls(talk: Any, tokenizer: Any
     prompt = replace(PROMPT, extra_info={})
     round = talk(tools=(Purse,)).by.about([(prompt, 0)], LIMIT)
     assert contents(played(round, tokenizer, earn(1, 2))) == [["Error: KeyError: 'secret'"] * 2]
+
+
+def test_an_object_is_made_anew_within_the_time_that_its_calls_took(
+    talk: Any, tokenizer: Any
+) -> None:
+    """Three calls of 0.6 s each, where a turn has 1.5 s; what the data has is not changed."""
+    prompt = replace(PROMPT, extra_info={"cells": []})
+    limits = MultiTurnConfig(timeout_s=1.5, workers=1)
+    rounds = [
+        talk(tools=(Board, bad), multi_turn=limits).by.about([(prompt, 0)], LIMIT) for _ in range(2)
+    ]
+    mark = call("mark")
+    sample = played(rounds[0], tokenizer, mark, mark, mark)
+    for round in (rounds[1], rounds[0]):
+        went_on = answer(round, then(sample, said(tokenizer, mark + "<|im_end|>")))
+        assert contents(went_on) == [["1"], ["2"], ["3"], ["4"]]
+    hangs = call("bad", kind="hang") + "<|im_end|>"  # takes the process with the object
+    hung = answer(rounds[0], then(went_on, said(tokenizer, hangs)))
+    last = answer(rounds[0], then(hung, said(tokenizer, mark + "<|im_end|>")))
+    assert contents(last)[4:] == [["Error: timed out after 1.5 s"], ["5"]]
+    messages = messages_of(last, [""] * 7)
+    info: dict[str, Any] = {"cells": []}
+    for _ in range(2):
+        assert rebuild(Board, messages, extra_info=info).cells == [1] * 5
+    assert info == prompt.extra_info == {"cells": []}
+
+
+def test_rows_of_two_data_sets_share_no_object() -> None:
+    from spmdrl import tool_state
+
+    objects, earn_one = tool_state.Objects(Purse), ("earn", {"coins": 1})
+    for coins in (5, 50):
+        given = {"extra_info": {"secret": coins}}
+        before = [earn_one] if coins == 50 else []
+        [reply] = objects("7/0", given, before, [earn_one])
+        assert reply.value == f"purse 0: {coins + 1 + len(before)}"
+
+
+def test_arguments_as_deep_as_no_parser_goes_are_no_call() -> None:
+    deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    found = Toolbox((multiply,)).call("multiply", deep, {})
+    assert found.arguments is None and "no JSON" in found.problem
 
 
 def test_more_objects_than_a_worker_keeps_are_made_anew() -> None:

@@ -53,11 +53,13 @@ class Caller:
             check_shared(config, ranks)
         self.loop = LoopThread(config, ranks, kind) if self.coroutines else None
 
-    def submit(self, function: Function, arguments: dict[str, Any], home: str = "") -> Submitted:
-        """home: of a plain function, see WorkerPool."""
+    def submit(
+        self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
+    ) -> Submitted:
+        """home, times: of a plain function, see WorkerPool."""
         if id(function) not in self.coroutines:
             assert self.pool is not None
-            return Submitted(self.pool.submit(function, arguments, home), None)
+            return Submitted(self.pool.submit(function, arguments, home, times), None)
         assert self.loop is not None
         if self.loop.stuck:
             self.loop.close()

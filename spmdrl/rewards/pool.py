@@ -38,6 +38,7 @@ class Job(NamedTuple):
     arguments: dict[str, Any]
     future: Future[Any]
     home: str = ""  # of the same function, those of one home go to the same worker
+    times: int = 1  # the time limit, where it has no home yet
 
 
 class Jobs:
@@ -62,19 +63,27 @@ class Jobs:
             self.changed.wait_for(lambda: self.closed or self.own[worker] or self.shared)
             if self.closed:
                 return None
-            if self.own[worker]:
-                return self.own[worker].popleft()
-            job = self.shared.popleft()
-            if job.home:
-                self.homes[job.function, job.home] = worker
-                if len(self.homes) > MOST_HOMES:
-                    self.homes.popitem(last=False)
-            return job
+            job = (self.own[worker] or self.shared).popleft()
+            if not job.home:
+                return job
+            has_home = (job.function, job.home) in self.homes
+            self.homes[job.function, job.home] = worker
+            if len(self.homes) > MOST_HOMES:
+                self.homes.popitem(last=False)
+            return job._replace(times=1) if has_home else job
 
-    def leave(self, function: int, home: str) -> None:
-        """What is put there later may go to any worker."""
+    def give_up(self, home: str, last: Job) -> None:
+        """last: for the worker that has it, if one has; what is put there later may go to any."""
         with self.changed:
-            del self.homes[function, home]
+            worker = self.homes.pop((last.function, home), None)
+            if worker is not None:
+                self.own[worker].append(last)
+                self.changed.notify_all()
+
+    def lost(self, worker: int) -> None:
+        """Its process has ended: nothing is at home there."""
+        with self.changed:
+            self.homes = OrderedDict((k, w) for k, w in self.homes.items() if w != worker)
 
     def close(self) -> list[Job]:
         """Those that were not taken."""
@@ -102,21 +111,21 @@ class WorkerPool:
         for thread in self.threads:
             thread.start()
 
-    def submit(self, function: Function, arguments: dict[str, Any], home: str = "") -> Future[Any]:
-        """home: what is called with the same runs in the same process, as long as that lives."""
+    def submit(
+        self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
+    ) -> Future[Any]:
+        """home: what is called with the same runs in the same process, as long as that lives.
+        times: how often the time limit the call may take where that is another one."""
         assert not self.jobs.closed, "nobody would take the job"
         future: Future[Any] = Future()
-        self.jobs.put(Job(self.index[id(function)], arguments, future, home))
+        self.jobs.put(Job(self.index[id(function)], arguments, future, home, times))
         return future
 
     def give_up(self, home: str) -> None:
         """The objects of a sample that is over."""
         for function in self.objects:
-            index = self.index[id(function)]
-            if (index, home) in self.jobs.homes:
-                no_calls = {"key": home, "given": {}, "before": [], "calls": []}
-                self.submit(function, no_calls, home)
-                self.jobs.leave(index, home)
+            no_calls = {"key": home, "given": {}, "before": [], "calls": []}
+            self.jobs.give_up(home, Job(self.index[id(function)], no_calls, Future()))
 
     def serve(self, number: int, process: WorkerProcess) -> None:
         with contextlib.suppress(OSError):  # the first call tries again and tells
@@ -124,8 +133,11 @@ class WorkerPool:
         while (job := self.jobs.take(number)) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue  # nobody waits for it any more
+            before, limit_s = process.starts, job.times * self.timeout_s
             try:
-                job.future.set_result(process.call(job.function, job.arguments, self.timeout_s))
+                job.future.set_result(process.call(job.function, job.arguments, limit_s))
+                if process.starts != before:
+                    self.jobs.lost(number)
             except Exception as error:  # noqa: BLE001  it is raised by whoever waits for the result
                 process.stop()
                 job.future.set_exception(error)
@@ -152,8 +164,10 @@ class WorkerProcess:
         self.setup, self.kind = setup, kind
         self.process: subprocess.Popen | None = None
         self.ready = False  # it has loaded the functions
+        self.starts = 0
 
     def start(self) -> None:
+        self.starts += 1
         self.pipe, theirs = Pipe()
         fd, script = theirs.fileno(), worker.__file__
         try:

@@ -197,7 +197,8 @@ class Round:
         arguments = {
             "key": home, "given": given, "before": calls_of(objects.cls, messages), "calls": calls
         }  # fmt: skip
-        return self.by.caller.submit(objects, arguments, home)
+        times = 1 + len(turn.replies)  # each turn's calls were made within the limit
+        return self.by.caller.submit(objects, arguments, home, times)
 
     def came(self) -> dict[int, Completion]:
         ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]

@@ -73,7 +73,8 @@ class Toolbox:
             )
         try:
             given = json.loads(arguments or "{}")
-        except ValueError as error:
+            json.dumps([[[[given]]]])  # as deep as they will lie in messages
+        except (ValueError, RecursionError) as error:
             return Call(name, None, f"the arguments are no JSON: {error}")
         if not isinstance(given, dict):
             return Call(name, None, f"the arguments must be a JSON object, got {arguments[:80]}")
