@@ -150,6 +150,22 @@ def test_what_waits_for_a_reply_goes_on_in_the_next_step_and_after_a_resume(fold
             assert len(said) == (1 if sample["sample"] == 3 else 5)
 
 
+def test_a_greedy_answer_is_asked_and_scored_under_one_index(folder):
+    told = TALK.replace('f"({len(said)})"', 'f"({sample_index + 1})"').replace(
+        "def reward(messages, response, finish_reason):",
+        "def reward(messages, response, sample_index):\n"
+        "    told = {m['content'] for m in messages[1:] if m['role'] == 'user'}\n"
+        "    assert told <= {f'({sample_index + 1})'}, told",
+    )
+    assert told.count("sample_index + 1") == 2
+    Path(folder, "told.py").write_text(told)
+    rows = run(folder, "told", 2, "--config", "told.py", "--algo.advantage", "remax",
+               "--rollout.greedy_baseline", "True", "--data.eval", "None")  # fmt: skip
+    for row in rows:
+        assert row["reward/invalid"] == 0
+        assert row["turns/mean"] > 1.5
+
+
 def test_it_samples_ahead_of_training(folder):
     ahead = ["--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1", "--steps", "3",
              "--eval_every", "0", "--data.eval", "None",
