@@ -157,11 +157,8 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, whe
         time.sleep(0.0 if when == "in any phase" else 1.0)  # until the other waits, too
         os.kill(pids_of(hosts[rank].pid, "spmdrl.ppo")[0], signal.SIGKILL)
         end = time.monotonic() + LIMIT_S
-        while not Path(folder, f"run/errors/rank_{rank}.json").exists():
-            assert time.monotonic() < end, Path(folder, "log").read_text()[-4000:]
-            time.sleep(0.05)
-        for host in hosts:  # torchrun takes its time too
-            assert host.wait(LIMIT_S) == 1
+        for host in hosts:
+            assert host.wait(max(0.1, end - time.monotonic())) == 1
     finally:
         for host in hosts:
             if host.poll() is None:
@@ -384,7 +381,7 @@ def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
     [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
     found = re.match(f"spmdrl: rank {rank} on .*: {cause}", told)
     assert found, told
-    assert int(found[1]) >= 6  # and no more than `finish` leaves it
+    assert int(found[1]) in (6, 7)
 
 
 def test_a_job_that_was_stopped_and_woken_goes_on(folder):

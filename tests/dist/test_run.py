@@ -38,16 +38,12 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
     run = folder / "whole"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [r["step"] for r in rows] == [0, 1, 2, 3, 4]
-    shares = []
     for row in rows[1:]:
         assert row["actor/ratio_max"] == 1.0  # one update per rollout
         assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides
         assert row["rollout/loss_tokens"] <= 8 * 4 * 8
-        phases = [row[f"time/{p}_s"] for p in ("rollout", "reward", "update_actor", "sync")]
-        assert sum(phases) < row["time/step_s"]
-        shares.append((sum(phases), row["time/step_s"]))
-    parts, steps = (sum(column) for column in zip(*shares, strict=True))
-    assert parts > 0.5 * steps
+        phases = sum(row[f"time/{p}_s"] for p in ("rollout", "reward", "update_actor", "sync"))
+        assert 0.5 * row["time/step_s"] < phases < row["time/step_s"]
     assert {"eval/accuracy", "reward/mean"} <= rows[4].keys()
     samples = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").open()]
     assert len(samples) == 16

@@ -22,7 +22,7 @@ RANKS = {"left": 2, "right": 1}
 STEPS = 20
 STORY = (
     r"spmdrl: rank (?P<rank>\d) on (?P<host>\w+) failed in phase '[a-z_ ]+': "
-    r"no (sign of life|rendezvous store) for [5-9] s.*; last checkpoint: (?P<checkpoint>\S+)"
+    r"no (sign of life|rendezvous store) for [567] s.*; last checkpoint: (?P<checkpoint>\S+)"
 )
 
 
