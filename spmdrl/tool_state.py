@@ -57,8 +57,9 @@ def methods_of(cls: type) -> dict[str, FunctionType]:
 class Objects:
     """The objects of one class; called in a worker process, for one sample at a time."""
 
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
+    def __init__(self, cls: type, takes: Sequence[str] = ()) -> None:
+        """takes: names of the arguments that it is made with."""
+        self.cls, self.takes = cls, takes
         self.kept: OrderedDict[str, tuple[list[str], Any]] = OrderedDict()  # calls so far, object
 
     def __call__(

@@ -135,9 +135,10 @@ class WorkerPool:
                 continue  # nobody waits for it any more
             before, limit_s = process.starts, job.times * self.timeout_s
             try:
-                job.future.set_result(process.call(job.function, job.arguments, limit_s))
+                result = process.call(job.function, job.arguments, limit_s)
                 if process.starts != before:
                     self.jobs.lost(number)
+                job.future.set_result(result)
             except Exception as error:  # noqa: BLE001  it is raised by whoever waits for the result
                 process.stop()
                 job.future.set_exception(error)

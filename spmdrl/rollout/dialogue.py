@@ -25,7 +25,7 @@ from spmdrl.rewards.calls import Caller, Submitted, arguments_of
 from spmdrl.rewards.pool import name_of
 from spmdrl.rewards.worker import Reply, plain
 from spmdrl.rollout.engine import NOT_CHOSEN, Completion, SamplingParams
-from spmdrl.rollout.tools import OBJECT_TAKES, Call, CallParser, Toolbox, as_text
+from spmdrl.rollout.tools import Call, CallParser, Toolbox, as_text
 from spmdrl.tool_state import CALLED_WITH, Objects, calls_of
 from spmdrl.turns import without_space
 from spmdrl.types import Message, Prompt
@@ -190,9 +190,7 @@ class Round:
     ) -> Submitted:
         prompt, sample_index = self.addressed[position]
         told, home = Turn(prompt, sample_index, [], 0), self.home(position)
-        given = {
-            name: ARGUMENTS[name](told) for name in arguments_of(objects.cls, OBJECT_TAKES, "tool")
-        }
+        given = {name: ARGUMENTS[name](told) for name in objects.takes}
         messages = [message for reply in turn.replies for message in json.loads(reply)]
         arguments = {
             "key": home, "given": given, "before": calls_of(objects.cls, messages), "calls": calls

@@ -41,7 +41,7 @@ class Toolbox:
         self.objects: dict[str, Objects] = {}  # by method
         for tool in tools:
             if inspect.isclass(tool):
-                objects = Objects(tool)
+                objects = Objects(tool, arguments_of(tool, OBJECT_TAKES, "tool"))
                 for method in methods_of_tool(tool):
                     self.add(method)
                     self.objects[method.__name__] = objects
@@ -101,7 +101,6 @@ def methods_of_tool(cls: type) -> list[Callable[..., Any]]:
             raise ConfigError(
                 f"the tool {cls.__qualname__}: {name} takes {FILLED_IN!r}; let __init__ take it"
             )
-    arguments_of(cls, OBJECT_TAKES, "tool")
     return [MethodType(method, cls) for method in found.values()]
 
 
