@@ -565,6 +565,14 @@ def test_a_long_input_meets_a_program_that_does_not_read(form):
 # --- where there is none
 
 
+def test_last_words_are_heard_though_the_end_is_seen_with_them():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(["sh", "-c", "echo no namespace >&2"], bufsize=0, **pipes) as process:
+        process.wait()  # so all that can be read is there at once
+        ended = sandbox.converse(process, b"", 1, TIGHT, 10.0)
+    assert (ended.ready, ended.words) == (False, b"no namespace\n")
+
+
 def test_without_bubblewrap_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(sandbox.FORM_VARIABLE, raising=False)

@@ -330,6 +330,7 @@ def converse(
                     polled.unregister(fd)
             elif not sandbox_inside.take(fd, said[fd], most[fd]):
                 if fd == out:
+                    sandbox_inside.take(err, said[err], MOST_WORDS)  # its last words came before
                     return Ended(ready, results, "killed", time.monotonic() - last, said[err])
                 polled.unregister(fd)
         now = time.monotonic()
