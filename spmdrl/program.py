@@ -122,6 +122,7 @@ def started(config: Any) -> Iterator[Runtime]:
     if runtime.stopped:
         leave_for_torchrun(runtime.stopped)
         leave(REQUEUE)
+    gc.freeze()  # vLLM has undone that of the start, and Python's end would look through it all
 
 
 def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:

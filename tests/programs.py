@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -15,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
+import psutil
 from ranks import SERVER, become, free_port, wait_all
 
 ROOT = Path(__file__).parents[1]
@@ -81,13 +85,16 @@ class Done:
 
 
 def start(
-    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", before: Sequence[str] = ()
-) -> BaseProcess:
+    folder: Path, ranks: int, *args: str, program: str = "spmdrl.ppo", before: Sequence[str] = (),
+    launcher: str = "torch.distributed.run", forked: bool = True,
+) -> BaseProcess:  # fmt: skip
     """torchrun in a session of its own, output to folder/log. before: options of torchrun."""
     command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *before,
                "-m", program, *map(str, args)]  # fmt: skip
     Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said
-    process = SERVER.Process(target=launch, args=(str(folder), command, environment()))
+    process = SERVER.Process(
+        target=launch, args=(str(folder), launcher, command, environment(), forked)
+    )
     process.start()
     RUNNING.append(process)
     return process
@@ -109,23 +116,82 @@ def environment() -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def launch(folder: str, command: list[str], env: dict[str, str]) -> None:
-    """What the command torchrun does, in a process that has imported it already."""
-    from torch.distributed.run import main
+def launch(
+    folder: str, launcher: str, command: list[str], env: dict[str, str], forked: bool
+) -> None:
+    """What the command `python -m launcher` does, in a process that has imported it already.
+
+    forked: so have its ranks, which are forks of it, where torchrun would start Python. All else
+    is torchrun's own; but /proc/PID/environ is not theirs.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     os.setsid()
     os.chdir(folder)
     become(Path("log"), env)
-    main(command)
+    if forked:
+        subprocess_handler.Popen = ForkedRank
+    sys.exit(importlib.import_module(launcher).main(command))
 
 
-def pids_of(launcher: int, module: str) -> list[int]:
-    """The ranks' processes in rank order: children of torchrun that run `module`."""
-    out = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(launcher)],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    return [int(line.split()[0]) for line in out.splitlines() if module in line]
+class ForkedRank:
+    """As much of a Popen as torchrun uses. args: python -u -m MODULE ..."""
+
+    def __init__(
+        self, args: Sequence[str], env: dict[str, str], stdout: IO[str] | None,
+        stderr: IO[str] | None, start_new_session: bool,
+    ) -> None:  # fmt: skip
+        assert args[1:3] == ("-u", "-m") and start_new_session, args
+        streams = [None if file is None else file.fileno() for file in (stdout, stderr)]
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=run_rank, args=(args[3], args[4:], env, streams))
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid, self.args = self.process.pid, args
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.process.exitcode) is None:  # join would ask a pipe that is closed there
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.pid, number)
+
+
+def run_rank(
+    module: str, args: Sequence[str], env: dict[str, str], streams: list[int | None]
+) -> None:
+    """Leaves torchrun's session, its signal handlers, its sockets and what else it has open."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
+    os.setsid()
+    for own, given in zip((1, 2), streams, strict=True):
+        if given is not None:
+            os.dup2(given, own)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    sys.stdout.reconfigure(write_through=True)  # as by -u
+    sys.argv[1:] = args
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def pids_of(launcher: int) -> list[int]:
+    """The ranks' processes in rank order: the children of torchrun, which has no others."""
+    children = psutil.Process(launcher).children()
+    return sorted(c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE)
 
 
 def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
@@ -180,15 +246,12 @@ def run_module(folder: str, program: str, args: list[str], env: dict[str, str]) 
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def wait_for(
-    folder: Path, text: str, proc: BaseProcess | subprocess.Popen, timeout_s: float = 120
-) -> None:
+def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120) -> None:
     """Until the log holds `text`."""
     end = time.monotonic() + timeout_s
     log = Path(folder, "log")
     while text not in log.read_text():
-        ended = proc.poll() if isinstance(proc, subprocess.Popen) else proc.exitcode
-        assert ended is None, log.read_text()[-6000:]
+        assert proc.exitcode is None, log.read_text()[-6000:]
         assert time.monotonic() < end, log.read_text()[-6000:]
         time.sleep(0.05)
 

@@ -15,7 +15,6 @@ import pytest
 from programs import (
     CONFIG,
     end_left,
-    environment,
     finish,
     metrics_of,
     pids_of,
@@ -86,7 +85,7 @@ def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"])
     wait_for(folder, "saved run/checkpoints/step_00000002", proc)
-    victim = pids_of(proc.pid, "spmdrl.ppo")[rank]
+    victim = pids_of(proc.pid)[rank]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1
@@ -105,7 +104,7 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
     """torchrun's SIGTERM to the others, for which they need not stay, is not the story."""
     proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "0", "--data.eval", "None")
     wait_for(folder, "step 2/1000", proc)
-    victim = pids_of(proc.pid, "spmdrl.ppo")[1]
+    victim = pids_of(proc.pid)[1]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
@@ -133,36 +132,20 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, whe
     Who waits for a part of a rollout only asks the store, and has no connection that breaks."""
     if when != "in any phase":
         Path(folder, "cfg.py").write_text(CONFIG + SLOW.format(rank=rank))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node",
-               "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
-    program = ["-m", "spmdrl.ppo", *ENDLESS, "--data.eval", "None", "--checkpoint.every_steps", "2"]
-    Path(folder, "log").touch()
-    hosts = [
-        subprocess.Popen(
-            [*command, "--node-rank", str(i), *program],
-            cwd=folder,
-            env=environment(),
-            stdout=Path(folder, "log").open("a"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        wait_for(folder, "saved run/checkpoints/step_00000002", hosts[0])
-        end = time.monotonic() + 30
-        while when != "in any phase" and not Path(folder, "struck").exists():
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        time.sleep(0.0 if when == "in any phase" else 1.0)  # until the other waits, too
-        os.kill(pids_of(hosts[rank].pid, "spmdrl.ppo")[0], signal.SIGKILL)
-        end = time.monotonic() + LIMIT_S
-        for host in hosts:
-            assert host.wait(max(0.1, end - time.monotonic())) == 1
-    finally:
-        for host in hosts:
-            if host.poll() is None:
-                os.killpg(host.pid, signal.SIGKILL)
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    program = [*ENDLESS, "--data.eval", "None", "--checkpoint.every_steps", "2"]
+    hosts = [start(folder, 1, *program, before=[*nodes, "--node-rank", str(i)]) for i in range(2)]
+    wait_for(folder, "saved run/checkpoints/step_00000002", hosts[0])
+    end = time.monotonic() + 30
+    while when != "in any phase" and not Path(folder, "struck").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.0 if when == "in any phase" else 1.0)  # until the other waits, too
+    os.kill(pids_of(hosts[rank].pid)[0], signal.SIGKILL)
+    end = time.monotonic() + LIMIT_S
+    for host in hosts:
+        host.join(max(0.1, end - time.monotonic()))
+        assert host.exitcode == 1
     text = Path(folder, "log").read_text()
     told = [line for line in text.splitlines() if line.startswith("spmdrl: rank ")]
     assert len(told) == 1 and told[0].startswith(f"spmdrl: rank {rank} on "), text[-4000:]
@@ -185,7 +168,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
         "--eval_every", "4", before=["--max-restarts", "1"],
     )  # fmt: skip
     wait_for(folder, "saved run/checkpoints/step_00000004", proc)
-    os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], signal.SIGKILL)
+    os.kill(pids_of(proc.pid)[1], signal.SIGKILL)
     Path(folder, "go").touch()
     done = finish(proc, folder, 120)
     assert done.code == 0, done.output[-4000:]
@@ -198,7 +181,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_to_be_started_again(folder, num
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--tensorboard", "True")
     wait_for(folder, "step 2/1000", proc)
     if number == signal.SIGUSR1:  # torchrun would die of it: of ranks, one alone hears it
-        os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], number)
+        os.kill(pids_of(proc.pid)[1], number)
     else:
         os.kill(proc.pid, number)
     done = finish(proc, folder, LIMIT_S)
@@ -219,7 +202,7 @@ def test_a_second_ctrl_c_ends_at_once(folder):
                  "--rewards.timeout_s", "200")  # fmt: skip
     wait_for(folder, "weights:", proc)
     time.sleep(2)
-    ranks = pids_of(proc.pid, "spmdrl.ppo")
+    ranks = pids_of(proc.pid)
     os.kill(proc.pid, signal.SIGINT)
     wait_for(folder, "SIGINT: the run stops after this step", proc)
     time.sleep(1.5)
@@ -236,7 +219,7 @@ def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):
                  "--rewards.timeout_s", "200", "--checkpoint.grace_s", "2")  # fmt: skip
     wait_for(folder, "weights:", proc)
     time.sleep(2)
-    os.kill(pids_of(proc.pid, "spmdrl.ppo")[1], signal.SIGUSR1)
+    os.kill(pids_of(proc.pid)[1], signal.SIGUSR1)
     done = finish(proc, folder, LIMIT_S)
     assert "was stopped in phase 'reward': SIGUSR1, and the step had not ended after 2 s" in (
         done.output
@@ -277,7 +260,7 @@ def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(folder):
 def test_without_checkpoints_the_first_signal_ends_the_run(folder):
     proc = start(folder, 2, *ENDLESS)
     wait_for(folder, "step 2/1000", proc)
-    os.kill(pids_of(proc.pid, "spmdrl.ppo")[0], signal.SIGTERM)
+    os.kill(pids_of(proc.pid)[0], signal.SIGTERM)
     done = finish(proc, folder, LIMIT_S)
     assert re.search(r"spmdrl: rank 0 on .* was stopped in phase '[\w ]+': SIGTERM;", done.output)
     assert "the run stops after this step" not in done.output
@@ -306,32 +289,24 @@ def test_the_launcher_says_how_its_ranks_took_a_signal(folder, number, stuck, co
     slow = "\nimport time\ndef reward(response, ground_truth):\n    time.sleep(300)\n"
     if stuck:
         Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", slow + "\nconfig ="))
-    command = [sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node", "2", "-m",
-               "spmdrl.ppo", *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
-               "--rewards.timeout_s", "200"]  # fmt: skip
-    log = Path(folder, "log").open("w")
-    proc = subprocess.Popen(
-        command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        env=environment(),
+    proc = start(
+        folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
+        "--rewards.timeout_s", "200", launcher="spmdrl.launch", before=["--standalone"],
     )  # fmt: skip
-    try:
-        wait_for(folder, "weights:" if stuck else "step 2/1000", proc)
-        time.sleep(2.0 if stuck else 0.0)
-        os.killpg(proc.pid, number)  # as a terminal does
-        if stuck:
-            wait_for(folder, "once more, and it stops now", proc)
-            os.killpg(proc.pid, number)
-        assert proc.wait(LIMIT_S + 20) == code, Path(folder, "log").read_text()[-4000:]
-    finally:
-        if proc.poll() is None:
-            os.killpg(proc.pid, signal.SIGKILL)
+    wait_for(folder, "weights:" if stuck else "step 2/1000", proc)
+    time.sleep(2.0 if stuck else 0.0)
+    os.killpg(proc.pid, number)  # as a terminal does
+    if stuck:
+        wait_for(folder, "once more, and it stops now", proc)
+        os.killpg(proc.pid, number)
+    assert finish(proc, folder, LIMIT_S + 20).code == code
     assert Path(folder, "run/checkpoints").exists() != stuck
 
 
 def test_ranks_do_not_outlive_torchrun(folder):
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900")
     wait_for(folder, "step 2/1000", proc)
-    ranks = pids_of(proc.pid, "spmdrl.ppo")
+    ranks = pids_of(proc.pid)
     end_left()  # as after a test that failed: SIGKILL to torchrun, which is a group by itself
     assert proc.exitcode == -signal.SIGKILL
     end = time.monotonic() + LIMIT_S
@@ -373,9 +348,11 @@ spmdrl.step.add_advantages = broken
 def test_a_frozen_rank_is_named_and_killed(folder, rank, cause, monkeypatch):
     if rank == 0:
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "6", before=["--standalone"])
+    proc = start(
+        folder, 3, *ENDLESS, "--lost_timeout_s", "6", before=["--standalone"], forked=False
+    )
     wait_for(folder, "step 2/1000", proc)
-    os.kill(pids_of(proc.pid, "spmdrl.ppo")[rank], signal.SIGSTOP)
+    os.kill(pids_of(proc.pid)[rank], signal.SIGSTOP)
     done = finish(proc, folder, 6 + LIMIT_S)  # torchrun gives one that hears nothing 30 s
     assert done.code == 1
     [told] = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
@@ -388,7 +365,7 @@ def test_a_job_that_was_stopped_and_woken_goes_on(folder):
     """As Slurm suspends one: nobody was there to beat, and nobody is lost."""
     proc = start(folder, 3, *ENDLESS, "--lost_timeout_s", "4", "--checkpoint.every_steps", "5")
     wait_for(folder, "step 2/1000", proc)
-    ranks = pids_of(proc.pid, "spmdrl.ppo")
+    ranks = pids_of(proc.pid)
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(7)

@@ -223,7 +223,7 @@ def test_a_killed_rank_ends_the_others_as_its_own_story(folder, rank):
         "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
-    victim = pids_of(proc.pid, "spmdrl.ppo")[rank]
+    victim = pids_of(proc.pid)[rank]
     os.kill(victim, signal.SIGKILL)
     done = finish(proc, folder, LIMIT_S)
     assert done.code == 1

@@ -54,7 +54,7 @@ def test_a_signal_stops_and_the_rest_is_bit_for_bit(folder):
     Path(folder, "slow.py").write_text(CONFIG + slow)
     proc = start(folder, 2, "--config", "slow.py", program="spmdrl.sft")
     wait_for(folder, "step 2/6 | loss", proc)
-    os.kill(pids_of(proc.pid, "spmdrl.sft")[1], signal.SIGUSR1)
+    os.kill(pids_of(proc.pid)[1], signal.SIGUSR1)
     done = finish(proc, folder, 20)
     [told] = re.findall(r"spmdrl: stopped after step (\d+) of 6; --resume auto", done.output)
     assert f"step {told}/6 | saved run/checkpoints/step_{int(told):08d}" in done.output

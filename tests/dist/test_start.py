@@ -111,7 +111,7 @@ def test_nodes_that_count_restarts_differently_meet_again(folder):
     try:
         steps = Path(folder, "run/metrics.jsonl")
         wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 4, nodes)
-        [struck] = pids_of(nodes[1].pid, "spmdrl.ppo")
+        [struck] = pids_of(nodes[1].pid)
         os.kill(struck, signal.SIGKILL)
         for node in nodes:
             assert node.wait(90) == 0, Path(folder, "log0").read_text()[-5000:]
