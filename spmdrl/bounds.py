@@ -53,6 +53,7 @@ BOUNDS: Bounds = {
     "PpoConfig.start_timeout_s": POSITIVE, "SftConfig.start_timeout_s": POSITIVE,
     "PpoConfig.stall_timeout_s": POSITIVE, "PpoConfig.lost_timeout_s": POSITIVE,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
+    "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
     "SftConfig.steps": COUNT, "SftConfig.seed": (0, 2**63 - 1),
     "SftConfig.stall_timeout_s": POSITIVE, "SftConfig.lost_timeout_s": POSITIVE,
     "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,

@@ -371,6 +371,9 @@ class SftDataConfig:
     on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
     # names of control tokens in the text of a chat: made ordinary text, refused, or obeyed
     control_tokens: Literal["escape", "error", "keep"] = "escape"
+    # images are scaled to have so many pixels; None: what the model's image processor says
+    image_min_pixels: int | None = None
+    image_max_pixels: int | None = None
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,7 @@ class PromptDataset:
         num_escaped = sum(count for _, count, _ in gathered)
         report_escaped(num_escaped, len(files), topology)
         most = MostImages.of(images for _, _, images in gathered)
-        if most.blind and topology.rank == 0:
-            logger.warning(
-                "%d of %d prompts say %s and have no images: it stays text", most.blind,
-                len(files), MARK,
-            )  # fmt: skip
+        report_blind(most.blind, len(files), topology)
         return cls(
             files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped,
             vision, most,
@@ -236,10 +232,7 @@ def encode(
     if not fields.images and not fields.has_parts:
         return encoder.prompt(fields.prompt)
     if vision is None:
-        raise ConfigError(
-            "the data has images, which the model does not see: model types that do are "
-            f"{', '.join(FAMILIES)}"
-        )
+        raise sees_none()
     if isinstance(fields.prompt, str):
         raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
     found = encoder.prompt(with_parts(fields.prompt, len(fields.images)))
@@ -252,6 +245,13 @@ def encode(
             "overlong_prompts to 'filter'"
         )
     return found
+
+
+def sees_none() -> ConfigError:
+    return ConfigError(
+        "the data has images, which the model does not see: model types that do are "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def prompt_fields(row: dict[str, Any], folder: Path, sees: bool = False) -> PromptFields:
@@ -318,6 +318,13 @@ def report_escaped(count: int, num_rows: int, topology: Topology) -> None:
             "%d of %d rows name control tokens of the tokenizer in their text; these are encoded "
             "as ordinary text (data.control_tokens='escape')",
             *(count, num_rows),
+        )
+
+
+def report_blind(count: int, num_rows: int, topology: Topology) -> None:
+    if count and topology.rank == 0:
+        logger.warning(
+            "%d of %d rows say %s and have no images: it stays text", *(count, num_rows, MARK)
         )
 
 

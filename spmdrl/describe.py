@@ -308,7 +308,7 @@ def memory_of_adapters(
 ) -> Memory:
     """count: parameters of the base, which is held in the role's dtype; the rest is float32."""
     assert role.lora is not None
-    learnt = adapter_count(hf, role.lora)
+    learnt = adapter_count(hf, role)
     learnt += (hf.get_text_config().hidden_size + 1) * (name == "critic")  # of its head
     adapters = learnt * 4 / sharers / GIB
     base = count * DTYPES[role.dtype].itemsize / sharers / GIB

@@ -18,11 +18,13 @@ from spmdrl.bounds import check_bounds
 from spmdrl.config import (
     CheckpointConfig,
     ConfigError,
+    DataConfig,
     MultiTurnConfig,
     PpoConfig,
     RewardTrainingConfig,
     RunConfig,
     SftConfig,
+    SftDataConfig,
     SupervisedConfig,
     TrainConfig,
 )
@@ -458,6 +460,7 @@ def check_sft(config: SftConfig, world: int) -> None:
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
     check_vision(hf, {"actor": config.actor})
+    check_pixels(hf, config.data)
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
 
@@ -568,13 +571,10 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"max_position_embeddings is {limit}",
     )
     check_layers(hf)
-    wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization}
+    wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization,
+              "weights.lora='adapter'": config.weights.lora == "adapter"}  # fmt: skip
     check_vision(hf, training_roles(config), wanted)
-    for name in ("image_min_pixels", "image_max_pixels"):
-        require(
-            sees_images(hf) or getattr(config.data, name) is None,
-            f"data.{name}: the model sees no images",
-        )
+    check_pixels(hf, config.data)
     require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
     unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
     require(
@@ -623,7 +623,7 @@ def check_vision(
     wanted = dict(others or {})
     for name, role in roles.items():
         wanted |= {
-            f"{name}.engine='megatron'": role.engine == "megatron", f"{name}.lora": role.lora,
+            f"{name}.engine='megatron'": role.engine == "megatron",
             f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
         }  # fmt: skip
@@ -631,6 +631,13 @@ def check_vision(
     require(
         not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"
     )  # fmt: skip
+
+
+def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None:
+    for name in ("image_min_pixels", "image_max_pixels"):
+        require(
+            sees_images(hf) or getattr(data, name) is None, f"data.{name}: the model sees no images"
+        )
 
 
 def check_layers(hf: PreTrainedConfig) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdrl.chat import Encoded, Encoder
@@ -27,12 +28,14 @@ from spmdrl.files import (
     without_nulls,
 )
 from spmdrl.rewards.model import encode_said, to_batch
-from spmdrl.rows import IMAGES, NO_ROOM, Measured, measure
+from spmdrl.rows import NO_ROOM, Measured, Size, measure
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from spmdrl.vision import Sight
 
 MOST_MARGIN = 1e6
 
@@ -140,6 +143,8 @@ class PairReader:
 class PreferenceDataset:
     """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
 
+    sight: Sight | None = None
+
     def __init__(self, files: Files, measured: Measured, reader: PairReader) -> None:
         self.files, self.measured, self.reader = files, measured, reader
 
@@ -158,7 +163,7 @@ class PreferenceDataset:
         pad_token_id: of the model's config; None: the tokenizer's.
         """
         keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.margin_key)
-        columns = (*(key.split(".")[0] for key in keys if key is not None), IMAGES)
+        columns = (*(key.split(".")[0] for key in keys if key is not None), "images")
         files = load_together(topology, lambda: Files.open(paths, columns))
         asked = DataConfig(
             "", chat_template_kwargs=config.chat_template_kwargs,
@@ -169,11 +174,13 @@ class PreferenceDataset:
             Encoder(tokenizer, asked, config.max_tokens, vocab_size), config, padding
         )  # fmt: skip
 
-        def size(row: dict[str, Any]) -> tuple[int, bool]:
+        def size(row: dict[str, Any], _: Path) -> Size:
+            if row.get("images"):
+                raise BadRow("field 'images': a reward model sees none")
             pair = reader.read(row)
             lens = len(pair.chosen.ids), len(pair.rejected.ids)
             escaped = pair.chosen.escaped or pair.rejected.escaped
-            return sum(lens) if max(lens) <= config.max_tokens else NO_ROOM, escaped
+            return Size(sum(lens) if max(lens) <= config.max_tokens else NO_ROOM, escaped)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
         if len(measured.rows) == 0:

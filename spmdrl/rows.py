@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from spmdrl.collectives import sum_over_ranks
-from spmdrl.data import report_escaped
-from spmdrl.files import BAD_ROW, BadRow, Files, measure_rows
+from spmdrl.data import report_blind, report_escaped
+from spmdrl.files import BAD_ROW, Files, measure_rows
 from spmdrl.topology import Topology
 from spmdrl.types import Batch
 
-IMAGES = "images"  # a column that must not be passed over in silence
+if TYPE_CHECKING:
+    from spmdrl.vision import Sight
+
 NO_ROOM = 2**62  # a length that no row has: of one that is left out for its length
 
 
@@ -23,6 +26,7 @@ class Rows(Protocol):
     """The usable rows of some files, the same on every rank."""
 
     measured: Measured
+    sight: Sight | None  # of their images, where any row has one
 
     def __len__(self) -> int: ...
 
@@ -44,35 +48,46 @@ class Measured:
     num_overlong: int  # too long: cut, or left out
     num_bad: int  # rows that cannot be used and were left out (on_bad_row="skip")
     num_escaped: int  # rows whose text names control tokens, which were made ordinary text
+    num_illustrated: int  # rows with images
+
+
+class Size(NamedTuple):
+    """Of a row."""
+
+    tokens: int  # or NO_ROOM
+    escaped: bool  # whether its text names control tokens, which were made ordinary text
+    illustrated: bool = False  # whether it has images
+    blind: bool = False  # whether it says where an image stands, and has none
 
 
 def measure(
     files: Files,
-    size: Callable[[dict[str, Any]], tuple[int, bool]],
+    size: Callable[[dict[str, Any], Path], Size],
     topology: Topology,
     longest: int,
     on_bad_row: str,
 ) -> Measured:
-    """size: (tokens of a row, or NO_ROOM, and whether any of its text was escaped); raises BadRow.
+    """size: of a row and the folder that its file is in; raises BadRow.
 
     longest: tokens of a row; one with more is overlong. A collective; ConfigError on every rank for
     a bad row.
     """
-    escaped = 0
+    counts = np.zeros(3)  # of this rank's rows: escaped, illustrated, blind
 
     def length(row: dict[str, Any], path: Path) -> int:
-        nonlocal escaped
-        if row.get(IMAGES):
-            raise BadRow(f"field '{IMAGES}': only spmdrl.ppo and spmdrl.evaluate see images")
-        tokens, has_escaped = size(row)
-        escaped += has_escaped
-        return tokens
+        nonlocal counts
+        found = size(row, path.parent)
+        counts += found[1:]
+        return found.tokens
 
     lengths = measure_rows(files, length, topology, on_bad_row)
-    num_escaped = round(sum_over_ranks(float(escaped), topology))
+    everyone = torch.from_numpy(counts)
+    dist.all_reduce(everyone, group=topology.group)
+    num_escaped, num_illustrated, num_blind = map(round, everyone.tolist())
     report_escaped(num_escaped, len(files), topology)
+    report_blind(num_blind, len(files), topology)
     rows = np.flatnonzero((lengths != BAD_ROW) & (lengths != NO_ROOM))
     return Measured(
         rows, lengths[rows], int((lengths > longest).sum()), int((lengths == BAD_ROW).sum()),
-        num_escaped,
+        num_escaped, num_illustrated,
     )  # fmt: skip

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from spmdrl.chat import Encoder
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.data import check_prompt
-from spmdrl.files import MISSING, Files, bad_field, load_together, lookup, without_nulls
+from spmdrl.data import check_prompt, sees_none
+from spmdrl.files import MISSING, BadRow, Files, bad_field, load_together, lookup, without_nulls
 from spmdrl.packing import empty_batch
-from spmdrl.rows import IMAGES, NO_ROOM, Measured, measure
+from spmdrl.rows import NO_ROOM, Measured, Size, measure
 from spmdrl.topology import Topology
-from spmdrl.turns import Turns, encode_turns
+from spmdrl.turns import encode_turns
 from spmdrl.types import Batch
+from spmdrl.vision import (
+    MARK,
+    Picture,
+    Sight,
+    Vision,
+    parts_of,
+    pictures_of,
+    repeated,
+    with_parts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +45,7 @@ class SftExample:
     id: int  # row number in the concatenated files
     token_ids: list[int]
     loss_mask: list[int]  # 1 on what is learnt: what the assistant said, and the end of its turn
+    images: tuple[Picture, ...] = ()  # in order of their tokens, none of which is learnt
 
     def parts(self) -> list[tuple[bool, list[int]]]:
         """(whether it is learnt, token ids) of each run of tokens."""
@@ -48,13 +61,16 @@ class SftDataset:
     (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
     without takes the chat in `messages`, whose last turn is the assistant's: that is learnt, or
     with turns="all" every turn of the assistant's (turns.py). The end of a row over max_tokens is
-    cut; where that leaves nothing to learn the row is left out. Both are counted as overlong.
+    cut; where that leaves nothing to learn, or would cut into its images, the row is left out. Both
+    are counted as overlong.
     """
 
     def __init__(
-        self, files: Files, measured: Measured, encoder: Encoder, config: SftDataConfig
+        self, files: Files, measured: Measured, reader: SftReader, config: SftDataConfig
     ) -> None:  # fmt: skip
-        self.files, self.measured, self.encoder, self.config = files, measured, encoder, config
+        self.files, self.measured, self.reader, self.config = files, measured, reader, config
+        vision = reader.vision if measured.num_illustrated else None
+        self.sight = None if vision is None else Sight(vision, self.by_id)
 
     @classmethod
     def load(
@@ -64,6 +80,7 @@ class SftDataset:
         config: SftDataConfig,
         topology: Topology,
         vocab_size: int | None = None,
+        vision: Vision | None = None,
     ) -> SftDataset:
         """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
         if tokenizer.eos_token_id is None:
@@ -72,15 +89,19 @@ class SftDataset:
                 "not learn to stop. Set eos_token in its tokenizer_config.json."
             )
         keys = (config.prompt_key, config.response_key, "messages")
-        columns = (*(key.split(".")[0] for key in keys), IMAGES)
+        columns = (*(key.split(".")[0] for key in keys), "images", "image")
         files = load_together(topology, lambda: Files.open(paths, columns))
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
+        reader = SftReader(encoder, config, vision)
 
-        def size(row: dict[str, Any]) -> tuple[int, bool]:
-            found = sft_tokens(row, encoder)
+        def size(row: dict[str, Any], folder: Path) -> Size:
+            found = reader.read(row, folder)
+            for picture in found.images:
+                picture.open()
             # A prompt without room for a response is told from a row that is only cut.
-            has_room = 1 in found.learnt[: config.max_tokens]
-            return len(found.ids) if has_room else NO_ROOM, found.escaped
+            has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
+            tokens = len(found.ids) if has_room else NO_ROOM
+            return Size(tokens, found.escaped, bool(found.images), found.blind)
 
         measured = measure(files, size, topology, config.max_tokens, config.on_bad_row)
         usable = len(files) - measured.num_bad
@@ -97,7 +118,7 @@ class SftDataset:
                 *(measured.num_overlong - left_out, left_out),
             )
         num_tokens = np.minimum(measured.num_tokens, config.max_tokens)
-        return cls(files, replace(measured, num_tokens=num_tokens), encoder, config)
+        return cls(files, replace(measured, num_tokens=num_tokens), reader, config)
 
     def __len__(self) -> int:
         return len(self.measured.rows)
@@ -108,57 +129,149 @@ class SftDataset:
         ids = [token for e in examples for token in e.token_ids]
         batch.token_ids = torch.tensor(ids, dtype=torch.int64)
         batch.loss_mask = torch.tensor([float(m) for e in examples for m in e.loss_mask])
+        batch.prompts = torch.tensor([e.id for e in examples], dtype=torch.int64)
         return batch
 
     def shown(self) -> list[str]:
-        example, decode = self.example(0), self.encoder.tokenizer.decode
-        return [f"  row {example.id}:"] + [
+        example, decode = self.example(0), self.reader.encoder.tokenizer.decode
+        images = [f"    {picture}" for picture in example.images]
+        return [f"  row {example.id}:", *images] + [
             f"    {'learnt' if learnt else 'given '} {decode(ids)[-200:]!r}"
             for learnt, ids in example.parts()
         ]
 
     def example(self, index: int) -> SftExample:
         row = int(self.measured.rows[index])
-        found, most = sft_tokens(self.files.row(row), self.encoder), self.config.max_tokens
-        return SftExample(row, found.ids[:most], found.learnt[:most])
+        folder = self.files.locate(row)[0].path.parent
+        found, most = self.reader.read(self.files.row(row), folder), self.config.max_tokens
+        return SftExample(row, found.ids[:most], found.learnt[:most], found.images)
+
+    def by_id(self, row: int) -> SftExample:
+        """The example whose id this is."""
+        return self.example(int(np.searchsorted(self.measured.rows, row)))
 
 
-def sft_tokens(row: dict[str, Any], encoder: Encoder) -> Turns:
-    """A row's tokens, not cut. Raises BadRow."""
-    config: Any = encoder.config
-    prompt: list[dict[str, Any]] | str
-    response = lookup(row, config.response_key)
-    if response is MISSING and "messages" in row:
-        chat = messages_of(row)
-        if config.turns == "all":
-            return encode_turns(chat, encoder)
-        prompt, response = chat[:-1], chat[-1]["content"]
-    else:
-        prompt, response = prompt_and_response(row, response, config)
-    if isinstance(prompt, str) and encoder.tokenizer.chat_template is not None:
-        prompt = [{"role": "user", "content": prompt}]
-    asked, answer = encoder.prompt(prompt), encoder.answer(response, "response")
-    ids = [*asked.ids, *answer.ids, int(encoder.tokenizer.eos_token_id)]
-    learnt = [0] * len(asked.ids) + [1] * (len(answer.ids) + 1)
-    return Turns(ids, learnt, asked.escaped or answer.escaped)
+class Lesson(NamedTuple):
+    """A row's tokens, not cut."""
+
+    ids: list[int]
+    learnt: list[int]  # 1: the assistant's
+    escaped: bool
+    images: tuple[Picture, ...] = ()
+    seen: int = 0  # tokens up to the end of the last image
+    blind: bool = False  # whether it says where an image stands, and has none
 
 
-def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Raises BadRow."""
+@dataclass(frozen=True)
+class SftReader:
+    """How a row becomes tokens. vision: of the model, where it sees images."""
+
+    encoder: Encoder
+    config: SftDataConfig
+    vision: Vision | None
+
+    def read(self, row: dict[str, Any], folder: Path) -> Lesson:
+        """folder: of the file. Raises BadRow, ConfigError."""
+        images = self.images(row, folder)
+        prompt, response = self.asked_and_said(row)
+        blind = self.vision is not None and not images and says_image(prompt)
+        if not isinstance(prompt, str):
+            prompt = self.seen(prompt, images)
+        elif images:
+            raise BadRow("field 'images': the tokenizer has no chat template to show them in")
+        if response is None:
+            assert not isinstance(prompt, str)  # it is `messages`
+            turns = encode_turns(prompt, self.encoder)
+            found = self.placed(turns.ids, turns.learnt, turns.escaped, images)
+            return found._replace(blind=blind)
+        asked, answer = self.encoder.prompt(prompt), self.encoder.answer(response, "response")
+        found = self.placed(asked.ids, [0] * len(asked.ids), asked.escaped, images)
+        return found._replace(
+            ids=[*found.ids, *answer.ids, int(self.encoder.tokenizer.eos_token_id)],
+            learnt=found.learnt + [1] * (len(answer.ids) + 1),
+            escaped=asked.escaped or answer.escaped, blind=blind,
+        )  # fmt: skip
+
+    def images(self, row: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
+        """Raises BadRow, ConfigError."""
+        found = pictures_of(row.get("images"), folder)
+        if self.vision is None and found:
+            raise sees_none()
+        if self.vision is not None and not found and row.get("image") is not None:
+            raise bad_field("image", row["image"], "a column 'images', a list for each row")
+        return found
+
+    def asked_and_said(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]] | str, str | None]:
+        """None: what the assistant said is in the chat, all of which is learnt. Raises BadRow."""
+        response = lookup(row, self.config.response_key)
+        if response is MISSING and "messages" in row:
+            chat = messages_of(row, self.vision is not None)
+            if self.config.turns == "all":
+                return chat, None
+            return chat[:-1], chat[-1]["content"]
+        prompt, response = prompt_and_response(row, response, self.config, self.vision is not None)
+        if isinstance(prompt, str) and self.encoder.tokenizer.chat_template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt, response
+
+    def seen(self, chat: list[dict[str, Any]], images: Sequence[Picture]) -> list[dict[str, Any]]:
+        """The chat as templates want it where there are images, which stand in others' turns than
+        the assistant's. Raises BadRow."""
+        if not images and not any(isinstance(turn["content"], list) for turn in chat):
+            return chat
+        others = iter(with_parts([t for t in chat if t["role"] != "assistant"], len(images)))
+        return [turn if turn["role"] == "assistant" else next(others) for turn in chat]
+
+    def placed(
+        self, ids: list[int], learnt: list[int], escaped: bool, images: tuple[Picture, ...]
+    ) -> Lesson:
+        """Each image's placeholder as often as it wants it. Raises BadRow."""
+        if not images:
+            return Lesson(ids, learnt, escaped)
+        assert self.vision is not None
+        if len(ids) > self.encoder.limit and ids.count(self.vision.token_id) < len(images):
+            return Lesson(ids, learnt, escaped, images, len(ids))  # not all of a very long text
+        times = self.vision.times(ids, images)
+        last = len(ids) - ids[::-1].index(self.vision.token_id)
+        return Lesson(
+            repeated(ids, times), repeated(learnt, times), escaped, images, sum(times[:last])
+        )
+
+
+def says_image(prompt: list[dict[str, Any]] | str) -> bool:
+    return isinstance(prompt, list) and any(MARK in turn["content"] for turn in prompt)
+
+
+def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
+    """parts: contents may be lists of them; the assistant's become text. Raises BadRow."""
     chat = row["messages"]
-    check_prompt("messages", chat)
+    check_prompt("messages", chat, parts)
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         expected = "a chat list of at least two turns, the last by the assistant"
         raise bad_field("messages", chat, expected)
-    return [without_nulls(turn) for turn in chat]
+    turns = [without_nulls(turn) for turn in chat]
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn["content"] = text_of(turn["content"])
+    return turns
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """What the assistant said. Raises BadRow where it shows an image."""
+    if isinstance(content, str):
+        return content
+    parts = parts_of(content)
+    if any(part["type"] == "image" for part in parts):
+        raise BadRow("field 'messages[].content[]': an image in what the assistant says")
+    return "".join(part["text"] for part in parts)
 
 
 def prompt_and_response(
-    row: dict[str, Any], response: Any, config: SftDataConfig
+    row: dict[str, Any], response: Any, config: SftDataConfig, parts: bool
 ) -> tuple[list[dict[str, Any]] | str, str]:
     """Raises BadRow."""
     prompt = lookup(row, config.prompt_key)
-    check_prompt(config.prompt_key, prompt)
+    check_prompt(config.prompt_key, prompt, parts)
     if not isinstance(response, str) or not response:
         expected = "a non-empty string (data.response_key), or a column 'messages'"
         raise bad_field(config.response_key, response, expected, row)

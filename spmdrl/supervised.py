@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from spmdrl import checkpoint
 from spmdrl.algo.checks import require
 from spmdrl.cli import as_source
 from spmdrl.collectives import sum_over_ranks
-from spmdrl.config import SupervisedConfig
+from spmdrl.config import SftDataConfig, SupervisedConfig
 from spmdrl.data import PromptOrder
 from spmdrl.describe import describe_supervised
 from spmdrl.engines import build_engine
 from spmdrl.engines.engine import LossFn, TrainEngine
 from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.engines.lora import save_adapter
-from spmdrl.engines.models import vocab_size_of
+from spmdrl.engines.models import load_hf_config, vocab_size_of
 from spmdrl.export import write_weights
 from spmdrl.metrics import RunLog, memory_of_process
 from spmdrl.packing import partition, sequence_work
@@ -42,6 +43,7 @@ from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import SpanLog, TraceFile, phase_metrics
 from spmdrl.trackers import open_trackers
 from spmdrl.types import Batch
+from spmdrl.vision import Vision
 
 BUCKET_BYTES = 512 << 20  # gathered at once
 
@@ -52,7 +54,7 @@ class Task:
 
     name: str  # of the metrics: <name>/loss
     kind: str  # of engine: see build_engine
-    load: Callable[..., Rows]  # (paths, tokenizer, config.data, topology, vocab_size); collective
+    load: Callable[..., Rows]  # what load_data gives it; collective
     loss_fn: LossFn
     # of held-out rows: sums over this rank's unmasked tokens, float64; the same names on all ranks
     measure: Callable[[TrainEngine, Batch], dict[str, Tensor]]
@@ -143,11 +145,18 @@ def load_data(
     task: Task, config: SupervisedConfig, tokenizer: Any, topology: Topology
 ) -> tuple[Rows, Rows | None, PromptOrder]:
     """The rows to learn, those to evaluate on, and the order of the former. Collective."""
-    data, size = config.data, vocab_size_of(config.model)
-    rows = task.load(data.train, tokenizer, data, topology, size)
+    data, hf = config.data, load_hf_config(config.model)
+    own: dict[str, Any] = {}
+    if isinstance(data, SftDataConfig):
+        own["vision"] = Vision.load(config.model, hf, data)
+    load = partial(
+        task.load, tokenizer=tokenizer, config=data, topology=topology,
+        vocab_size=vocab_size_of(config.model), **own,
+    )  # fmt: skip
+    rows = load(data.train)
     held_out = None
     if data.eval is not None:
-        held_out = task.load(data.eval, tokenizer, data, topology, size)
+        held_out = load(data.eval)
     require(
         data.batch_size <= len(rows),
         f"data.batch_size={data.batch_size} is above the {len(rows)} rows that can be learnt, and "
@@ -280,7 +289,9 @@ def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
 
 def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
     """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
-    number. Collective."""
+    number. From now on the model looks at their images. Collective."""
+    if isinstance(actor.model, FsdpEngine):  # plan.py refuses others where there are images
+        actor.model.sight = rows.sight
     batch = rows.batch(share_of(rows, indices, actor))
     num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
     batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -37,11 +37,11 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from spmdrl.config import ConfigError, DataConfig
+from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.files import BadRow, bad_field
 
 if TYPE_CHECKING:
-    from spmdrl.types import Batch, Message, Prompt
+    from spmdrl.types import Batch, Message
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are understood
 MARK = "<image>"
@@ -251,7 +251,9 @@ class Vision:
         self.cached_bytes = 0
 
     @classmethod
-    def load(cls, model: str, config: PreTrainedConfig, data: DataConfig) -> Vision | None:
+    def load(
+        cls, model: str, config: PreTrainedConfig, data: DataConfig | SftDataConfig
+    ) -> Vision | None:
         """None where the model sees no images. Raises ConfigError."""
         if not sees_images(config):
             return None
@@ -277,8 +279,9 @@ class Vision:
             raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
         return patches // self.merge**2
 
-    def placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """The template's token ids, each placeholder as often as its image wants it.
+    def times(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """How often each of the template's tokens is to stand there: a placeholder as often as its
+        image wants it, all others once.
 
         Raises BadRow where the template wrote more or fewer placeholders than there are images.
         """
@@ -288,7 +291,11 @@ class Vision:
                 f"{ids.count(self.token_id)} image tokens"
             )
         counts = map(self.num_tokens, pictures)
-        return [i for id in ids for i in ([id] * next(counts) if id == self.token_id else [id])]
+        return [next(counts) if id == self.token_id else 1 for id in ids]
+
+    def placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """The template's token ids, with as many placeholders as the images want. Raises BadRow."""
+        return repeated(ids, self.times(ids, pictures))
 
     def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> View:
         found = [self.pixels(picture) for picture in pictures]
@@ -337,6 +344,10 @@ class Vision:
         return probe["pixel_values"].shape[1]
 
 
+def repeated(values: list[int], times: list[int]) -> list[int]:
+    return [value for value, n in zip(values, times, strict=True) for _ in range(n)]
+
+
 @dataclass(frozen=True)
 class Looks:
     """What a rollout engine has to reckon with."""
@@ -346,10 +357,23 @@ class Looks:
     tokens: int  # of the largest
 
 
-class Sight:
-    """A training engine's: which images belong to the sequences of a batch."""
+class Illustrated(Protocol):
+    """What a sequence begins with, or all of it: its token ids, and the images that they show."""
 
-    def __init__(self, vision: Vision, by_id: Callable[[int], Prompt]) -> None:
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def images(self) -> tuple[Picture, ...]: ...
+
+
+class Sight:
+    """A training engine's: which images belong to the sequences of a batch.
+
+    by_id: what Batch.prompts stands for.
+    """
+
+    def __init__(self, vision: Vision, by_id: Callable[[int], Illustrated]) -> None:
         self.vision = vision
         self.prompt = lru_cache(maxsize=512)(by_id)  # with images, encoded
 

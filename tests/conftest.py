@@ -1,8 +1,10 @@
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -47,6 +49,19 @@ def no_group_left() -> Iterator[None]:
         assert sys.modules["vllm.distributed.parallel_state"]._WORLD is None
     if "megatron.core.parallel_state" in sys.modules:
         assert not sys.modules["megatron.core.parallel_state"].is_initialized()
+
+
+@pytest.fixture(scope="module")
+def topology() -> Iterator[Any]:
+    """Of this process alone."""
+    from spmdrl.topology import Topology
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1
+        )
+        yield Topology.build(torch.device("cpu"), dp=1, tp=1)
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

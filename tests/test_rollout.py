@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,15 +37,6 @@ ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
 MAX_MODEL_LEN = 400
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def topology() -> Iterator[Topology]:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
-        yield Topology.build(torch.device("cpu"), dp=1, tp=1)
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["vllm", "hf"])

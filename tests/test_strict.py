@@ -6,15 +6,12 @@ One process; whole runs are in dist/test_strict_runs.py.
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny import CHARS, save_qwen3, save_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
@@ -40,15 +37,6 @@ from spmdrl.topology import Topology
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(temperature=0.7, max_tokens=45, ignore_eos=True)
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=7, kv_cache_mib=32)
-
-
-@pytest.fixture(scope="module")
-def topology() -> Iterator[Topology]:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
-        yield Topology.build(CPU, dp=1, tp=1)
-        dist.destroy_process_group()
 
 
 def save_qwen2(folder: Path) -> Path:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from tiny import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -36,15 +33,6 @@ from spmdrl.vision import Looks, Picture, Sight, Vision, pictures_of, rope_posit
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
-
-
-@pytest.fixture(scope="module")
-def topology() -> Iterator[Topology]:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
-        yield Topology.build(torch.device("cpu"), dp=1, tp=1)
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -176,7 +164,7 @@ def test_rows_with_parts_and_blind_ones(
     spell = data.encoder.tokenizer.decode
     assert [spell(data.prompt(i).token_ids) for i in range(2)] == ["u:hia:", "u:<image>a:"]
     assert data.images.blind == 1
-    assert "1 of 3 prompts say <image> and have no images" in caplog.text
+    assert "1 of 3 rows say <image> and have no images" in caplog.text
 
 
 @pytest.mark.parametrize(

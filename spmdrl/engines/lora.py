@@ -25,13 +25,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from spmdrl_kernels.linear import use_fast_linear
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.engines.models import load_hf_config, meta_model
 from spmdrl.topology import Topology
+from spmdrl.vision import auto_class, sees_images
 from spmdrl.weights.derived import Derived, LowRank
-from spmdrl.weights.names import ADAPTER, Parts
+from spmdrl.weights.names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.reshard import gathered
 from spmdrl.weights.shards import Shards, shards_by_part, shards_of
 
@@ -59,7 +60,10 @@ class Adapters:
         for layer in self.layers:
             a, b = (weights[f"{layer}.{name}"] for name in IN_LAYER)
             if merged:
-                made_of[f"{layer}.weight"] = LowRank(base.pop(f"{layer}.weight"), a, b, scale)
+                weight = base.pop(f"{layer}.weight")
+                name = checkpoint_name(f"{layer}.weight", weight.shape, parts)
+                assert name is not None  # add_adapters
+                made_of[name] = LowRank(weight, a, b, scale)
             else:
                 base[layer + ADAPTER[0]] = a
                 made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
@@ -95,8 +99,9 @@ def add_adapters(
 
     lora = config.lora
     assert lora is not None
-    layers = target_layers(hf, lora)
-    in_parts = [name for name in layers if f"{name}.weight" in parts]
+    layers = target_layers(hf, lora, config.freeze_vision)
+    shapes = {name: hf.get_submodule(name).weight.shape for name in layers}
+    in_parts = [n for n in layers if checkpoint_name(f"{n}.weight", shapes[n], parts) is None]
     if in_parts:
         raise ConfigError(
             f"lora.target_modules: a checkpoint of {model} has {in_parts[0]}.weight in parts, "
@@ -143,10 +148,12 @@ def fill_adapters(hf: Any, lora: LoraConfig, layers: Sequence[str]) -> None:
         b.zero_()
 
 
-def target_layers(hf: Any, lora: LoraConfig) -> list[str]:
+def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> list[str]:
     """Names of the layers to adapt. Raises ConfigError where a target is no linear layer."""
-    head = hf.get_output_embeddings()
-    linear = [n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    others = {hf.get_output_embeddings()}
+    if freeze_vision and sees_images(hf.config):
+        others |= set(hf.base_model.visual.modules())
+    linear = [n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and m not in others]
     if not linear:
         raise ConfigError(f"lora: {type(hf).__name__} has no torch.nn.Linear to adapt")
     if lora.target_modules == "all-linear":
@@ -203,7 +210,7 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     for field in ("rank", "alpha"):
         if getattr(lora, field) < 1:
             raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
-    layers = target_layers(meta_model(config), lora)
+    layers = target_layers(meta_model(config), lora, role.freeze_vision)
     if lora.adapter is not None:
         check_adapter(name, lora, layers)
 
@@ -244,11 +251,13 @@ def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
         )
 
 
-def adapter_count(config: PreTrainedConfig, lora: LoraConfig) -> int:
-    """Parameters of all adapters on a model."""
+def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
+    """Parameters of all of a role's adapters on a model."""
+    assert role.lora is not None
     model: Any = meta_model(config)
-    layers = [model.get_submodule(name) for name in target_layers(model, lora)]
-    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    layers = [model.get_submodule(name) for name in names]
+    return sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 # ---- on disk
@@ -335,8 +344,8 @@ def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dic
     path = base or saved["model"]
     if not base and Path(path).is_absolute() and not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
-    load_hf_config(path)
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    auto = auto_class(load_hf_config(path))
+    hf = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     weights: dict[str, Tensor] = {n: p.detach() for n, p in hf.named_parameters()}
     if fingerprint(weights) != saved["fingerprint"]:
         raise ConfigError(f"{path} has not the weights that these adapters were trained on")
@@ -375,9 +384,12 @@ def write_adapter(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    leaves = sorted({name.rpartition(".")[2] for name in layers})
+    targets: Sequence[str] = sorted({name.rpartition(".")[2] for name in layers})
     # peft's own "all-linear" may mean other layers; a list of ends means these in peft and vLLM
-    targets = leaves if lora.target_modules == "all-linear" else lora.target_modules
+    if lora.target_modules != "all-linear":
+        targets = lora.target_modules
+    if any("language_model" in name for name in layers):  # a vision tower's may have the same ends
+        targets = layers
     config = peft_config(lora, targets, model)
     config.inference_mode = True
     config.save_pretrained(folder)

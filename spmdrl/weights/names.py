@@ -64,6 +64,14 @@ class Part(NamedTuple):
 Parts = Mapping[str, Sequence[Part]]  # of each parameter that a checkpoint has in another form
 
 
+def checkpoint_name(name: str, shape: Sequence[int], parts: Parts) -> str | None:
+    """A parameter's in a checkpoint; None where it is not there as one tensor of that shape."""
+    mine = parts.get(name)
+    if mine is None:
+        return name
+    return mine[0].name if len(mine) == 1 and mine[0].shape == tuple(shape) else None
+
+
 def checkpoint_parts(config: PreTrainedConfig) -> Parts:
     """What save_pretrained makes of the parameters that it does not write as they are.
 
