@@ -48,6 +48,8 @@ class RewardConfig:
     max_concurrent: int = 0  # async calls at a time, of all ranks together; 0: no limit
     max_per_minute: float = 0.0  # async calls begun, of all ranks together; 0: no limit
     max_invalid_fraction: float = 0.5  # of a step's samples, over all ranks; above: the run stops
+    # functions return {"turns": [a number for each turn of the policy's], ...}. docs/rewards.md
+    per_turn: bool = False
 
 
 @dataclass(frozen=True)

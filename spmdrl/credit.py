@@ -199,8 +199,9 @@ def tokens_of(
     batch: Batch, kl: Tensor, process: Tensor, coefs: tuple[float, float], table: SampleTable
 ) -> Tokens:
     rewards, penalty = coefs[0] * batch.rewards, coefs[1] * kl
+    turns = None if batch.turn_rewards is None else coefs[0] * batch.turn_rewards
     return Tokens(
-        rewards=token_rewards(rewards, batch.loss_mask, batch.seq_lens, penalty),
+        rewards=token_rewards(rewards, batch.loss_mask, batch.seq_lens, penalty, turns),
         mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
         values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
         process=process,

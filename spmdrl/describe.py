@@ -135,6 +135,7 @@ def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:
 def algorithm_lines(config: PpoConfig) -> list[str]:
     """What the names resolve to, and which passes they cost."""
     algo, estimator = config.algo, estimator_of(config.algo)
+    seen = "on its last token" if estimator.sees == "tokens" else "of which it sees the sum"
     over = "all unmasked tokens of the step" if estimator.whiten else "nothing"
     old = "a pass of the actor" if needs_old_logprobs(algo) else "those of the update's own pass"
     if algo.correction.bypass:
@@ -146,6 +147,7 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
         f"samples drawn by {algo.sample_filter!r}": algo.sample_filter is not None,
         "rollout correction of each " + algo.correction.level: algo.correction.level != "off",
         f"rejection by {', '.join(algo.correction.reject)}": bool(algo.correction.reject),
+        f"a reward for each turn, {seen}": config.rewards.per_turn,
     }
     return [
         "algorithm",

@@ -23,6 +23,7 @@ from spmdrl.types import Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 RESERVED = ("mean", "std", "invalid", "kl")  # reward/... of our own
+RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
 
 
 class RunLog:
@@ -169,7 +170,8 @@ def sample_row(s: Sample) -> dict[str, Any]:
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
-        **({"messages": s.messages} if len(s.messages) > 1 else {}), **s.reward_info,
+        **({"messages": s.messages} if len(s.messages) > 1 else {}),
+        **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}), **s.reward_info,
     }  # fmt: skip
 
 
@@ -204,7 +206,7 @@ def add_exactly(parts: list[float], value: float) -> None:
 def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
     """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
     tools/calls; of these tools/failed, a fraction."""
-    add("turns/mean", sum(message["role"] == "assistant" for message in s.messages))
+    add("turns/mean", s.num_turns)
     add("turns/cut", s.finish_reason == "turns")
     add("turns/reply_tokens", len(s.loss_mask) - sum(s.loss_mask))
     calls = [message for message in s.messages if message["role"] == "tool"]
@@ -219,13 +221,16 @@ def sample_metrics(
     by_source: bool = False,
     penalised: bool = False,
     replies: bool = False,
+    per_turn: bool = False,
 ) -> dict[str, float]:
     """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
 
     reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
     response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
-    <data_source>/reward/mean where there are several sources. replies: see count_replies.
+    <data_source>/reward/mean where there are several sources. replies: see count_replies. per_turn:
+    reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward.
     """
+    reserved = RESERVED_PER_TURN if per_turn else RESERVED
     sums: dict[str, tuple[list[float], int]] = {}  # name -> (an exact sum, count)
 
     def add(name: str, value: float) -> None:
@@ -248,7 +253,11 @@ def sample_metrics(
         if by_source:
             add(f"{s.prompt.data_source}/reward/mean", s.reward)
         for name, value in s.reward_info.items():
-            add(f"reward/info_{name}" if name in RESERVED else f"reward/{name}", value)
+            add(f"reward/info_{name}" if name in reserved else f"reward/{name}", value)
+        if per_turn:
+            of_turns = math.fsum(s.turn_rewards)
+            add("reward/turns", of_turns)
+            add("reward/outcome", s.reward - of_turns)
     everyone: list[Any] = [None] * topology.world
     longest = max((len(s.response_ids) for s in samples), default=0)
     dist.all_gather_object(everyone, (sums, longest), group=topology.control)  # a few numbers

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from spmdrl.placement import Ranks
-from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 
 
-def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
+def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool = False) -> Batch:
     """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
 
-    keys: which of the samples' rewards_by_key are wanted.
+    keys: which of the samples' rewards_by_key are wanted; per_turn: whether their turn_rewards are.
     """
     lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
-    batch = empty_batch(lens, len(keys))
+    batch = empty_batch(lens, len(keys), per_turn=per_turn)
     tokens: list[int] = []
     mask: list[float] = []
     logprobs: list[float] = []
@@ -48,13 +48,31 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = ()) -> Batch:
     batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
     table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
     batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
+    if per_turn:
+        by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
+        batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
     return batch
 
 
-def empty_batch(seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = ()) -> Batch:
+def turn_rewards_by_token(sample: Sample) -> list[float]:
+    """(num_tokens,): each turn's on its last token; all 0 where the sample is invalid."""
+    row = [0.0] * sample.num_tokens
+    if sample.invalid is not None:
+        return row
+    ends = turn_ends(sample.loss_mask)
+    # a sample without any token has a turn, and no place for its reward
+    assert len(ends) in (0, len(sample.turn_rewards)), (ends, sample.turn_rewards)
+    for end, reward in zip(ends, sample.turn_rewards, strict=False):
+        row[len(sample.prompt.token_ids) + end] = reward
+    return row
+
+
+def empty_batch(
+    seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False
+) -> Batch:
     """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
 
-    without: per-token fields that are to be set by the caller.
+    without: per-token fields that are to be set by the caller. per_turn: with turn_rewards.
     """
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
     tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
@@ -71,6 +89,9 @@ def empty_batch(seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = ()
         greedy=torch.zeros(num_seqs, dtype=torch.float64),
         keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
         policy_version=torch.zeros(tokens["policy_version"], dtype=torch.int64),
+        turn_rewards=(
+            torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None
+        ),
     )
 
 

@@ -46,7 +46,7 @@ from spmdrl.placement import (
 from spmdrl.remote_code import allow_code, has_foreign_code
 from spmdrl.rewards.calls import arguments_of
 from spmdrl.rewards.model import check_reward_model, train_config
-from spmdrl.rewards.runner import asks_model
+from spmdrl.rewards.runner import asks_model, built_ins_of
 from spmdrl.rollout.dialogue import ARGUMENTS, has_replies
 from spmdrl.rollout.tools import Toolbox
 from spmdrl.rollout.vllm_core import check_attention, check_engine_args
@@ -79,6 +79,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_read(config)
     check_evaluation(config)
     check_turns(config)
+    check_per_turn(config)
     metric = config.checkpoint.best_metric
     require(
         not config.checkpoint.keep_best
@@ -246,6 +247,17 @@ def check_turns(config: PpoConfig) -> None:
         arguments_of(config.environment, ARGUMENTS, "environment")
 
 
+def check_per_turn(config: PpoConfig) -> None:
+    """Raises ConfigError for a reward that knows nothing of turns."""
+    found = built_ins_of(config.reward) if config.rewards.per_turn else []
+    require(
+        not found,
+        f"rewards.per_turn=True: the built-in reward {', '.join(map(repr, found))} scores a sample "
+        "as a whole. Call it in a function of your own that returns "
+        "{'score': ..., 'turns': [a number for each turn]}, or leave per_turn False",
+    )
+
+
 def check_judge(config: PpoConfig, num_ranks: int) -> None:
     """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
     asked, given = asks_model(config.reward), config.reward_model
@@ -275,6 +287,7 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_places(config)
     check_evaluation(config)
     check_turns(config)
+    check_per_turn(config)
     check_judge(config, num_scorers)
     if config.trust_remote_code:
         allow_code(config.model)

@@ -41,10 +41,13 @@ class ReplayBuffer:
     def save(self, file: BinaryIO) -> None:
         torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], file)
 
-    def load(self, paths: list[Path], rank: int, world: int, num_keys: int) -> None:
+    def load(
+        self, paths: list[Path], rank: int, world: int, num_keys: int, per_turn: bool
+    ) -> None:  # fmt: skip
         """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
 
-        Raises ConfigError where they were saved with another number of reward keys.
+        Raises ConfigError where they were saved with another number of reward keys, or with
+        rewards.per_turn the other way.
         """
         shares = [read_plain(path) for path in paths]
         parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
@@ -57,4 +60,10 @@ class ReplayBuffer:
             raise ConfigError(
                 f"the checkpoint's replayed samples have other algo.reward_keys than these "
                 f"{num_keys}: keep them, or start anew with --resume never"
+            )
+        if any((batch.turn_rewards is not None) != per_turn for batch in self.past):
+            raise ConfigError(
+                f"the checkpoint's replayed samples were scored with rewards.per_turn="
+                f"{not per_turn}, this run has {per_turn}: keep it, or start anew with "
+                "--resume never"
             )

@@ -118,7 +118,8 @@ def receive_batch(
     """
     rows = deal.held(ranks, post.rank)
     makers = deal.makers[rows]
-    own = empty_batch(rows.new_zeros(0), num_keys) if own is None else own
+    if own is None:
+        own = empty_batch(rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields)
     senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
     theirs = [rows[makers == sender] for sender in senders]
     lens = torch.cat([deal.seq_lens[part] for part in [*theirs, rows[:0]]])

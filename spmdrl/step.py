@@ -89,8 +89,9 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
 
     Raises TooManyInvalid. Returns None on ranks that do not train.
     """
-    config, post = roles.config, roles.post
-    sets, fields = roles.trainer_ranks, [FIELDS] + [ASKED_FIELDS] * (len(roles.trainer_ranks) - 1)
+    config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
+    sets, of_actor = roles.trainer_ranks, (*FIELDS, "turn_rewards") if per_turn else FIELDS
+    fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
     dealt: Deal | None = None
     facts: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
@@ -125,18 +126,20 @@ def hand_over(roles: Roles, collected: Collected | None, step: int) -> Lesson | 
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             nothing = torch.zeros(0, dtype=torch.int64)
+            has_turns = per_turn and trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
-                empty_batch(nothing, len(config.algo.reward_keys)) for _ in range(dealt.num_minis)
+                empty_batch(nothing, len(config.algo.reward_keys), per_turn=has_turns)
+                for _ in range(dealt.num_minis)
             ]
     return Lesson(dealt, batches, facts)
 
 
 def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal, dict[str, Any]]:
     """This rank's samples as they are sent to the actor, who gets which of all, and metrics."""
-    algo, sampling = roles.config.algo, roles.sampling
+    algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
     metrics = sample_metrics(
         collected.asked, sampling, penalised=algo.overlong_buffer > 0,
-        replies=has_replies(roles.config),
+        replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
     check_invalid(collected.asked, roles.config.rewards, sampling)
     if algo.dynamic_sampling:
@@ -145,7 +148,7 @@ def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal
     samples = sorted(collected.samples, key=lambda s: (s.group, s.index))
     batch = None
     if roles.replay is not None:
-        new = pack_samples(samples, tuple(algo.reward_keys))
+        new = pack_samples(samples, tuple(algo.reward_keys), per_turn)
         batch, metrics["filter/kept"] = resample(
             roles.replay.mix(new), roles.config, step, sampling
         )
@@ -159,7 +162,8 @@ def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal
     if batch is None:  # packed in the order in which it is sent: no copy on the way
         mine = (dealt.makers == roles.post.rank).nonzero().flatten()
         order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
-        batch = pack_samples([samples[i] for i in order.tolist()], tuple(algo.reward_keys))
+        in_order = [samples[i] for i in order.tolist()]
+        batch = pack_samples(in_order, tuple(algo.reward_keys), per_turn)
     return batch, dealt, {"metrics": metrics, **collected.facts}
 
 

@@ -158,7 +158,10 @@ def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
         return
     shares = sorted(folder.glob("replay_*.pt"))
     if roles.replay is not None and shares:
-        roles.replay.load(shares, sampling.rank, sampling.world, num_keys=len(algo.reward_keys))
+        roles.replay.load(
+            shares, sampling.rank, sampling.world, num_keys=len(algo.reward_keys),
+            per_turn=roles.config.rewards.per_turn,
+        )  # fmt: skip
     shares = sorted(folder.glob("leftover_*.pt"))
     if roles.leftover is not None and shares:
         roles.leftover.load(

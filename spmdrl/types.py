@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ class Sample:
     response: str = ""  # the policy's last turn, decoded without special tokens
     # what was said behind the prompt: a message per turn of the policy's, and the replies
     messages: list[Message] = field(default_factory=list)
-    reward: float | None = None  # None: not scored yet, or invalid
+    reward: float | None = None  # None: not scored yet, or invalid; those of its turns included
+    turn_rewards: list[float] = field(default_factory=list)  # rewards.per_turn: one a turn
     model_score: float | None = None  # what the reward model says, where there is one
     penalty: float = 0.0  # added to the reward for the algorithm (DAPO's overlong punishment)
     greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
@@ -71,6 +73,11 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Of the policy's: as many as runs of tokens with loss_mask 1, if it has any token."""
+        return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
     def chat(self) -> list[Message]:
@@ -105,6 +112,8 @@ class Batch:
     greedy: Tensor  # (num_seqs,) float64, reward of the greedy answer to the same prompt
     keys: Tensor  # (num_seqs, num_keys) float64, the rewards that algo.reward_keys names
     policy_version: Tensor  # (num_tokens,) int64
+    # (num_tokens,) float64, with rewards.per_turn: what `rewards` has of a turn, at its last token
+    turn_rewards: Tensor | None = None
     old_logprobs: Tensor | None = None  # (num_tokens,) float32
     old_entropy: Tensor | None = None  # (num_tokens,) float32, nats
     pi_squared: Tensor | None = None  # (num_tokens,) float32, sum over the vocabulary
@@ -167,6 +176,11 @@ class PolicyStats(NamedTuple):
 
 SEQ_FIELDS = frozenset({"groups", "indices", "prompts", "rewards", "valid", "greedy", "keys"})
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
+
+
+def turn_ends(loss_mask: list[int]) -> list[int]:
+    """Where the policy's turns end: the last token of each run of ones."""
+    return [i for i, (here, behind) in enumerate(pairwise([*loss_mask, 0])) if here > behind]
 
 
 def lengths_to_cu_seqlens(lengths: Tensor) -> Tensor:

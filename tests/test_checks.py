@@ -16,6 +16,7 @@ from spmdrl.config import (
     DataConfig,
     PolicyLoss,
     PpoConfig,
+    RewardConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -34,6 +35,7 @@ def on(**changes):
 
 
 CRITIC, PRM = {"critic": TrainConfig()}, {"prm": TrainConfig()}
+PER_TURN = {"rewards": RewardConfig(per_turn=True)}
 NONSENSE = [
     # (what is set, words of the refusal)
     ({"advantage": "gae"}, ["'gae'", "needs critic="]),
@@ -53,6 +55,9 @@ NONSENSE = [
     ({"advantage": "prime", "roles": PRM, "overlong_buffer": 5}, ["labels"]),
     ({"advantage": "gdpo"}, ["reward_keys"]),
     ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "overlong_buffer": 5}, ["overlong_buffer"]),
+    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "roles": PER_TURN},
+     ["rewards.per_turn", "reads only", "['a']"]),
+    ({"advantage": "prime", "roles": PRM | PER_TURN}, ["rewards.per_turn", "label"]),
     ({"policy_loss": "sppo"}, ["win_rate"]),
     ({"advantage": "win_rate"}, ["sppo"]),
     ({"advantage": "reinforce_plus_plus", "policy_loss": "geo_mean"}, ["one per token"]),
@@ -138,6 +143,16 @@ SENSE = [
     {"advantage": "remax", "rollout": {"n": 1, "greedy_baseline": True}},
     {"advantage": "prime", "roles": PRM},
     {"advantage": "win_rate", "policy_loss": "sppo"},
+    {"roles": PER_TURN},
+    {
+        "advantage": "gae",
+        "roles": CRITIC | PER_TURN,
+        "gamma": 0.9,
+        "reward_coef": 0.5,
+        "kl_coef": 0.1,
+        "kl_in": "reward",
+    },
+    {"advantage": "remax", "rollout": {"greedy_baseline": True}, "roles": PER_TURN},
     {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 3e-4},
     {"rollout": {"top_p": 0.9}, "correction": on()},
     {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},

@@ -4,8 +4,19 @@ import pytest
 import torch
 
 from spmdrl.collect import add_greedy_rewards, check_reward_keys
-from spmdrl.packing import micro_batches, pack_samples, partition, split_to_count
-from spmdrl.types import Prompt, Sample, segment_expand, segment_sum
+from spmdrl.config import ConfigError
+from spmdrl.engines.micro_batches import stand_in
+from spmdrl.packing import (
+    concatenate,
+    empty_batch,
+    micro_batches,
+    pack_samples,
+    partition,
+    split_to_count,
+)
+from spmdrl.replay import ReplayBuffer
+from spmdrl.routing import span
+from spmdrl.types import Prompt, Sample, segment_expand, segment_sum, turn_ends
 
 
 def sample(group, index, prompt_len, response_len, invalid=None):
@@ -56,6 +67,89 @@ def test_a_sample_without_a_baseline_is_invalid():
     assert mine.reward is None
     assert "the greedy answer to the prompt is invalid" in mine.invalid
     assert (other.invalid, other.reward, other.greedy_reward) == (None, 1.5, 1.0)
+
+
+def in_turns(group, mask, turns, invalid=None):
+    """A prompt of two tokens, and an answer with this loss_mask."""
+    found = sample(group, 0, 2, len(mask), invalid)
+    found.loss_mask, found.turn_rewards = mask, turns
+    return found
+
+
+def test_turns_end_where_the_policy_stops():
+    masks = {"111": [2], "1": [0], "": [], "000": [], "1011001": [0, 3, 6], "110": [1], "01": [1]}
+    for mask, ends in masks.items():
+        assert turn_ends([int(digit) for digit in mask]) == ends, mask
+
+
+def test_each_turns_reward_is_on_its_last_token():
+    samples = [
+        in_turns(0, [1, 1, 0, 0, 1, 0, 1, 1], [0.1, -2.0, 3.0]),
+        in_turns(1, [1, 1], [0.5]),  # a single turn
+        in_turns(2, [1, 0, 1], [1.0, 0.0]),
+        in_turns(3, [], [7.0]),  # no token: there is no place for it
+        in_turns(4, [1, 0, 1], [1.0, 2.0], invalid="boom"),  # by its greedy answer, say
+        in_turns(5, [1, 0, 1], [], invalid="boom"),
+    ]
+    batch = pack_samples(samples, per_turn=True)
+    assert batch.turn_rewards.dtype == torch.float64
+    rows = [row.tolist() for row in batch.turn_rewards.split(batch.seq_lens.tolist())]
+    assert rows == [
+        [0, 0, 0, 0.1, 0, 0, -2.0, 0, 0, 3.0], [0, 0, 0, 0.5], [0, 0, 1.0, 0, 0.0],
+        [0, 0], [0] * 5, [0] * 5,
+    ]  # fmt: skip
+    assert batch.rewards.tolist() == [1.5] * 4 + [0.0] * 2  # the whole, as it was scored
+    assert pack_samples(samples).turn_rewards is None
+    with pytest.raises(AssertionError):
+        pack_samples([in_turns(0, [1, 0, 1], [1.0])], per_turn=True)
+    with pytest.raises(AssertionError):
+        pack_samples([in_turns(0, [1, 0, 1], [])], per_turn=True)
+
+
+def test_rewards_of_turns_go_where_their_tokens_go():
+    batch = pack_samples(
+        [in_turns(g, [1, 0, 1], [g + 0.25, g + 0.5]) for g in range(3)], per_turn=True
+    )
+    picked = batch.select([2, 0])
+    assert picked.turn_rewards.tolist() == [0, 0, 2.25, 0, 2.5, 0, 0, 0.25, 0, 0.5]
+    assert span(batch, 1, 2).turn_rewards.tolist() == [0, 0, 1.25, 0, 1.5]
+    nothing = empty_batch(torch.zeros(0, dtype=torch.int64), per_turn=True)
+    assert nothing.turn_rewards.shape == (0,) and nothing.turn_rewards.dtype == torch.float64
+    both = concatenate([nothing, picked, pack_samples([], per_turn=True)])
+    assert torch.equal(both.turn_rewards, picked.turn_rewards)
+    assert batch.select([]).turn_rewards.shape == (0,)
+    dummy = stand_in(batch)
+    assert dummy.turn_rewards.tolist() == [0, 0] and dummy.turn_rewards.dtype == torch.float64
+    assert {n for n, _ in dummy.tensors()} == {n for n, _ in batch.tensors()}
+
+
+def test_replayed_samples_keep_the_rewards_of_their_turns(tmp_path):
+    def step(first, per_turn):
+        made = [in_turns(g, [1, 0, 1], [g + 0.25, g + 0.5]) for g in (first, first + 1)]
+        return pack_samples(made, per_turn=per_turn)
+
+    buffer = ReplayBuffer(2)
+    buffer.mix(step(0, True))
+    mixed = buffer.mix(step(2, True))
+    assert mixed.turn_rewards.tolist() == [
+        x for g in (2, 3, 0, 1) for x in (0, 0, g + 0.25, 0, g + 0.5)
+    ]
+    with (tmp_path / "replay").open("wb") as file:
+        buffer.save(file)
+    again = ReplayBuffer(2)
+    again.load([tmp_path / "replay"], 0, 1, num_keys=0, per_turn=True)
+    newest = step(4, True)
+    assert torch.equal(again.mix(newest).turn_rewards, buffer.mix(newest).turn_rewards)
+    again.load([tmp_path / "replay"], 1, 2, num_keys=0, per_turn=True)  # a rank without a share
+    assert again.mix(step(4, True)).num_seqs == 2
+    with pytest.raises(ConfigError, match=r"rewards\.per_turn=True, this run has False"):
+        again.load([tmp_path / "replay"], 0, 1, num_keys=0, per_turn=False)
+    without = ReplayBuffer(1)
+    without.mix(step(0, False))
+    with (tmp_path / "without").open("wb") as file:
+        without.save(file)
+    with pytest.raises(ConfigError, match=r"rewards\.per_turn=False, this run has True"):
+        again.load([tmp_path / "without"], 0, 1, num_keys=0, per_turn=True)
 
 
 def test_select_picks_whole_sequences_in_the_order_asked():

@@ -1,5 +1,7 @@
 """What is refused before anything is built, with the arithmetic."""
 
+from functools import partial
+
 import pytest
 
 from spmdrl.config import (
@@ -9,13 +11,15 @@ from spmdrl.config import (
     DataConfig,
     OptimConfig,
     PpoConfig,
+    RewardConfig,
     RolloutConfig,
     SftConfig,
     SftDataConfig,
     TrainConfig,
 )
 from spmdrl.describe import describe, memory_of
-from spmdrl.plan import check, check_sft
+from spmdrl.plan import check, check_held_out, check_sft
+from spmdrl.rewards.functions import gsm8k
 from spmdrl.topology import resolve_degrees
 
 
@@ -65,6 +69,20 @@ CASES = [
     ),
     ({"actor": TrainConfig(optim=OptimConfig(schedule="cosine"))}, 1, ["decay_steps", "100"]),
     ({"algo": AlgoConfig(advantage="gae")}, 1, ["needs critic="]),
+    ({"rewards": RewardConfig(per_turn=True)}, 1, ["rewards.per_turn=True", "'gsm8k'", "a whole"]),
+    (
+        {
+            "rewards": RewardConfig(per_turn=True),
+            "reward": {"a": lambda response: 1.0, "b": "math"},
+        },
+        1,
+        ["rewards.per_turn=True", "'math'"],
+    ),
+    (
+        {"rewards": RewardConfig(per_turn=True), "reward": partial(gsm8k, method="flexible")},
+        1,
+        ["rewards.per_turn=True", "'gsm8k'"],
+    ),
     ({"critic": TrainConfig()}, 1, ["no use for one"]),
     ({"rollout": rollout(n=1)}, 1, ["rollout.n=1", "advantage 0"]),
     ({"rollout": rollout(temperature=0.0)}, 1, ["temperature"]),
@@ -144,6 +162,22 @@ def test_nonsense_is_refused_with_the_remedy(qwen3, changes, world, words):
     with pytest.raises(ConfigError) as error:
         check(config_of(qwen3, **changes), world)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_reward_per_turn_is_of_a_function_of_ones_own(qwen3):
+    def reward(num_turns: int) -> dict:
+        return {"turns": [0.0] * num_turns}
+
+    config = config_of(qwen3, rewards=RewardConfig(per_turn=True), reward=reward)
+    check(config, 1)
+    check_held_out(config, 1)
+    assert "of which it sees the sum" in describe(config, 1, 100)
+    tokens = config_of(
+        qwen3, rewards=RewardConfig(per_turn=True), reward=reward, algo=AlgoConfig("reinforce")
+    )
+    assert "a reward for each turn, on its last token" in describe(tokens, 1, 100)
+    with pytest.raises(ConfigError, match="'gsm8k' scores a sample as a whole"):
+        check_held_out(config_of(qwen3, rewards=RewardConfig(per_turn=True)), 1)
 
 
 def test_a_folder_without_a_model(tmp_path):

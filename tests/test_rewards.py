@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from spmdrl.cli import load_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
 from spmdrl.rewards import functions
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.trainer import scored_example
 from spmdrl.types import Prompt, Sample
 
 pytestmark = pytest.mark.clock
@@ -119,6 +121,101 @@ def test_returned_value(returned, i):
     assert words is None or words in returned[i].invalid
     if isinstance(RETURNS[i][0], dict) and reward is not None:
         assert returned[i].reward_info == {"format": 1.0, "exact": 0.0}
+
+
+WORDS = "expected a list of finite numbers, one for each turn of the policy's"
+TURNS = [
+    # returned for a sample of two turns -> reward, its turns', words of the refusal
+    ({"turns": [0.25, -1]}, -0.75, [0.25, -1.0], None),
+    ({"turns": (True, 2.5), "score": 1, "format": 0.5, "pred": "7"}, 4.5, [1.0, 2.5], None),
+    ({"turns": [0.1, 0.2], "score": 0}, 0.1 + 0.2, [0.1, 0.2], None),
+    (
+        {"turns": [1.0]},
+        None,
+        [],
+        "returned a list of 1 under 'turns'; with rewards.per_turn "
+        "expected a list of 2, one finite number for each turn",
+    ),
+    ({"turns": [1.0] * 3, "score": 1.0}, None, [], "a list of 3 under 'turns'"),
+    ({"turns": []}, None, [], "a list of 0 under 'turns'"),
+    (1.0, None, [], "returned no list under 'turns'; with rewards.per_turn expected a list of 2"),
+    ({"score": 1.0}, None, [], "returned no list under 'turns'"),
+    ({"turns": [1.0, float("nan")]}, None, [], "returned nan for turn 2 of 2; " + WORDS),
+    ({"turns": [10**400, 1.0]}, None, [], "returned inf for turn 1 of 2; " + WORDS),
+    ({"turns": [9e29, 9e29]}, None, [], "returned 2 turns that make its reward 1.8e+30; "),
+    ({"turns": [1.0, None]}, None, [], "returned [1.0, None] as its turns; " + WORDS),
+    ({"turns": "12"}, None, [], "returned a dict without the key 'score' (it has turns)"),
+    ({"turns": 2.0, "score": 1.0}, None, [], "returned no list under 'turns'"),
+    ({"turns": [1.0, 1.0], "score": None}, None, [], "returned None; expected a finite number"),
+    ({"turns": [1.0, 1.0], "x": float("inf")}, None, [], "returned inf as its x"),
+    (None, None, [], "with rewards.per_turn a dict with a list of them under 'turns'"),
+]
+
+
+def two_turns(i: int, source: str = "a") -> Sample:
+    """The prompt has a turn of the assistant's too, which is nobody's to score."""
+    found = sample("", source=source, extra={"i": i})
+    chat = [{"role": r, "content": "x"} for r in ("user", "assistant", "user")]
+    found.prompt = dataclasses.replace(found.prompt, chat=chat)
+    found.messages = [{"role": r, "content": "x"} for r in ("assistant", "tool", "assistant")]
+    return found
+
+
+def returning(values: list[Any]) -> Any:
+    def reward(extra_info, num_turns, messages):
+        assert num_turns == 2 and len(messages) == 6
+        return values[extra_info["i"]]
+
+    return reward
+
+
+def test_a_reward_for_each_turn():
+    values = [value for value, *_ in TURNS]
+    got = run(returning(values), [two_turns(i) for i in range(len(TURNS))], per_turn=True)
+    for found, (value, reward, turns, words) in zip(got, TURNS, strict=True):
+        assert (found.reward, found.turn_rewards) == (reward, turns), value
+        assert (found.invalid is None) == (words is None), value
+        assert words is None or words in found.invalid, (words, found.invalid)
+    assert (got[1].reward_info, got[1].pred) == ({"format": 0.5}, "7")
+
+
+def test_turns_that_nobody_asked_for():
+    values = [{"turns": [1.0, 1.0]}, {"score": 1.0, "turns": [1.0]}, {"score": 1.0, "turns": 2}]
+    got = run(returning(values), [two_turns(i) for i in range(3)])
+    for found in got[:2]:
+        assert (found.reward, found.turn_rewards) == (None, [])
+        assert "rewards.per_turn is False: set it to True" in found.invalid
+    assert (got[2].reward, got[2].reward_info) == (1.0, {"turns": 2.0})  # a number for the log
+
+
+def test_coroutines_and_data_sources_have_turns_too():
+    async def slowly(messages, num_turns):
+        await asyncio.sleep(0.01)
+        return {"turns": [0.5] * num_turns}
+
+    def whole(num_turns):
+        return {"turns": [0.25] * num_turns, "score": 1.0}
+
+    def none(num_turns):
+        return 1.0
+
+    rewards = {"a": slowly, "b": whole, "c": none}
+    got = run(rewards, [two_turns(0, source) for source in "abc"], per_turn=True)
+    assert [s.reward for s in got] == [1.0, 1.5, None]
+    assert [s.turn_rewards for s in got] == [[0.5, 0.5], [0.25, 0.25], []]
+
+
+def test_a_dry_run_scores_one_turn():
+    def reward(response, ground_truth, num_turns, messages):
+        assert len(messages) == 1 + num_turns
+        return {"turns": [0.5] * num_turns, "score": response == ground_truth}
+
+    runner = RewardRunner(reward, RewardConfig(per_turn=True))
+    try:
+        _, line = scored_example(sample("").prompt, runner)
+    finally:
+        runner.close()
+    assert line.endswith("reward of its ground truth '5' as the answer: 1.5")
 
 
 def test_numpy_and_torch_scalars():

@@ -47,7 +47,9 @@ class Outcomes:
 class Tokens:
     """This rank's packed tokens: (num_tokens,) float32, 0 where masked; None: not computed."""
 
-    rewards: Tensor  # of the step: R's at the last unmasked token, less any KL on each
+    # of the step: R's at the last unmasked token, but of a turn's own (rewards.per_turn) at the
+    # last of that turn; less any KL on each
+    rewards: Tensor
     mask: Tensor
     seq_lens: Tensor  # (num_seqs,) int64
     outcomes: Outcomes
@@ -317,12 +319,19 @@ def token_moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([kept.new_tensor(len(kept)), kept.sum(), (kept**2).sum()])
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, seq_lens: Tensor, penalty: Tensor) -> Tensor:
-    """(num_tokens,): (num_seqs,) rewards on the last unmasked token, less the penalty on each."""
+def token_rewards(
+    rewards: Tensor, mask: Tensor, seq_lens: Tensor, penalty: Tensor, turns: Tensor | None = None
+) -> Tensor:
+    """(num_tokens,): (num_seqs,) rewards on the last unmasked token, less the penalty on each.
+
+    turns: (num_tokens,), the part of the rewards that stands on tokens of its own.
+    """
+    turns = torch.zeros_like(mask, dtype=torch.float64) if turns is None else turns
+    rewards = rewards - segment_sum(turns, seq_lens)
     order = torch.arange(len(mask), dtype=torch.float64) + 1
     ends = torch.segment_reduce(mask.double() * order, "max", lengths=seq_lens, unsafe=True)
     at_end = (mask > 0) & (order == segment_expand(ends, seq_lens))
-    return torch.where(at_end, segment_expand(rewards, seq_lens), 0.0) - penalty * mask
+    return torch.where(at_end, segment_expand(rewards, seq_lens), 0.0) + turns - penalty * mask
 
 
 @dataclass(frozen=True)

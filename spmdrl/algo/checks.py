@@ -197,6 +197,11 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
             algo.overlong_buffer == 0,
             "algo.overlong_buffer changes the rewards, which advantage='prime' takes as labels",
         )
+        require(
+            not config.rewards.per_turn,
+            f"rewards.per_turn adds to the reward, which advantage={name} takes as a label in 0..1 "
+            "of the whole sample; its rewards within a sample are those of prm",
+        )
     require(
         algo.lam == AlgoConfig().lam or algo.lam_critic is None or algo.lam_alpha is None,
         f"algo.lam={algo.lam} would have no effect: lam_alpha={algo.lam_alpha} makes the actor's "
@@ -205,6 +210,11 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
     require(
         algo.advantage != "gdpo" or algo.overlong_buffer == 0,
         "algo.overlong_buffer is added to the reward, and advantage='gdpo' reads only "
+        f"algo.reward_keys={list(algo.reward_keys)}",
+    )
+    require(
+        algo.advantage != "gdpo" or not config.rewards.per_turn,
+        "rewards.per_turn gives turns a part of the reward, and advantage='gdpo' reads only "
         f"algo.reward_keys={list(algo.reward_keys)}",
     )
     weights = list(algo.reward_keys.values())

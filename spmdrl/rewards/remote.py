@@ -29,7 +29,8 @@ class Scorer(Protocol):
 def score(
     samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt], phase: str
 ) -> None:
-    """Sets reward, reward_info and pred, or invalid, of what this rank made, in phases so named.
+    """Sets reward, turn_rewards, reward_info and pred, or invalid, of what this rank made, in
+    phases so named.
 
     prompt_of: by id, for ranks that score what others made. Collective over by.sampling.
     """
@@ -90,11 +91,11 @@ def take_back(
     """What others say of mine, for what I say of theirs; see hand_over. Collective."""
     verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
     for s, maker in zip(theirs, makers, strict=True):
-        verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred])
+        verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards])
     received = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
     about_mine = [verdict for part in received for verdict in json.loads(part)]
     for s, verdict in zip(mine, about_mine, strict=True):
-        s.reward, s.invalid, s.reward_info, s.pred = verdict
+        s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards = verdict
 
 
 def all_to_all_bytes(parts: list[bytes], topology: Topology) -> list[bytes]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
 from spmdrl.rewards.calls import Caller, Submitted, arguments_of
-from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST
+from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, gsm8k, math
 from spmdrl.rewards.pool import innermost
 from spmdrl.rewards.worker import Outcome
 from spmdrl.topology import Topology
@@ -40,6 +40,7 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "finish_reason": lambda sample: sample.finish_reason,
     "sample_index": lambda sample: sample.index,
     "messages": lambda sample: sample.chat,
+    "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
 }
 
@@ -71,7 +72,7 @@ class RewardRunner:
     ) -> None:
         """ranks: how many have a runner, and share the limits for coroutines."""
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
-        self.ranks = ranks
+        self.ranks, self.per_turn = ranks, config.per_turn
         self.caller = Caller([r.function for r in self.rewards.values()], config, ranks)
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
@@ -89,7 +90,8 @@ class RewardRunner:
         return reward
 
     def score(self, samples: list[Sample], still_going: Callable[[], None] = lambda: None) -> None:
-        """Sets reward and reward_info, or invalid, of every sample; returns when all are done.
+        """Sets reward, turn_rewards and reward_info, or invalid, of every sample; returns when all
+        are done.
 
         still_going is called after each one: slow rewards are no hang.
 
@@ -103,9 +105,10 @@ class RewardRunner:
         ]
         calls = [self.submit(reward, sample) for reward, sample in todo]
         for (_, sample), call in zip(todo, calls, strict=True):
-            outcome: Outcome = call.result()
+            outcome = with_turns(call.result(), sample.num_turns, self.per_turn)
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
+            sample.turn_rewards = outcome.turns or []
             still_going()
 
     def submit(self, reward: Reward, sample: Sample) -> Submitted:
@@ -115,6 +118,24 @@ class RewardRunner:
     def close(self) -> None:
         """Ends the processes and the event loop."""
         self.caller.close()
+
+
+def with_turns(outcome: Outcome, num_turns: int, per_turn: bool) -> Outcome:
+    """The outcome; one that failed where it says of turns what is not asked for."""
+    if outcome.invalid is not None:
+        return outcome
+    if not per_turn:
+        return outcome if outcome.turns is None else Outcome.failed(
+            "the reward function returned 'turns', and rewards.per_turn is False: set it to True, "
+            "or give that entry another name"
+        )  # fmt: skip
+    got = "no list" if outcome.turns is None else f"a list of {len(outcome.turns)}"
+    if outcome.turns is None or len(outcome.turns) != num_turns:
+        return Outcome.failed(
+            f"the reward function returned {got} under 'turns'; with rewards.per_turn expected a "
+            f"list of {num_turns}, one finite number for each turn of the policy's"
+        )
+    return outcome
 
 
 def resolve_rewards(
@@ -131,6 +152,14 @@ def resolve_rewards(
 def asks_model(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
     """Whether a reward reads what the reward model says. Raises ConfigError."""
     return any("model_score" in each.arguments for each in resolve_rewards(reward).values())
+
+
+def built_ins_of(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> list[str]:
+    """The names of the built-in functions among the rewards. Raises ConfigError."""
+    names = {function: name for name, function in BUILT_INS.items()}
+    names |= {gsm8k: "gsm8k", math: "math"}
+    functions = [innermost(each.function) for each in resolve_rewards(reward).values()]
+    return [names[function] for function in functions if function in names]
 
 
 def needs_truth(

@@ -31,10 +31,11 @@ LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into 
 class Outcome(NamedTuple):
     """What became of one call: a reward, or the reason why there is none."""
 
-    reward: float | None
+    reward: float | None  # those of turns included
     info: dict[str, float]
     invalid: str | None
     pred: str | None = None  # what the function read as the answer
+    turns: list[float] | None = None  # None: it said nothing of turns
 
     @classmethod
     def failed(cls, reason: str) -> Outcome:
@@ -99,7 +100,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def to_outcome(result: Any) -> Outcome:
-    """A number, or a mapping with "score". Of its other entries the numbers are kept for the log.
+    """A number, or a mapping with "score", or with a list of "turns", whose sum is added to the
+    score. Of its other entries the numbers are kept for the log.
 
     Text beside the score is legal and not kept, but for verl's "pred", the answer as the function
     read it; a number there that is not finite makes the sample invalid, since it would spoil every
@@ -107,12 +109,19 @@ def to_outcome(result: Any) -> Outcome:
     """
     info: dict[str, float] = {}
     pred: str | None = None
+    turns: list[float] | None = None
     score = result
     if isinstance(result, dict):
-        if "score" not in result:
+        given = result.get("turns")
+        has_turns = isinstance(given, list | tuple)
+        if "score" not in result and not has_turns:
             keys = ", ".join(map(str, result)) or "nothing"
             return not_valid(f"returned a dict without the key 'score' (it has {keys})")
-        score, pred = result["score"], to_text(result.get("pred"))
+        score, pred = result.get("score", 0.0), to_text(result.get("pred"))
+        if has_turns:
+            turns = to_numbers(given)
+            if turns is None:
+                return not_turns(f"returned {shorten(repr(given))} as its turns")
         for key, value in result.items():
             number = to_number(value)
             if key != "score" and number is not None:
@@ -127,7 +136,15 @@ def to_outcome(result: Any) -> Outcome:
     for key, number in [("score", reward), *info.items()]:
         if not abs(number) < LARGEST:  # nan too
             return not_valid(f"returned {number} as its {key}")
-    return Outcome(reward, info, None, pred)
+    if turns is None:
+        return Outcome(reward, info, None, pred)
+    for i, number in enumerate(turns, start=1):
+        if not abs(number) < LARGEST:
+            return not_turns(f"returned {number} for turn {i} of {len(turns)}")
+    total = math.fsum([reward, *turns])
+    if not abs(total) < LARGEST:
+        return not_turns(f"returned {len(turns)} turns that make its reward {total}")
+    return Outcome(total, info, None, pred, turns)
 
 
 def to_text(value: Any) -> str | None:
@@ -138,8 +155,17 @@ def to_text(value: Any) -> str | None:
 
 
 def not_valid(what: str) -> Outcome:
-    expected = "expected a finite number, or a dict with a finite number under 'score'"
-    return Outcome(None, {}, f"the reward function {what}; {expected}")
+    return Outcome.failed(
+        f"the reward function {what}; expected a finite number, or a dict with a finite number "
+        "under 'score'; with rewards.per_turn a dict with a list of them under 'turns'"
+    )
+
+
+def not_turns(what: str) -> Outcome:
+    return Outcome.failed(
+        f"the reward function {what}; expected a list of finite numbers, one for each turn of the "
+        "policy's, with rewards.per_turn=True, and no such entry without"
+    )
 
 
 def to_number(value: Any) -> float | None:
@@ -152,6 +178,17 @@ def to_number(value: Any) -> float | None:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_number(value.item())
     return None
+
+
+def to_numbers(values: Any) -> list[float] | None:
+    """None where any is not what to_number knows."""
+    numbers: list[float] = []
+    for each in values:
+        number = to_number(each)
+        if number is None:
+            return None
+        numbers.append(number)
+    return numbers
 
 
 def shorten(text: str, most: int = 80) -> str:

@@ -1,6 +1,7 @@
 """Advantages and weights against slow loops from the papers, on samples spread over gloo ranks."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from golden import batch_of, flat, random_trajectories
 from ranks import run_calls
 
-from spmdrl.config import AlgoConfig, CorrectionConfig, DataConfig, PpoConfig, RolloutConfig
+from spmdrl.config import (
+    AlgoConfig,
+    CorrectionConfig,
+    DataConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from spmdrl.packing import pack_samples
+from spmdrl.types import Prompt, Sample
 
 BASE = PpoConfig(
     model="-", data=DataConfig(train="-"), reward="gsm8k", rollout=RolloutConfig(n=4, max_tokens=12)
@@ -96,7 +106,7 @@ def runs():
     found = {}
     for world in (1, 2, 3):
         calls = {"estimates": (estimates_on, (list(ESTIMATORS),)),
-                 "corrections": (corrections_on, ())}  # fmt: skip
+                 "corrections": (corrections_on, ()), "per turn": (per_turn_on, ())}  # fmt: skip
         if world < 3:
             calls |= {"kl in reward": (kl_in_reward_on, ()), "kept": (kept_of_the_counts_on, ()),
                       "tokens": (tokens_on, (0.2,))}  # fmt: skip
@@ -141,6 +151,107 @@ def test_metrics_are_the_same_on_every_rank_and_for_any_number_of_them(estimates
             for world in (2, 3):
                 for per_rank in estimates[world]:
                     assert per_rank[case, seed][3] == pytest.approx(base, rel=1e-6, abs=1e-9)
+
+
+# ---- rewards per turn
+
+
+PER_TURN = {
+    "gae": ({"gamma": 0.9, "lam": 0.8}, lambda t: reference.gae(t, 0.9, 0.8)[0]),
+    "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
+    "reinforce of half the reward": (
+        {"gamma": 0.5, "reward_coef": 0.5},
+        lambda t: [[x / 2 for x in row] for row in reference.reinforce(t, 0.5)],
+    ),
+    "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),
+    "optimal_token_baseline": ({}, reference.optimal_token_baseline),
+    "tir_optimal_token_baseline": ({}, lambda t: reference.optimal_token_baseline(t, True)),
+    "grpo": ({}, reference.grpo),  # sees R alone, which is the sum
+}
+
+
+def with_turns(seed, placed=True):
+    """(trajectories whose turns have rewards, these rewards of each). placed: on their tokens, as
+    documented; else all of R at the end."""
+    rng, trs, all_turns = random.Random(seed + 100), random_trajectories(seed), []
+    for tr in trs:
+        outcome, turns, tr.rewards = tr.reward, [], [0.0] * len(tr.mask)
+        last = None
+        for t, chosen in enumerate(tr.mask):
+            if chosen:
+                last = t
+            if chosen and (t + 1 == len(tr.mask) or not tr.mask[t + 1]):
+                turns.append(rng.uniform(-1, 1))
+                tr.rewards[t] = turns[-1] if placed else 0.0
+        tr.reward = outcome + sum(turns)
+        if last is not None:
+            tr.rewards[last] += outcome if placed else tr.reward
+        all_turns.append(turns)
+    assert max(map(len, all_turns)) > 2
+    return trs, all_turns
+
+
+def samples_of(trs, all_turns):
+    seen, samples = Counter(), []
+    for tr, turns in zip(trs, all_turns, strict=True):
+        n = len(tr.mask) - tr.prompt_len
+        samples.append(Sample(
+            Prompt(tr.group, [3] * tr.prompt_len, "d", "1", "p"), tr.group, seen[tr.group],
+            [5] * n, [0.0] * n, tr.mask[tr.prompt_len :], [0] * n, "stop",
+            reward=tr.reward if tr.valid else None, invalid=None if tr.valid else "boom",
+            turn_rewards=turns, greedy_reward=tr.greedy,
+        ))  # fmt: skip
+        seen[tr.group] += 1
+    return samples
+
+
+def per_turn_on(topology):
+    """{(case, seed): (sequence numbers, advantages, returns, metrics)} of this rank."""
+    from spmdrl.credit import add_advantages
+
+    results = {}
+    for case, (options, _) in PER_TURN.items():
+        algo = AlgoConfig(advantage=case.split()[0], **options)
+        config = replace(BASE, algo=algo, rewards=RewardConfig(per_turn=True))
+        for seed in SEEDS:
+            trs, turns = with_turns(seed)
+            order = random.Random(seed).sample(range(len(trs)), len(trs))
+            mine = order[topology.rank :: topology.world]
+            samples = samples_of(trs, turns)
+            batch = pack_samples([samples[i] for i in mine], per_turn=True)
+            known = batch_of(trs).select(mine)
+            assert torch.equal(batch.loss_mask, known.loss_mask)
+            batch.values, batch.old_logprobs = known.values, known.old_logprobs
+            batch.pi_squared = known.pi_squared
+            bounds = torch.arange(len(mine)).tensor_split(topology.world + 1)  # mini-batches
+            parts = [batch.select(part.tolist()) for part in bounds]
+            metrics = add_advantages(parts, config, 0.0, topology)
+            advantages = torch.cat([p.advantages for p in parts])
+            returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
+            results[case, seed] = (mine, advantages, returns, metrics)
+    return results
+
+
+@pytest.mark.parametrize("case", PER_TURN)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_turns_reward_stands_where_the_turn_ends(runs, world, case):
+    _, estimate = PER_TURN[case]
+    moved = 0.0
+    for seed in SEEDS:
+        want = estimate(with_turns(seed)[0])
+        at_the_end = estimate(with_turns(seed, placed=False)[0])
+        moved = max(moved, float((flat(want) - flat(at_the_end)).abs().max()))
+        for per_rank in runs[world]["per turn"]:
+            mine, got, returns, metrics = per_rank[case, seed]
+            expected = flat([want[i] for i in mine])
+            torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5, msg=f"{case} {seed}")
+            if case == "gae":
+                critic = reference.gae(with_turns(seed)[0], 0.9, 0.8)[1]
+                expected = flat([critic[i] for i in mine])
+                torch.testing.assert_close(returns, expected, rtol=1e-5, atol=1e-5)
+            base = runs[1]["per turn"][0][case, seed][3]
+            assert metrics == pytest.approx(base, rel=1e-6, abs=1e-9)
+    assert moved == 0.0 if case == "grpo" else moved > 0.1
 
 
 # ---- KL in the reward, corrections, weights

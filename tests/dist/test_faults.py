@@ -299,7 +299,8 @@ def test_the_launcher_says_how_its_ranks_took_a_signal(folder, number, stuck, co
     if stuck:
         wait_for(folder, "once more, and it stops now", proc)
         os.killpg(proc.pid, number)
-    assert finish(proc, folder, LIMIT_S + 20).code == code
+    done = finish(proc, folder, LIMIT_S + 20)
+    assert done.code == code, done.output[-6000:]
     assert Path(folder, "run/checkpoints").exists() != stuck
 
 

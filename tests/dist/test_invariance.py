@@ -25,6 +25,7 @@ from spmdrl.config import (
     OptimConfig,
     PolicyLoss,
     PpoConfig,
+    RewardConfig,
     RolloutConfig,
     TrainConfig,
 )
@@ -53,6 +54,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def config_of(advantage="grpo", policy_loss="ppo", **options):
     """A config in which the two make sense together; raises ConfigError where there is none."""
+    per_turn = options.pop("per_turn", False)
     algo = {"advantage": advantage, "policy_loss": policy_loss, "mini_batches": 2} | options
     if advantage == "gdpo":
         algo["reward_keys"] = {"format": 0.5, "correct": 1.0}
@@ -68,6 +70,7 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
     config = replace(
         BASE,
         algo=AlgoConfig(**algo),
+        rewards=RewardConfig(per_turn=per_turn),
         critic=TRAIN if advantage == "gae" else None,
         prm=TRAIN if advantage == "prime" else None,
         rollout=replace(BASE.rollout, greedy_baseline=advantage == "remax"),
@@ -112,6 +115,12 @@ OPTIONS = {
     "seq_mean_token_sum": {"aggregation": "seq_mean_token_sum"},
     "seq_mean_token_mean": {"aggregation": "seq_mean_token_mean"},
     "seq_mean_token_sum_norm": {"aggregation": "seq_mean_token_sum_norm", "norm_length": 40},
+    "per turn": {"advantage": "reinforce_plus_plus", "gamma": 0.9, "per_turn": True},
+    "per turn by group": {"advantage": "tir_optimal_token_baseline", "per_turn": True},
+    "per turn replayed": {
+        "advantage": "gae", "gamma": 0.9, "lam": 0.8, "per_turn": True, "kl_coef": 0.1,
+        "kl_in": "reward", "sample_filter": "max_random", "replay_steps": 1,
+        "correction": CorrectionConfig(level="token")},
     "two epochs": {"epochs": 2, "policy_loss": "clip_cov"},
 }  # fmt: skip
 
@@ -136,23 +145,27 @@ def splits_of(name):
     return SPLITS if name in THOROUGH else [SPLITS[0], SPLITS[-1]]
 
 
-def sample_of(group, index, overlong_buffer, step=0):
+def sample_of(group, index, config, step=0):
     """Prompt, answer with tool tokens in the middle; an empty one and two invalid ones."""
-    from spmdrl.types import Prompt, Sample
+    from spmdrl.types import Prompt, Sample, turn_ends
 
     rng = random.Random(1000 * step + 100 * group + index)
     n = 0 if (group, index) == (2, 1) else rng.randint(1, 24)
     mask = [1] * min(n, 3) + [int(rng.random() > 0.25) for _ in range(n - 3)]
     invalid = "boom" if (group, index) in ((1, 1), (4, 0)) else None
     correct = float(rng.random() > 0.4)
-    return Sample(
+    sample = Sample(
         prompt=Prompt(group, [5 + group] * (1 + group), "d", "1", "p"), group=group, index=index,
         response_ids=[rng.randint(3, 60) for _ in range(n)], loss_mask=mask,
         rollout_logprobs=[-4.4 + rng.gauss(0, 0.15) for _ in range(n)], policy_version=[0] * n,
         finish_reason="stop", reward=None if invalid else correct, invalid=invalid,
         greedy_reward=float(group % 2), reward_info={"format": rng.random(), "correct": correct},
-        penalty=-0.1 if overlong_buffer and n > 14 else 0.0,
+        penalty=-0.1 if config.algo.overlong_buffer and n > 14 else 0.0,
     )  # fmt: skip
+    if config.rewards.per_turn and not invalid:
+        sample.turn_rewards = [rng.uniform(-1, 1) for _ in turn_ends(mask)]
+        sample.reward += sum(sample.turn_rewards)
+    return sample
 
 
 def replay_of(config, earlier):
@@ -163,7 +176,8 @@ def replay_of(config, earlier):
     if config.algo.sample_filter is None:
         return None
     buffer = ReplayBuffer(config.algo.replay_steps)
-    buffer.past = [pack_samples(earlier)][: config.algo.replay_steps]
+    past = [pack_samples(earlier, per_turn=config.rewards.per_turn)]
+    buffer.past = past[: config.algo.replay_steps]
     return buffer
 
 
@@ -222,7 +236,7 @@ def steps_on(topology, cases, splits, models):
         mine = addresses[sampling.rank :: sampling.world] if sampling.here else []
         for name in (name for name in cases if split in splits_of(name)):
             config = cases[name]
-            samples = [sample_of(*address, config.algo.overlong_buffer) for address in mine]
+            samples = [sample_of(*address, config) for address in mine]
             needs_ref = config.algo.kl_coef > 0 or config.prm is not None
             here = Roles(
                 config, topology, sampling, training, syncing=topology, phases=phases,
@@ -230,7 +244,7 @@ def steps_on(topology, cases, splits, models):
                 actor=roles[0], ref=roles[1] if needs_ref else None,
                 critic=roles[2] if config.critic else None, prm=roles[3] if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
-                replay=replay_of(config, [sample_of(*address, 0, 1) for address in mine]),
+                replay=replay_of(config, [sample_of(*address, config, 1) for address in mine]),
             )  # fmt: skip
             collected = Collected(samples, NUM_GROUPS, samples) if sampling.here else None
             metrics = learn(here, hand_over(here, collected, step=1), step=1)
