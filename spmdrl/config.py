@@ -307,6 +307,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Steps whose operators and kernels torch.profiler records, in run_dir/profile.
+
+    A rank that writes a trace gives no sign of life: such a run's lost_timeout_s is at least
+    stall_timeout_s. See docs/operations.md.
+    """
+
+    steps: str | int | tuple[int, ...] = 3  # "3-4", 3 or "3,5-7"; none is longer than its run
+    ranks: str | int | tuple[int, ...] = 0  # as in placement: "0,2", "0-3", "all"
+    stacks: bool = False  # with the Python functions that called: several times as large, and slow
+    shapes: bool = False  # of the operators' arguments
+    memory: bool = False  # each allocation
+    trace: bool = True  # False: on GPUs, only nsys's window and its ranges of phases
+
+
+@dataclass(frozen=True)
 class PpoConfig:
     """A reinforcement-learning run. Required: model, data, reward."""
 
@@ -348,6 +364,7 @@ class PpoConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = True
     wandb: str | None = None  # a project of Weights & Biases
+    profile: ProfileConfig | None = None
     log_samples: int = 16  # per step, written to samples/
     # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
     # ends the run
@@ -395,6 +412,7 @@ class SftConfig:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
     wandb: str | None = None  # a project of Weights & Biases
+    profile: ProfileConfig | None = None
     nan_updates: int = 0  # as of PpoConfig
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
@@ -442,6 +460,7 @@ class RewardTrainingConfig:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
     tensorboard: bool = True
     wandb: str | None = None
+    profile: ProfileConfig | None = None
     nan_updates: int = 0
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0

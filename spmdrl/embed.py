@@ -186,7 +186,7 @@ def check_use(config: PpoConfig) -> None:
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
         "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "stall_timeout_s",
-        "lost_timeout_s", "wandb",
+        "lost_timeout_s", "wandb", "profile",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),

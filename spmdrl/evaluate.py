@@ -53,6 +53,8 @@ def main(
         dry_run = converted(dry_run, bool, "--dry-run")
         if "resume" in overrides:
             raise ConfigError("--resume: what is evaluated is named by --checkpoint")
+        if any(name.partition(".")[0] == "profile" for name in overrides):
+            raise ConfigError("--profile: an evaluation has no steps that could be profiled")
         value = load_config(config, PpoConfig, overrides)
         value = evaluation_of(value, str(checkpoint), str(out))
     except ConfigError as error:
@@ -84,7 +86,8 @@ def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
     return replace(
         config, model=str(Path(checkpoint, "hf")) if checkpoint else config.model,
         resume=checkpoint or "never", run_dir=str(folder), placement={}, critic=None, prm=None,
-        actor=TrainConfig(), ref=TrainConfig(), rollout=replace(config.rollout, sleep=False),
+        profile=None, actor=TrainConfig(), ref=TrainConfig(),
+        rollout=replace(config.rollout, sleep=False),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Phases:
     ) -> None:  # fmt: skip
         self.topology, self.watchdog, self.on_change = topology, watchdog, on_change
         self.name = "start"
+        self.mark: Callable[[str], AbstractContextManager[Any]] = nullcontext  # for a profiler
         self.spans: list[Span] = []
 
     @contextmanager
@@ -87,11 +88,13 @@ class Phases:
         start = time.time()
         failure: Exception | None = None
         try:
-            yield
+            with self.mark(name):
+                yield
         except Exception as error:  # noqa: BLE001  raised again on every rank by `agree`
             failure = error
         end = time.time()
-        self.agree(failure, topology or self.topology)
+        with self.mark(f"agree {name}"):
+            self.agree(failure, topology or self.topology)
         self.spans.append(Span(name, start, end, time.time()))
 
     def agree(self, failure: Exception | None, topology: Topology) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
@@ -99,19 +99,11 @@ def reference_is_base(config: PpoConfig, placement: Placement) -> bool:
 
 def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
     """ "0-3", "4", "0,2,5-7" or "all" -> ranks, ascending. Raises ConfigError."""
-    if isinstance(text, tuple | list):  # fire reads 0,2 as a tuple
-        text = ",".join(map(str, text))
-    text = str(text).replace(" ", "")
+    text = as_text(text)
     if text == "all":
         return tuple(range(world))
     ranks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise ConfigError(f"{where}={text!r}: expected ranks like '0-3', '4', '0,2,5-7', 'all'")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ConfigError(f"{where}={text!r}: {part} runs backwards")
+    for first, last in spans_in(text, where, "ranks like '0-3', '4', '0,2,5-7', 'all'"):
         if last >= world:
             raise ConfigError(
                 f"{where}={text!r} needs rank {last}, but there are {world} ranks: 0-{world - 1}"
@@ -120,6 +112,25 @@ def parse_ranks(text: str | int | tuple, world: int, where: str) -> Ranks:
     if len(set(ranks)) < len(ranks):
         raise ConfigError(f"{where}={text!r} names a rank twice")
     return tuple(sorted(ranks))
+
+
+def as_text(numbers: str | int | tuple) -> str:
+    """fire reads 0,2 as a tuple and 4 as a number."""
+    if isinstance(numbers, tuple | list):
+        numbers = ",".join(map(str, numbers))
+    return str(numbers).replace(" ", "")
+
+
+def spans_in(text: str, where: str, expected: str) -> Iterator[tuple[int, int]]:
+    """ "0,5-7" -> (0, 0), (5, 7). Raises ConfigError."""
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ConfigError(f"{where}={text!r}: expected {expected}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{where}={text!r}: {part} runs backwards")
+        yield first, last
 
 
 def show_ranks(ranks: Ranks) -> str:

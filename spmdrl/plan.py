@@ -43,6 +43,7 @@ from spmdrl.placement import (
     show_ranks,
     training_roles,
 )
+from spmdrl.profiling import check_profile
 from spmdrl.remote_code import allow_code, has_foreign_code
 from spmdrl.rewards.calls import arguments_of
 from spmdrl.rewards.model import check_reward_model, train_config
@@ -75,6 +76,7 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     )
     check_algo(config)
     check_trackers(config)
+    check_profile(config, world)
     check_checkpoint(config.checkpoint)
     check_read(config)
     check_evaluation(config)
@@ -525,6 +527,7 @@ def check_supervised(
     check_places(config)
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_trackers(config)
+    check_profile(config, world)
     check_checkpoint(config.checkpoint)
     check_best(config, what, best)
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)

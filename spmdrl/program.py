@@ -94,8 +94,8 @@ def started(config: Any) -> Iterator[Runtime]:
     master = None if one_host else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
-        config.lost_timeout_s, neighbour, near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"],
-        master=master,
+        lost_timeout_s(config), neighbour,
+        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], master=master,
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog)
@@ -129,6 +129,14 @@ def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
     """The other ranks end as well: this one will not be there to finish the step with them."""
     story = asdict(phases.story_of(why, exit_code=code))
     watchdog.tell(watchdog.report(story))
+
+
+def lost_timeout_s(config: Any) -> float:
+    """torch.profiler ends and writes a trace without letting go of the interpreter: no thread of
+    that rank gives a sign of life meanwhile, which may be minutes."""
+    if config.profile is None:
+        return config.lost_timeout_s
+    return max(config.lost_timeout_s, config.stall_timeout_s)
 
 
 def local_neighbour() -> int | None:

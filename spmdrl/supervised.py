@@ -32,6 +32,7 @@ from spmdrl.engines.models import load_hf_config, vocab_size_of
 from spmdrl.export import write_weights
 from spmdrl.metrics import RunLog, memory_of_process
 from spmdrl.packing import partition, sequence_work
+from spmdrl.profiling import Profiler
 from spmdrl.program import Runtime, load_tokenizer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.roles import Trainer
@@ -80,6 +81,7 @@ class Run:
 
 def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is a mean over the batch's unmasked tokens."""
+    profiled = Profiler(config, runtime)
     run = build(task, config, runtime)
     phases, steps = runtime.phases, config.steps
     done, log = resume(run)
@@ -92,7 +94,8 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     step = done
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        metrics = one_step(run, step)
+        with profiled(step):
+            metrics = one_step(run, step)
         if step % max(steps // 20, 1) == 0 or step == steps:
             log.step_line(step, metrics, task.shown)
         ending.vote(step)

@@ -20,6 +20,7 @@ from spmdrl.describe import describe
 from spmdrl.flops import peak_tflops
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.placement import place
+from spmdrl.profiling import Profiler
 from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
 from spmdrl.resume import find_start, take_folder
 from spmdrl.rewards.runner import RewardRunner
@@ -40,6 +41,7 @@ SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_m
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
     """Every rank runs it from the first line to the last."""
+    profiled = Profiler(config, runtime)
     run = build(config, runtime)
     roles, phases, steps = run.roles, runtime.phases, config.steps
     done, log = resume(run)
@@ -58,7 +60,8 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
-        metrics = one_step(run, step, sync_after=True)
+        with profiled(step):
+            metrics = one_step(run, step, sync_after=True)
         if metrics:
             log.step_line(step, metrics, SHOWN)
         if roles.sampling.here:
