@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli import as_source, fingerprint
 from spmdrl.config import ConfigError
-from spmdrl.exits import FAILED, REQUEUE, exit_config, leave, leave_for_torchrun
+from spmdrl.exits import REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.remote_code import UNREADABLE, reason_of
 from spmdrl.rendezvous import FOREVER, Start
@@ -108,7 +108,7 @@ def started(config: Any) -> Iterator[Runtime]:
         yield runtime
     except PhaseError as error:  # the rank that failed has reported it
         watchdog.tell(asdict(error.story))
-        leave(FAILED)
+        leave(error.story.exit_code)
     except Exception as error:  # noqa: BLE001  told with rank and phase, then the process ends
         story = asdict(phases.story(error))
         story = watchdog.report(story)

@@ -106,6 +106,7 @@ class Watchdog:
         self.broken = 0  # how often in a row it was not there
         self.woke = time.monotonic()
         self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
+        self.own: dict[str, Any] | None = None  # why this rank is about to end by itself
         nonce = store.compare_set("nonce", "", secrets.token_hex(8)).decode()  # of this attempt
         self.claim = Path(tempfile.gettempdir(), f"spmdrl_told_{self.host}_{nonce}")
         self.felt = False  # a connection broke
@@ -147,6 +148,7 @@ class Watchdog:
             wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
             if self.first:
                 return self.first
+        self.own = story
         with suppress(RuntimeError):
             self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
         own = story["rank"] == self.rank  # who has ended may have written more than others know
@@ -313,7 +315,11 @@ class Watchdog:
 
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:
         """Without a store a rank says what it knows, unless one of this host has spoken: the story
-        is told then, and that rank's end no story of its own."""
+        is told then, and that rank's end no story of its own. Nor is the store's end one to a rank
+        that is ending: with a second Ctrl-C the store's rank may just be the first to go."""
+        known = self.first or self.own
+        if known:
+            os._exit(known["exit_code"])
         if not self._claim():
             os._exit(FAILED)
         write_story(story, self.folder)

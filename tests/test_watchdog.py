@@ -155,6 +155,35 @@ def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
     assert "it has hung up, and its rendezvous store is gone" in told[0]["cause"]
 
 
+LEAVING = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from spmdrl import watchdog
+watchdog.PERIOD_S, watchdog.GRACE_S = 0.02, 0.2
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False)
+rank = watchdog.Watchdog(store, 1, 2, Path(sys.argv[2]), 1e9, lost_s=1e9)
+rank.report({"rank": 1, "host": "here", "phase": "reward", "cause": "a second signal, SIGTERM",
+             "details": "", "exit_code": 130})
+print("reported", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_was_leaving_does_not_say_that_the_store_left_first(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", LEAVING, str(server.port), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        try:
+            assert rank.stdout.readline() == b"reported\n"
+            del server
+            assert rank.wait(30) == 130
+            assert b"no rendezvous store" not in rank.stderr.read()
+        finally:
+            rank.kill()
+
+
 PEER = """
 import os, sys, time
 from pathlib import Path
