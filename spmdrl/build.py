@@ -201,7 +201,7 @@ def load_dataset(
 def give_sight(trainers: Iterable[Trainer], sight: Sight) -> None:
     for trainer in trainers:
         if trainer.engine is not None:
-            assert isinstance(trainer.engine, FsdpEngine)  # plan.check_model
+            assert isinstance(trainer.engine, FsdpEngine)  # plan_shared.check_vision
             trainer.engine.sight = sight
 
 

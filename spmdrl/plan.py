@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -18,33 +15,33 @@ from spmdrl.bounds import check_bounds
 from spmdrl.config import (
     CheckpointConfig,
     ConfigError,
-    DataConfig,
     MultiTurnConfig,
     PpoConfig,
-    RewardTrainingConfig,
-    RunConfig,
-    SftConfig,
-    SftDataConfig,
-    SupervisedConfig,
     TrainConfig,
 )
-from spmdrl.engines.classifier import check_classifier, classifier_config
 from spmdrl.engines.lora import check_lora
-from spmdrl.engines.megatron_layout import check_layout
-from spmdrl.engines.megatron_parts import degrees_of
 from spmdrl.engines.models import load_hf_config
-from spmdrl.engines.optimizers import check_optimizer
-from spmdrl.engines.ulysses import check_ulysses
 from spmdrl.placement import (
     Placement,
-    Ranks,
     place,
     reference_is_base,
     show_ranks,
     training_roles,
 )
+from spmdrl.plan_shared import (
+    check_checkpoint,
+    check_layers,
+    check_megatron,
+    check_pixels,
+    check_places,
+    check_sharing,
+    check_training_role,
+    check_vision,
+    check_world,
+    divisors,
+)
 from spmdrl.profiling import check_profile
-from spmdrl.remote_code import allow_code, has_foreign_code
+from spmdrl.remote_code import allow_code
 from spmdrl.rewards.calls import arguments_of
 from spmdrl.rewards.model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of
@@ -57,8 +54,6 @@ from spmdrl.strict import check_strict, check_strict_model
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.trackers import check_trackers
 from spmdrl.vision import same_pixels, sees_images
-
-MAX_RANKS = 2**20
 
 
 def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
@@ -186,23 +181,6 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
             )
 
 
-def check_sharing(name: str, role: TrainConfig, model: str) -> None:
-    try:
-        check_ulysses(load_hf_config(model), role.ulysses)
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{error}") from error
-
-
-def check_checkpoint(config: CheckpointConfig) -> None:
-    require(config.every_steps >= 0, f"checkpoint.every_steps={config.every_steps}: 0 or more")
-    require(config.keep >= 1, f"checkpoint.keep={config.keep}: at least 1")
-    require(config.keep_best >= 0, f"checkpoint.keep_best={config.keep_best}: 0 (off) or more")
-    require(
-        config.every_steps > 0 or not config.keep_best,
-        f"checkpoint.keep_best={config.keep_best} has no effect: every_steps=0 saves nothing",
-    )
-
-
 def check_evaluation(config: PpoConfig) -> None:
     """Raises ConfigError where held-out prompts cannot be answered as the eval_... fields say."""
     n, temperature = config.eval_samples, config.eval_temperature
@@ -299,49 +277,6 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
         check_strict_model(hf, config.rollout.engine)
 
 
-def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
-    require(
-        importlib.util.find_spec("megatron.core") is not None,
-        f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
-    )
-    hf = load_hf_config(model)
-    require(
-        not has_foreign_code(hf),
-        f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
-        f"{model!r} brings along: use engine 'fsdp', or leave trust_remote_code off",
-    )
-    try:
-        check_layout(hf, degrees_of(role), num_ranks)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def check_world(world: int) -> None:
-    require(1 <= world <= MAX_RANKS, f"{world} ranks: a run has 1 to {MAX_RANKS:,}")
-
-
-def check_places(config: RunConfig) -> None:
-    """Paths and names that nothing can be at."""
-    places = {"model": config.model, "run_dir": config.run_dir}
-    if not isinstance(config, PpoConfig):
-        keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
-                if f.name.endswith("_key")}  # fmt: skip
-        places |= {"out": config.out}
-        places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
-    for name, text in places.items():
-        require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")
-    for name in ("run_dir", "out"):
-        require(
-            name not in places or not Path(places[name]).is_file(),
-            f"{name}={places.get(name)!r} is a file; name a folder",
-        )
-    for key in ("tokenize", "add_generation_prompt"):
-        require(
-            key not in config.data.chat_template_kwargs,
-            f"data.chat_template_kwargs: {key!r} is not yours to set, a prompt needs it as it is",
-        )
-
-
 def check_roles(config: PpoConfig, world: int) -> None:
     require(
         config.actor.model is None,
@@ -415,167 +350,6 @@ def check_schedule(config: PpoConfig, placement: Placement) -> None:
         )
 
 
-# what only one engine reads, and what it is where nobody sets it
-LAYOUT: dict[str, dict[str, Any]] = {
-    "fsdp": {
-        "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
-        "activation_offload": False, "ema": 0.0,
-    },
-    "megatron": {
-        "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
-        "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
-        "expert_tensor_parallel": 1,
-    },
-}  # fmt: skip
-
-
-def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
-    require(
-        role.engine == "fsdp" or role.ulysses == 1,
-        f"{name}.ulysses={role.ulysses} is of engine 'fsdp'. With {name}.engine={role.engine!r} "
-        f"ranks share the tokens of a sequence by {name}.context_parallel",
-    )
-    for engine, fields in LAYOUT.items():
-        for field, default in fields.items():
-            require(
-                role.engine == engine or getattr(role, field) == default,
-                f"{name}.{field}={getattr(role, field)} has no effect with {name}.engine="
-                f"{role.engine!r}: it is of engine {engine!r}",
-            )
-    what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
-    what += " with ulysses" if role.ulysses != 1 else ""
-    try:
-        resolve_degrees(train_degrees(role), len(ranks))
-    except ConfigError as error:
-        raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
-    optim = role.optim
-    check_optimizer(name, role)
-    for field, value, fits in (
-        ("muon_momentum", optim.muon_momentum, optim.muon_momentum < 1),
-        ("betas", optim.betas, len(optim.betas) == 2 and all(b < 1 for b in optim.betas)),
-    ):
-        require(fits, f"{name}.optim.{field}={value} is out of range")
-    require(
-        optim.clip_norm > 0,
-        f"{name}.optim.clip_norm={optim.clip_norm} would zero every gradient; "
-        "for no clipping use a large number, e.g. 1e9",
-    )
-    require(
-        optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
-        f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
-        f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
-        "this run",
-    )
-
-
-def check_sft(config: SftConfig, world: int) -> None:
-    """Raises ConfigError, as `check` does for PpoConfig."""
-    check_supervised(config, world, "fine-tuning", BEST_SFT)
-    hf = load_hf_config(config.model)
-    check_positions(hf, config.data.max_tokens)
-    check_lora("actor", config.actor, hf)
-    check_vision(hf, {"actor": config.actor})
-    check_pixels(hf, config.data)
-    if config.actor.engine == "megatron":
-        check_megatron("actor", config.actor, config.model, world)
-
-
-def check_reward_training(config: RewardTrainingConfig, world: int) -> None:
-    """Raises ConfigError, as `check` does for PpoConfig."""
-    check_bounds(config)
-    require(
-        config.actor.engine == "fsdp",
-        f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
-    )
-    require(
-        config.actor.lora is None,
-        "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
-        "be learnt, so all weights are trained: leave actor.lora out",
-    )
-    check_supervised(config, world, "a reward model", BEST_REWARD_MODEL)
-    hf = classifier_config(config.model)
-    check_classifier("model", config.model, hf)
-    # its reward is read at a token behind the conversation
-    check_positions(hf, config.data.max_tokens, behind=1)
-
-
-def check_positions(hf: PreTrainedConfig, max_tokens: int, behind: int = 0) -> None:
-    """behind: tokens that stand behind those of the data."""
-    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
-    more = f", of which {behind} is taken" if behind else ""
-    require(
-        limit is None or max_tokens + behind <= limit,
-        f"data.max_tokens={max_tokens}, but the model's max_position_embeddings is {limit}{more}",
-    )
-
-
-# the metrics that a checkpoint may be kept for, and which of their values is the best
-BEST_SFT = {"eval/loss": "smallest", "eval/perplexity": "smallest", "sft/loss": "smallest"}
-BEST_REWARD_MODEL = {
-    "eval/loss": "smallest", "eval/accuracy": "largest", "eval/margin": "largest",
-    "reward_model/loss": "smallest", "reward_model/accuracy": "largest",
-    "reward_model/margin": "largest",
-}  # fmt: skip
-
-
-def check_supervised(
-    config: SupervisedConfig, world: int, what: str, best: Mapping[str, str]
-) -> None:
-    """What is the same for all that learns from rows as they stand."""
-    check_bounds(config)
-    check_world(world)
-    check_places(config)
-    require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
-    check_trackers(config)
-    check_profile(config, world)
-    check_checkpoint(config.checkpoint)
-    check_best(config, what, best)
-    check_training_role("actor", config.actor, tuple(range(world)), config.steps)
-    for field in ("offload_params", "offload_optimizer"):
-        require(
-            not getattr(config.actor, field),
-            f"actor.{field} has no effect on {what}: it clears the device for other roles "
-            "while a role is idle, and here the actor is the only one and never idle. To save "
-            "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit' or lower "
-            "actor.micro_batch_tokens",
-        )
-    if config.trust_remote_code:
-        allow_code(config.model)
-    check_layers(load_hf_config(config.model))
-    check_sharing("actor", config.actor, config.model)
-
-
-def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) -> None:
-    """metrics: those that a checkpoint may be kept for, and which of their values is the best."""
-    best, default = config.checkpoint, CheckpointConfig()
-    if not best.keep_best:
-        for name in ("best_metric", "best_is"):
-            value = getattr(best, name)
-            require(
-                value == getattr(default, name),
-                f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
-            )
-        return
-    metric, evaluates = best.best_metric, config.data.eval is not None and config.eval_every > 0
-    own = next(name for name in metrics if not name.startswith("eval/"))
-    require(
-        metric in metrics or metric.startswith(f"{own.partition('/')[0]}/"),
-        f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use "
-        f"best_metric='eval/loss', or {own!r}, with best_is='smallest'",
-    )
-    require(
-        not metric.startswith("eval/") or evaluates,
-        f"checkpoint.keep_best={best.keep_best} goes by best_metric={metric!r}, but nothing is "
-        "evaluated while the run goes on: set data.eval and eval_every, or "
-        f"best_metric={own!r}",
-    )
-    require(
-        best.best_is == metrics.get(metric, best.best_is),
-        f"checkpoint.best_is={best.best_is!r} would keep the worst by best_metric={metric!r}: set "
-        f"best_is={metrics.get(metric)!r}",
-    )
-
-
 def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     text, tp = hf.get_text_config(), config.rollout.tensor_parallel
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -623,52 +397,6 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
         f"use one of {divisors(heads)}",
     )
-
-
-def check_vision(
-    hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
-) -> None:
-    """What a model with a vision tower cannot do yet, and what one without cannot.
-
-    others: settings by name that do not go with a tower either.
-    """
-    if not sees_images(hf):
-        for name, role in roles.items():
-            require(not role.freeze_vision, f"{name}.freeze_vision: the model sees no images")
-        return
-    wanted = dict(others or {})
-    for name, role in roles.items():
-        wanted |= {
-            f"{name}.engine='megatron'": role.engine == "megatron",
-            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
-            f"{name}.kernels='liger'": role.kernels == "liger",
-        }  # fmt: skip
-    found = [name for name, value in wanted.items() if value]
-    require(
-        not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"
-    )  # fmt: skip
-
-
-def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None:
-    for name in ("image_min_pixels", "image_max_pixels"):
-        require(
-            sees_images(hf) or getattr(data, name) is None, f"data.{name}: the model sees no images"
-        )
-
-
-def check_layers(hf: PreTrainedConfig) -> None:
-    """Packed sequences are kept apart in attention alone: no other layer may mix tokens."""
-    kinds = set(getattr(hf.get_text_config(), "layer_types", None) or ())
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    require(
-        not other and not getattr(hf, "is_stateful", False),
-        f"model type {hf.model_type!r} has layers {other} that carry state from token to token; "
-        "packed training supports full and sliding attention",
-    )
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def updates_per_run(config: PpoConfig) -> int:

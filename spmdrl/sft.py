@@ -43,7 +43,7 @@ def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: A
     except ConfigError as error:
         exit_config(error)
     before_torch()
-    from spmdrl.plan import check_sft  # torch comes in here, see spmdrl/ppo.py
+    from spmdrl.plan_supervised import check_sft  # torch comes in here, see spmdrl/ppo.py
     from spmdrl.program import started
     from spmdrl.supervised import show_plan, train
 

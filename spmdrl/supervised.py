@@ -272,7 +272,7 @@ def finish(run: Run, saver: Saver | None, log: RunLog) -> None:
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
         export(weights, run, Path(config.out))
         if config.actor.ema:
-            assert isinstance(actor, FsdpEngine)  # plan.py refuses others
+            assert isinstance(actor, FsdpEngine)  # plan_shared.py refuses others
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
             export(weights, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
@@ -293,7 +293,7 @@ def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
 def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
     """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
     number. From now on the model looks at their images. Collective."""
-    if isinstance(actor.model, FsdpEngine):  # plan.py refuses others where there are images
+    if isinstance(actor.model, FsdpEngine):  # plan_shared.py refuses others where there are images
         actor.model.sight = rows.sight
     batch = rows.batch(share_of(rows, indices, actor))
     num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)

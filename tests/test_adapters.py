@@ -19,7 +19,8 @@ from spmdrl.config import (
     WeightsConfig,
 )
 from spmdrl.describe import describe, memory_of
-from spmdrl.plan import check, check_sft
+from spmdrl.plan import check
+from spmdrl.plan_supervised import check_sft
 
 LORA = TrainConfig(lora=LoraConfig(rank=8))
 APART = {"actor": LORA, "weights": WeightsConfig(lora="adapter")}

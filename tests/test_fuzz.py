@@ -44,7 +44,8 @@ from spmdrl.config import (
 )
 from spmdrl.data import PromptDataset
 from spmdrl.describe import describe
-from spmdrl.plan import check, check_reward_training, check_sft
+from spmdrl.plan import check
+from spmdrl.plan_supervised import check_reward_training, check_sft
 from spmdrl.preference_data import PreferenceDataset
 from spmdrl.sft_data import SftDataset
 from spmdrl.topology import Topology

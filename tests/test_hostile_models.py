@@ -16,7 +16,7 @@ from tiny import save_qwen3
 from spmdrl.config import ConfigError, PpoConfig, SftConfig, SftDataConfig, TrainConfig
 from spmdrl.engines.megatron_names import Folder
 from spmdrl.engines.models import build_model, load_hf_config
-from spmdrl.plan import check_sft
+from spmdrl.plan_supervised import check_sft
 from spmdrl.program import load_tokenizer
 from spmdrl.remote_code import allow_code, code_files, has_foreign_code
 

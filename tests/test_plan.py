@@ -18,7 +18,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.describe import describe, memory_of
-from spmdrl.plan import check, check_held_out, check_sft
+from spmdrl.plan import check, check_held_out
+from spmdrl.plan_supervised import check_sft
 from spmdrl.rewards.functions import gsm8k
 from spmdrl.topology import resolve_degrees
 

@@ -27,7 +27,7 @@ from spmdrl.config import (
 )
 from spmdrl.engines.classifier import build_classifier, classifier_config
 from spmdrl.engines.micro_batches import cut
-from spmdrl.plan import check_reward_training
+from spmdrl.plan_supervised import check_reward_training
 from spmdrl.preference_data import PreferenceDataset
 from spmdrl.rewards.model import to_batch
 from spmdrl.supervised import name_padding

@@ -23,7 +23,8 @@ from tiny import save_qwen3
 from spmdrl.cli import load_config
 from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
 from spmdrl.describe import describe
-from spmdrl.plan import check, check_sft
+from spmdrl.plan import check
+from spmdrl.plan_supervised import check_sft
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*/config.py")])

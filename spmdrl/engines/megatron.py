@@ -268,7 +268,7 @@ class MegatronEngine:
     # ---- weights and memory
 
     def named_shards(self, merged: bool = True) -> dict[str, Shards]:
-        return self.parts.named_shards()  # there are no adapters: plan.py refuses them
+        return self.parts.named_shards()  # there are no adapters: check_lora refuses them
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         with self.at_hand():

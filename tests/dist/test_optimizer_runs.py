@@ -32,7 +32,7 @@ from spmdrl.config import ConfigError, OptimConfig, TrainConfig
     ],
 )
 def test_what_would_have_no_effect_is_refused(role, changes, words):
-    from spmdrl.plan import check_training_role
+    from spmdrl.plan_shared import check_training_role
 
     with pytest.raises(ConfigError) as error:
         check_training_role(role, TrainConfig(**changes), (0, 1), 10)

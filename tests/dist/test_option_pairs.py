@@ -17,7 +17,7 @@ from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
 from spmdrl.engines.lora import check_lora
 from spmdrl.engines.models import load_hf_config
 from spmdrl.packing import empty_batch
-from spmdrl.plan import check_training_role
+from spmdrl.plan_shared import check_training_role
 from spmdrl.types import Batch
 
 LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9, 2]
