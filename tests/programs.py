@@ -122,7 +122,8 @@ def launch(
     """What the command `python -m launcher` does, in a process that has imported it already.
 
     forked: so have its ranks, which are forks of it, where torchrun would start Python. All else
-    is torchrun's own; but /proc/PID/environ is not theirs.
+    is torchrun's own; but /proc/PID/environ is not theirs, and a killed one, whose pages others
+    share, may take longer to be gone than its peers take to leave.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 

@@ -326,12 +326,13 @@ def token_rewards(
 
     turns: (num_tokens,), the part of the rewards that stands on tokens of its own.
     """
-    turns = torch.zeros_like(mask, dtype=torch.float64) if turns is None else turns
-    rewards = rewards - segment_sum(turns, seq_lens)
+    if turns is not None:
+        rewards = rewards - segment_sum(turns, seq_lens)
     order = torch.arange(len(mask), dtype=torch.float64) + 1
     ends = torch.segment_reduce(mask.double() * order, "max", lengths=seq_lens, unsafe=True)
     at_end = (mask > 0) & (order == segment_expand(ends, seq_lens))
-    return torch.where(at_end, segment_expand(rewards, seq_lens), 0.0) + turns - penalty * mask
+    placed = torch.where(at_end, segment_expand(rewards, seq_lens), 0.0) - penalty * mask
+    return placed if turns is None else placed + turns
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
     """One of three: the others' ends are no stories."""
     if store == "rank 0's":  # as the launch scripts have it: it may die with the rank
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"])
+    proc = start(
+        folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"], forked=False
+    )
     wait_for(folder, "saved run/checkpoints/step_00000002", proc)
     victim = pids_of(proc.pid)[rank]
     os.kill(victim, signal.SIGKILL)

@@ -221,6 +221,7 @@ def test_a_killed_rank_ends_the_others_as_its_own_story(folder, rank):
     proc = start(
         folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",
         "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
+        forked=False,
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
     victim = pids_of(proc.pid)[rank]
