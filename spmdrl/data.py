@@ -40,7 +40,16 @@ from spmdrl.files import (
 )
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
-from spmdrl.vision import FAMILIES, MARK, Looks, Picture, Vision, pictures_of, with_parts
+from spmdrl.vision import (
+    FAMILIES,
+    MARK,
+    Looks,
+    Picture,
+    Vision,
+    pictures_of,
+    says_image,
+    with_parts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,10 +190,6 @@ class PromptFields:
         return any(isinstance(turn["content"], list) for turn in self.turns)
 
     @property
-    def says_image(self) -> bool:
-        return any(MARK in turn["content"] for turn in self.turns)
-
-    @property
     def turns(self) -> list[dict[str, Any]]:
         return self.prompt if isinstance(self.prompt, list) else [{"content": self.prompt}]
 
@@ -207,7 +212,7 @@ class MostImages:
         for picture in fields.images:
             picture.open()
         if not fields.images:
-            return replace(self, blind=self.blind + fields.says_image)
+            return replace(self, blind=self.blind + says_image(fields.turns))
         if not is_used:
             return self
         largest = max(map(vision.num_tokens, fields.images))

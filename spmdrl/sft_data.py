@@ -22,13 +22,13 @@ from spmdrl.topology import Topology
 from spmdrl.turns import encode_turns
 from spmdrl.types import Batch
 from spmdrl.vision import (
-    MARK,
     Picture,
     Sight,
     Vision,
     parts_of,
     pictures_of,
     repeated,
+    says_image,
     with_parts,
 )
 
@@ -174,8 +174,9 @@ class SftReader:
         """folder: of the file. Raises BadRow, ConfigError."""
         images = self.images(row, folder)
         prompt, response = self.asked_and_said(row)
-        blind = self.vision is not None and not images and says_image(prompt)
+        blind = False
         if not isinstance(prompt, str):
+            blind = self.vision is not None and not images and says_image(prompt)
             prompt = self.seen(prompt, images)
         elif images:
             raise BadRow("field 'images': the tokenizer has no chat template to show them in")
@@ -238,10 +239,6 @@ class SftReader:
         )
 
 
-def says_image(prompt: list[dict[str, Any]] | str) -> bool:
-    return isinstance(prompt, list) and any(MARK in turn["content"] for turn in prompt)
-
-
 def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
     """parts: contents may be lists of them; the assistant's become text. Raises BadRow."""
     chat = row["messages"]
@@ -249,6 +246,11 @@ def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         expected = "a chat list of at least two turns, the last by the assistant"
         raise bad_field("messages", chat, expected)
+    return turns_of(chat)
+
+
+def turns_of(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they were written, the assistant's as text. Raises BadRow."""
     turns = [without_nulls(turn) for turn in chat]
     for turn in turns:
         if turn["role"] == "assistant":
@@ -262,7 +264,7 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
         return content
     parts = parts_of(content)
     if any(part["type"] == "image" for part in parts):
-        raise BadRow("field 'messages[].content[]': an image in what the assistant says")
+        raise BadRow("an image in what the assistant says, which only others may show")
     return "".join(part["text"] for part in parts)
 
 
@@ -277,4 +279,4 @@ def prompt_and_response(
         raise bad_field(config.response_key, response, expected, row)
     if isinstance(prompt, str):
         return prompt, response
-    return [without_nulls(turn) for turn in prompt], response
+    return turns_of(prompt), response

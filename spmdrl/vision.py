@@ -19,7 +19,7 @@ import struct
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -174,6 +174,18 @@ def with_parts(chat: list[Message], num_images: int) -> list[Message]:
             f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
         )
     return seen
+
+
+def says_image(chat: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the text of any turn has the mark of an image."""
+    return any(
+        MARK in part["text"]
+        for turn in chat
+        for part in (
+            [{"text": turn["content"]}] if isinstance(turn["content"], str) else turn["content"]
+        )
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )
 
 
 def parts_of(content: Any) -> list[dict[str, str]]:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 from ranks import SERVER, become, free_port, wait_all
@@ -144,10 +145,14 @@ class ForkedRank:
     ) -> None:  # fmt: skip
         assert args[1:3] == ("-u", "-m") and start_new_session, args
         streams = [None if file is None else file.fileno() for file in (stdout, stderr)]
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=run_rank, args=(args[3], args[4:], env, streams))
+        fork, (ready, is_ready) = multiprocessing.get_context("fork"), os.pipe()
+        rank = args[3], args[4:], env, streams, is_ready
+        self.process = fork.Process(target=run_rank, args=rank)
         self.process.start()
         assert self.process.pid is not None
+        os.close(is_ready)
+        os.read(ready, 1)  # a Popen returns as late: signals find a session, and no old handlers
+        os.close(ready)
         self.pid, self.args = self.process.pid, args
 
     @property
@@ -171,17 +176,19 @@ class ForkedRank:
 
 
 def run_rank(
-    module: str, args: Sequence[str], env: dict[str, str], streams: list[int | None]
+    module: str, args: Sequence[str], env: dict[str, str], streams: list[int | None], is_ready: int
 ) -> None:
     """Leaves torchrun's session, its signal handlers, its sockets and what else it has open."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, default)
     os.setsid()
+    os.write(is_ready, b"1")
     for own, given in zip((1, 2), streams, strict=True):
         if given is not None:
             os.dup2(given, own)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    resource_tracker._resource_tracker._fd = None  # its number will be another file's
     os.environ.clear()
     os.environ.update(env)
     sys.stdout.reconfigure(write_through=True)  # as by -u
@@ -211,7 +218,7 @@ def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
     return Done(proc.exitcode, Path(folder, "log").read_text(), time.monotonic() - begin)
 
 
-def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 300, **kwargs: str) -> Done:
+def torchrun(folder: Path, ranks: int, *args: str, timeout_s: float = 300, **kwargs: Any) -> Done:
     return finish(start(folder, ranks, *args, **kwargs), folder, timeout_s)
 
 

@@ -316,7 +316,7 @@ def difference(adapters: Adapters | None, folder: Path) -> str | None:
     if saved["layers"] != mine["layers"]:
         return (
             f"{folder} has adapters on {len(saved['layers'])} layers, this run on "
-            f"{len(mine['layers'])}: lora.target_modules is not what it was"
+            f"{len(mine['layers'])}: lora.target_modules, or freeze_vision, is not what it was"
         )
     return None
 

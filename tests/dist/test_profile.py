@@ -114,6 +114,14 @@ def test_a_step_that_fails_leaves_what_was_recorded(rows):
     assert "aten::mm" in operators(trace, *found["update"])
 
 
+def test_a_trace_that_cannot_be_written_is_no_failure(rows):
+    Path(rows, "run").mkdir()
+    Path(rows, "run/profile").write_text("a file")
+    done = sft(rows, "--profile.steps", "2")
+    assert done.code == 0, done.output[-4000:]
+    assert "no trace of step 2 on rank 0: [Errno 17] File exists" in done.output
+
+
 def test_nothing_but_marks_for_nsys_is_nothing_on_a_cpu(rows):
     done = sft(rows, "--profile.trace", "False")
     assert done.code == 2 and "profile.trace=False leaves it to nsys" in done.output

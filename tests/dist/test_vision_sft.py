@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from programs import metrics_of, train
-from tiny import png, save_qwen_vl
+from tiny import SHOWING_TEMPLATE, png, save_qwen_vl
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, SftDataConfig
@@ -79,8 +79,10 @@ def alone(folder):
     return run(folder, "alone", 1)
 
 
-def load(folder, topology, rows, **settings):
+def load(folder, topology, rows, template=None, **settings):
     model = str(folder / "model")
+    if template is not None:
+        settings["chat_template_kwargs"] = {"chat_template": template}
     config = SftDataConfig(train=write(folder / "few.jsonl", rows), **settings)
     vision = Vision.load(model, load_hf_config(model), config)
     return SftDataset.load(
@@ -245,6 +247,34 @@ def test_the_assistant_shows_nothing(folder, topology):
     row["messages"][1]["content"] = [{"type": "image"}, {"type": "text", "text": "so"}]
     with pytest.raises(ConfigError, match="an image in what the assistant says"):
         load(folder, topology, [row])
+
+
+def test_what_the_assistant_said_before_is_text_in_any_column(folder, topology):
+    """Arrow gives every part the keys of all others, and some templates ask for a key alone."""
+    template = SHOWING_TEMPLATE.replace("p['type'] == 'image'", "'image' in p")
+    assert template != SHOWING_TEMPLATE
+    said = ("user", "hi"), ("assistant", "ok"), ("user", "more")
+    parts = [
+        {"role": role, "content": [{"type": "text", "text": text, "image": None}]}
+        for role, text in said
+    ]
+    plain = [{"role": role, "content": text} for role, text in said]
+    one, other = (
+        load(folder, topology, [{"prompt": chat, "response": "y"}], template).example(0)
+        for chat in (parts, plain)
+    )
+    assert one.token_ids == other.token_ids
+    for part, error in (({"type": "image"}, "in what the assistant says"), ({"type": "video"}, "")):
+        parts[1]["content"] = [part, {"type": "text", "text": "x"}]
+        with pytest.raises(ConfigError, match=f"line 1: .*{error}"):
+            load(folder, topology, [{"prompt": parts, "response": "y"}])
+
+
+def test_marks_without_images_are_counted_in_parts_too(folder, topology):
+    parts = [{"type": "text", "text": "<image>hi"}]
+    rows = [{"prompt": [{"role": "user", "content": c}], "response": "y"} for c in (parts, "hi")]
+    reader = load(folder, topology, rows).reader
+    assert [reader.read(row, folder).blind for row in rows] == [True, False]
 
 
 def test_a_model_that_sees_nothing_is_told(folder, qwen3):
