@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -155,7 +156,9 @@ def test_nothing_of_ours_is_inherited(form, monkeypatch):
             os.close(high)
     names, *fds = r.stdout.split("\n")
     assert fds == ["0", "1", "2", ""]
-    assert set(eval(names)) <= {"HOME", "LANG", "LC_CTYPE", "PATH", "PWD", "PYTHONHASHSEED"}
+    assert set(eval(names)) <= {"HOME", "LANG", "LC_CTYPE", "PATH", "PWD", "PYTHONHASHSEED"} | {
+        "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"
+    }  # fmt: skip
 
 
 def test_the_folder_is_empty_and_its_own(strong):
@@ -715,6 +718,73 @@ def test_asserts_judge_plain_data_objects_and_errors(form):
         "assert big(2000) == math.factorial(2000)",
     ]
     assert score(program, tests) == (7, 7)
+
+
+def test_right_programs_pass_and_forgeries_do_not(strong):
+    examples = Path(__file__).parent.parent / "examples" / "code_sandbox"
+    verdicts = runpy.run_path(str(examples / "verdicts.py"))
+    for name, score, least in (("hard.txt", 1.0, 100), ("forgeries.txt", 0.0, 60)):
+        cases = verdicts["read_cases"](examples / name)
+        assert len(cases) >= least
+        with ThreadPoolExecutor(2) as pool:
+            scores = list(pool.map(verdicts["verdict"], cases))
+        wrong = [(c.name, got) for c, got in zip(cases, scores, strict=True) if got != score]
+        assert not wrong
+
+
+def test_the_weak_form_judges_objects_text_and_numpy(monkeypatch):
+    monkeypatch.setenv(sandbox.FORM_VARIABLE, "weak")
+    if not there_is_one("weak"):
+        pytest.skip("no weak sandbox on this machine")
+    program = "import numpy\ndef f(x): return f'{x}+1'\nclass A:\n  def g(s): return numpy.ones(2)"
+    tests = ["assert eval(f(3)) == 4", "assert A().g().tolist() == [1, 1]"]
+    assert code_reward(block(program), tests)["passed"] == 2
+    forged = "def f(x): return '__import__(\"os\")._exit(0)'"
+    assert code_reward(block(forged), tests[:1])["score"] == 0
+
+
+def test_what_the_judge_cannot_run_has_no_verdict(strong):
+    program = "def f(x): return 'x'\ndef g(x): return 7"
+    with pytest.raises(SandboxError, match=r"no verdict.*makes the judge run exec"):
+        score(program, ["import timeit\nassert timeit.timeit(f(3), number=1) > 0"])
+    with pytest.raises(SandboxError, match="no Python"):
+        score(program, ["assert f(3) = 9"])
+    with pytest.raises(SandboxError, match="hands a"):
+        score(program, ["import threading\nassert f(threading.Lock()) == 'x'"])
+    for line in ("import no_such_module", "raise SystemExit(0)"):
+        with pytest.raises(SandboxError, match="the test ends with"):
+            score(program, [f"assert g(3) == 7\n{line}"])
+    assert score("def f(x): import no_such_module", ["assert f(3) is None"]) == (0, 1)
+    # one that has failed decides, and what the program answers is never a reason
+    assert score(program, ["assert f(3) = 9", "assert g(3) == 9"]) == (0, 2)
+
+
+def test_a_test_that_does_not_use_the_program_has_no_verdict(strong):
+    define = "def check(candidate):\n  assert candidate(1) == 2\n"
+    idle = (f"{define}if __name__ == 'other': check(f)", f"import random\nrandom.seed(1)\n{define}")
+    for test in (*idle, "assert __name__ == '__main__'"):
+        with pytest.raises(SandboxError, match="without having used the program"):
+            score("def f(x): return 0", [test])
+    case = "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): assert f(1) == 2\n"
+    for test in (define, case, f"METADATA = {{}}\n{define}", "def test_a(): assert f(1) == 2"):
+        with pytest.raises(ValueError, match=r"calls none of them.*add the call"):
+            score("def f(x): return 0", [test])
+    assert score("def f(x): pass\nN = 4", ["assert callable(f)", "assert N == 4"]) == (2, 2)
+
+
+HOSTILE = [
+    "```" + " " * (1 << 20) + "`", " " * (1 << 20), "```\n" * (1 << 18), "`" * (1 << 20),
+    ("```" + " " * 1000 + "`\n") * 1000, "```python" + "\t" * (1 << 20) + "x`", "\n" * (1 << 20),
+    "```" + "a" * (1 << 20) + "`", "```python\n\ud800\n```", "```python\n\0\n```", "\u2028```" * 300_000,
+    "```python\n" + "(" * (1 << 20) + "\n```", "```python\nx=" + "-" * (1 << 20) + "1\n```",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_text_of_any_kind_is_wrong_and_costs_little(strong, text):
+    began = time.process_time()
+    assert code_reward(text, ["assert f(3) == 9"], TIGHT)["score"] == 0
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -15,29 +14,25 @@ from spmdrl.rewards.worker import Outcome
 
 
 class Submitted(NamedTuple):
-    """A call under way."""
+    """A call under way. It ends in time: its process answers, or is killed."""
 
     future: Future[Any]
-    loop: LoopThread | None  # that a coroutine runs on
 
     def result(self) -> Any:
-        """Waits. A worker answers or is killed; a coroutine may do neither, and has failed then.
-
-        Raises ConfigError where a worker process cannot load the functions.
-        """
-        return self.future.result() if self.loop is None else self.loop.outcome(self.future)
+        """Waits. Raises ConfigError where a worker process cannot load the functions."""
+        return self.future.result()
 
     def is_ready(self) -> bool:
         """Whether `result` would not have to wait."""
-        return self.future.done() or (self.loop is not None and self.loop.is_late())
+        return self.future.done()
 
 
 class Caller:
-    """Plain functions run in processes that can be killed, coroutines on one event loop.
+    """Plain functions run in worker processes, coroutines on the event loop of another one.
 
-    Starts the processes at once and in the background. Raises ConfigError for limits under which
-    nothing would end, or begin, and for a function that cannot be sent to a process. Use from one
-    thread; `close` when done.
+    All can be killed. Starts the processes at once and in the background. Raises ConfigError for
+    limits under which nothing would end, or begin, and for a function that cannot be sent to a
+    process. Use from one thread; `close` when done.
     """
 
     def __init__(
@@ -45,13 +40,13 @@ class Caller:
     ) -> None:
         """ranks: how many have one, and share the limits for coroutines. kind: see WorkerPool."""
         check(config)
-        self.config, self.ranks, self.kind = config, ranks, kind
-        self.coroutines = {id(function) for function in functions if is_async(function)}
-        plain = [function for function in functions if id(function) not in self.coroutines]
-        self.pool = WorkerPool(plain, config, kind) if plain else None
-        if self.coroutines:
+        coroutines = [function for function in functions if is_async(function)]
+        plain = [function for function in functions if not is_async(function)]
+        if coroutines:
             check_shared(config, ranks)
-        self.loop = LoopThread(config, ranks, kind) if self.coroutines else None
+        self.coroutines = {id(function) for function in coroutines}
+        self.loop = LoopThread(coroutines, config, ranks, kind) if coroutines else None
+        self.pool = WorkerPool(plain, config, kind) if plain else None
 
     def submit(
         self, function: Function, arguments: dict[str, Any], home: str = "", times: int = 1
@@ -59,13 +54,9 @@ class Caller:
         """home, times: of a plain function, see WorkerPool."""
         if id(function) not in self.coroutines:
             assert self.pool is not None
-            return Submitted(self.pool.submit(function, arguments, home, times), None)
+            return Submitted(self.pool.submit(function, arguments, home, times))
         assert self.loop is not None
-        if self.loop.stuck:
-            self.loop.close()
-            self.loop = LoopThread(self.config, self.ranks, self.kind)
-        own = copy.deepcopy(arguments)  # as a process has; the data's are not its to change
-        return Submitted(self.loop.submit(function, own), self.loop)
+        return Submitted(self.loop.submit(function, arguments))
 
     def give_up(self, home: str) -> None:
         """See WorkerPool."""
@@ -73,7 +64,7 @@ class Caller:
             self.pool.give_up(home)
 
     def close(self) -> None:
-        """Ends the processes and the event loop."""
+        """Ends the processes."""
         if self.pool is not None:
             self.pool.close()
         if self.loop is not None:
@@ -124,7 +115,9 @@ def arguments_of(function: Function, known: Collection[str], what: str) -> tuple
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"the {what} {name_of(function)} has no readable signature") from error
+        raise ConfigError(
+            f"the {what} function {name_of(function)} has no readable signature"
+        ) from error
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         names = tuple(known)
     else:
@@ -134,7 +127,8 @@ def arguments_of(function: Function, known: Collection[str], what: str) -> tuple
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and (p.name not in known or p.kind == p.POSITIONAL_ONLY):
             raise ConfigError(
-                f"the {what} {name_of(function)} requires '{p.name}', which is not known by "
-                f"keyword. It can take any of {', '.join(known)}; give other parameters a default."
+                f"the {what} function {name_of(function)} requires '{p.name}', which is not known "
+                f"by keyword. It can take any of {', '.join(known)}; give other parameters a "
+                "default."
             )
     return names

@@ -7,15 +7,26 @@ here, so that a program has nothing to gain by printing a marker, leaving early 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from typing import Any
 
-from spmdrl.rewards.sandbox import USUAL, Kind, Limits, Result, ask_value, run_code, run_tests
+from spmdrl.rewards.sandbox import (
+    USUAL,
+    Kind,
+    Limits,
+    Result,
+    SandboxError,
+    ask_value,
+    run_code,
+    run_tests,
+)
 from spmdrl.rewards.sandbox_values import plain
 
 LANGUAGES = ("", "python", "python3", "py")
-FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*$", re.MULTILINE)
+# No quantifier gives back what it took, so the time is linear in the text.
+FENCE = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+$", re.MULTILINE)
 TOTAL_S = 25.0  # for all tests of a response; below rewards.timeout_s, whose end is no verdict
 LIMITS_HIT = {"time", "cpu", "memory", "output", "processes", "disk"}
 
@@ -48,6 +59,9 @@ def code(
     passed = sum(
         is_right(kind, result, right) for result, (_, right) in zip(results, tests, strict=False)
     )
+    unjudged = [result.returned for result in results if result.status == "unjudged"]
+    if unjudged and passed + len(unjudged) == len(tests):
+        raise SandboxError(f"no verdict, since the judge cannot run a test: {unjudged[0]}")
     return {
         "score": float(passed == len(tests)),
         "passed": float(passed),
@@ -70,15 +84,18 @@ def python(code: str) -> str:
 
 
 def last_block(response: str) -> str | None:
-    """A block that the end of the response cuts off counts, as it does in verl."""
-    found, start, wanted = None, None, False
+    """The text of the last ``` block that is Python or names no language, or None. A block that
+    the end of the response cuts off counts, as it does in verl. Takes time linear in the text."""
+    found, opening = None, None
     for fence in FENCE.finditer(response):
-        if start is None:
-            start, wanted = fence.end() + 1, fence[1].lower() in LANGUAGES
-            continue
-        found = response[start : fence.start()] if wanted else found
-        start = None
-    return response[start:] if start is not None and wanted else found
+        if opening is None:
+            opening = fence
+        else:
+            found = (opening, fence) if opening[1].lower() in LANGUAGES else found
+            opening = None
+    if opening is not None and opening[1].lower() in LANGUAGES:
+        return response[opening.end() + 1 :]
+    return response[found[0].end() + 1 : found[1].start()] if found else None
 
 
 def read_tests(ground_truth: Any) -> tuple[Kind, list[Test]]:
@@ -96,7 +113,37 @@ def read_tests(ground_truth: Any) -> tuple[Kind, list[Test]]:
             f"ground_truth {str(ground_truth)[:200]!r} has no tests: expected inputs and outputs, "
             "or assert statements; see docs/sandbox.md"
         )
+    for text in asserts:
+        if only_defines(text):
+            raise ValueError(
+                f"ground_truth {text[:200]!r} defines tests and calls none of them, so that every "
+                "program would pass: add the call at its end, such as check(f), test_f() or "
+                "unittest.main(); see docs/sandbox.md"
+            )
     return "assert", [(text.encode(), None) for text in asserts]
+
+
+def only_defines(text: str) -> bool:
+    """Whether no statement of a test does more than to define a name. A text that is no Python is
+    for the judge to refuse."""
+    try:
+        return all(map(is_definition, ast.parse(text, "ground_truth").body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def is_definition(statement: ast.stmt) -> bool:
+    """Whether it is a def, a class of such statements, an import, a docstring, or an assignment
+    without a call, such as the METADATA of HumanEval's tests."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return not statement.decorator_list
+    if isinstance(statement, ast.ClassDef):
+        return not statement.decorator_list and all(map(is_definition, statement.body))
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    return isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass)
 
 
 def is_assert(text: Any) -> bool:

@@ -28,6 +28,7 @@ class RewardModel:
         asked = DataConfig("", chat_template_kwargs=config.chat_template_kwargs)
         hf = load_hf_config(config.model).get_text_config()
         self.encoder = Encoder(tokenizer, asked, NO_LIMIT, hf.vocab_size)
+        self.append_eos = appends_eos(config.model)
         self.longest = getattr(hf, "max_position_embeddings", NO_LIMIT)
 
     def score(self, samples: list[Sample]) -> None:
@@ -48,7 +49,7 @@ class RewardModel:
         is_text = sample.prompt.chat is None
         try:
             said = sample.prompt.text + sample.response if is_text else sample.chat
-            ids = encode_said(said, self.encoder).ids
+            ids = encode_said(said, self.encoder, self.append_eos).ids
             if len(ids) >= self.longest:  # one more stands behind them
                 raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions less one")
         except BadRow as error:
@@ -57,11 +58,27 @@ class RewardModel:
         return ids
 
 
-def encode_said(said: str | list[Message], encoder: Encoder) -> Encoded:
+def appends_eos(model: str) -> bool:
+    """Whether a reward model wants EOS behind strings: what it was trained with, by its
+    config.json, where spmdrl.reward_model wrote it."""
+    return bool(getattr(load_hf_config(model), "append_eos", False))
+
+
+def encode_said(said: str | list[Message], encoder: Encoder, append_eos: bool) -> Encoded:
     """A whole conversation as reward models read it, in training as in scoring: a chat by its
-    template, without a generation prompt; a string as it stands. Raises BadRow, ConfigError."""
+    template, without a generation prompt; a string as it stands, with append_eos with EOS behind
+    it, if it does not end in EOS. Raises BadRow, ConfigError."""
     if isinstance(said, str):
-        return encoder.prompt(said)
+        found, eos = encoder.prompt(said), encoder.tokenizer.eos_token_id
+        if not append_eos or found.ids[-1] == eos:
+            return found
+        if eos is None:
+            raise ConfigError(
+                f"the tokenizer of '{encoder.tokenizer.name_or_path}' has no eos_token, which "
+                "data.append_eos puts behind strings. Set eos_token in its tokenizer_config.json"
+            )
+        text = found.text + str(encoder.tokenizer.eos_token)
+        return found._replace(ids=[*found.ids, int(eos)], text=text)
     found = encoder.chat(said, asks=False)
     if not found.ids:
         raise BadRow("field 'messages': gives no token at all, expected a conversation")

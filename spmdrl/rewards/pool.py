@@ -6,30 +6,25 @@ import contextlib
 import functools
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import Pipe
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
 
 from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
-from spmdrl.rewards import worker
 from spmdrl.rewards.functions import IMPORTED_FIRST
-from spmdrl.rewards.worker import Outcome, Reply
+from spmdrl.rewards.process import Kind, Setup, WorkerProcess
+from spmdrl.rewards.worker import Outcome
 from spmdrl.tool_state import Objects
 
-START_LIMIT_S = 300.0  # for a worker to import what the functions need
 MOST_HOMES = 1 << 16  # of samples that went elsewhere before they were over, for the most part
 
 Function = Callable[..., Any]
-Kind = type[Outcome] | type[Reply]
 Limits = RewardConfig | MultiTurnConfig
 
 
@@ -103,7 +98,7 @@ class WorkerPool:
         self.objects = [function for function in functions if isinstance(function, Objects)]
         self.jobs = Jobs(config.workers)
         setup = worker_setup(functions, kind)
-        self.workers = [WorkerProcess(setup, kind) for _ in range(config.workers)]
+        self.workers = [WorkerProcess(setup) for _ in range(config.workers)]
         self.threads = [
             threading.Thread(target=self.serve, args=(i, w), name="worker", daemon=True)
             for i, w in enumerate(self.workers)
@@ -154,95 +149,12 @@ class WorkerPool:
             thread.join(timeout=5)
 
 
-class WorkerProcess:
-    """One worker process and the pipe to it. Belongs to one thread.
-
-    The kernel kills the process when that thread or the trainer ends. It leads a session of its
-    own, so that Ctrl-C does not reach it, and that it is killed with all its children.
-    """
-
-    def __init__(self, setup: bytes, kind: Kind) -> None:
-        self.setup, self.kind = setup, kind
-        self.process: subprocess.Popen | None = None
-        self.ready = False  # it has loaded the functions
-        self.starts = 0
-
-    def start(self) -> None:
-        self.starts += 1
-        self.pipe, theirs = Pipe()
-        fd, script = theirs.fileno(), worker.__file__
-        try:
-            self.process = subprocess.Popen(
-                # -P: the script's folder must not come before the standard library
-                [sys.executable, "-P", script, str(fd), str(os.getpid())],
-                pass_fds=[fd],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-        self.ready = False
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which wait_ready will tell
-            self.pipe.send_bytes(self.setup)
-
-    def wait_ready(self) -> None:
-        """Raises ConfigError where the functions cannot be loaded."""
-        if not self.pipe.poll(START_LIMIT_S):
-            raise ConfigError(
-                f"a worker process was not ready after {START_LIMIT_S:g} s of imports"
-            )
-        try:
-            answer = self.pipe.recv()
-        except (EOFError, OSError) as error:
-            died = f"a worker process {self.stop()} while it loaded your functions"
-            raise ConfigError(died) from error
-        if answer != worker.READY:
-            raise ConfigError(
-                "a worker process cannot load your functions (rewards, tools); what they import "
-                f"must be installed, or its folder in PYTHONPATH:\n{answer}"
-            )
-        self.ready = True
-
-    def call(self, index: int, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Runs one function; afterwards a worker is there, the same or a fresh one.
-
-        `timeout_s` does not count the start of a worker. Raises ConfigError as wait_ready.
-        """
-        if self.ready and self.pipe.poll():  # it owes nothing, so this is its end: died when idle
-            self.stop()
-        if self.process is None:
-            self.start()
-        if not self.ready:
-            self.wait_ready()
-        try:
-            self.pipe.send((index, arguments))
-            if self.pipe.poll(timeout_s):
-                return self.kind(*self.pipe.recv())
-            self.stop()
-            reason = f"timed out after {timeout_s:g} s"
-        except (EOFError, OSError):
-            reason = f"its process {self.stop()}"
-        self.start()
-        return self.kind.failed(reason)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def stop(self) -> str:
-        """Kills the process with its children, and says how it ended."""
-        if self.process is None:
-            return "was not running"
-        self.kill()
-        self.pipe.close()
-        code = self.process.wait()
-        self.process, self.ready = None, False
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def worker_setup(functions: list[Function], kind: Kind) -> bytes:
+def worker_setup(
+    functions: list[Function], kind: Kind, loop: dict[str, Any] | None = None
+) -> Setup:
     """What a worker receives first. Raises ConfigError where a function cannot be pickled.
+
+    loop: of a worker for coroutine functions, the arguments of worker_loop.serve.
 
     Functions of a config file and of its neighbours, lambdas and closures travel by value, with
     the globals they use; those of modules on sys.path are imported by the worker.
@@ -256,16 +168,15 @@ def worker_setup(functions: list[Function], kind: Kind) -> bytes:
         names = ", ".join(map(name_of, functions))
         raise ConfigError(
             f"cannot be sent to a worker process ({names}): {error}. Create clients, "
-            "locks and open files inside the function, or declare it with `async def`, which runs "
-            "in the trainer."
+            "locks and open files inside the function, or in a module that it imports."
         ) from error
     finally:
         for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
     imports = [IMPORTED_FIRST[function] for function in functions if function in IMPORTED_FIRST]
-    return pickle.dumps(
-        {"functions": pickled, "sys_path": sys.path, "imports": imports, "kind": kind.__name__}
-    )
+    sent = {"functions": pickled, "sys_path": sys.path, "imports": imports, "loop": loop,
+            "kind": kind.__name__}  # fmt: skip
+    return Setup(pickle.dumps(sent), kind)
 
 
 def modules_by_value(functions: list[Function]) -> list[ModuleType]:

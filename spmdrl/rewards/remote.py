@@ -10,6 +10,8 @@ import torch
 
 from spmdrl.collectives import all_to_all_rows
 from spmdrl.phases import Phases
+from spmdrl.rewards.invalid import InvalidWatch
+from spmdrl.rewards.runner import RewardRunner, Scoring
 from spmdrl.roles import Sampler
 from spmdrl.rollout.handover import pack, unpack
 from spmdrl.rollout.sampling import Question, as_samples, completion_of
@@ -39,7 +41,7 @@ def score(
         ask_model(samples, by)
         with phases(phase, sampling):
             assert rewards is not None
-            rewards.score(samples, phases.still_going)
+            run_functions(samples, rewards, by)
         return
     with phases("wait answers", sampling):
         pass  # who only scores has nothing to do until all have theirs
@@ -48,11 +50,27 @@ def score(
     ask_model(theirs, by)
     with phases(phase, sampling):
         if rewards is not None:
-            rewards.score(theirs, phases.still_going)
+            run_functions(theirs, rewards, by)
     with phases("wait rewards", sampling):
         pass
     with phases(phase, sampling):
         take_back(mine, theirs, makers, sampling)
+
+
+def run_functions(samples: list[Sample], rewards: RewardRunner, by: Scorer) -> None:
+    """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
+    finish_scoring(rewards.begin(samples), rewards, by)
+
+
+def finish_scoring(begun: Scoring, rewards: RewardRunner, by: Scorer) -> None:
+    """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
+    watch = InvalidWatch(rewards.config, len(begun.samples), by.sampler.scoring)
+
+    def scored(sample: Sample) -> None:
+        by.phases.still_going()  # slow rewards are no hang
+        watch.scored(sample)
+
+    rewards.finish(begun, scored)
 
 
 def ask_model(samples: list[Sample], by: Scorer) -> None:

@@ -1,8 +1,8 @@
 """Runs the user's reward functions off the training thread: in parallel, limited in time, in order.
 
 Plain functions run in worker processes that can be killed, so an endless loop, a hang in C or a
-segmentation fault costs one sample. Coroutine functions (judges, remote services) share one event
-loop in a thread. A sample without a reward is invalid and says why; it never scores 0.
+segmentation fault costs one sample. Coroutine functions (judges, remote services) share the event
+loop of one more process. A sample without a reward is invalid and says why; it never scores 0.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
 from spmdrl.rewards.calls import Caller, Submitted, arguments_of
-from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, gsm8k, math
+from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
 from spmdrl.rewards.pool import innermost
 from spmdrl.rewards.worker import Outcome
 from spmdrl.topology import Topology
@@ -45,6 +46,9 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
 }
 
 
+LATE_IS_WRONG = (math, graded_math)  # an answer that cannot be read in time is a wrong one
+
+
 class TooManyInvalid(RuntimeError):
     """More samples than allowed have no reward; the same text on every rank."""
 
@@ -55,6 +59,18 @@ class Reward:
 
     function: RewardFn
     arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Samples that are being scored in the background."""
+
+    samples: list[Sample]
+    calls: dict[Future[Any], tuple[Reward, Sample]]  # of those that have to be scored
+
+    def is_ready(self) -> bool:
+        """Whether RewardRunner.finish would not have to wait."""
+        return all(call.done() for call in self.calls)
 
 
 class RewardRunner:
@@ -72,7 +88,7 @@ class RewardRunner:
     ) -> None:
         """ranks: how many have a runner, and share the limits for coroutines."""
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
-        self.ranks, self.per_turn = ranks, config.per_turn
+        self.ranks, self.per_turn, self.config = ranks, config.per_turn, config
         self.caller = Caller([r.function for r in self.rewards.values()], config, ranks)
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
@@ -89,35 +105,57 @@ class RewardRunner:
             )
         return reward
 
-    def score(self, samples: list[Sample], still_going: Callable[[], None] = lambda: None) -> None:
+    def score(
+        self, samples: list[Sample], scored: Callable[[Sample], None] = lambda sample: None
+    ) -> None:
         """Sets reward, turn_rewards and reward_info, or invalid, of every sample; returns when all
         are done.
 
-        still_going is called after each one: slow rewards are no hang.
+        scored is called with each one once it is, in whatever order; it may raise to stop.
 
         Raises ConfigError for a data_source without a reward function, and where a worker process
         cannot load the functions.
         """
+        self.finish(self.begin(samples), scored)
+
+    def begin(self, samples: list[Sample]) -> Scoring:
+        """Has the samples scored in the background, for `finish`. Raises ConfigError as `score`."""
         todo = [
             (self.reward_of(sample.prompt.data_source), sample)
             for sample in samples
             if sample.invalid is None  # its environment failed
         ]
-        calls = [self.submit(reward, sample) for reward, sample in todo]
-        for (_, sample), call in zip(todo, calls, strict=True):
+        calls = {self.submit(reward, sample).future: (reward, sample) for reward, sample in todo}
+        return Scoring(samples, calls)
+
+    def finish(
+        self, begun: Scoring, scored: Callable[[Sample], None] = lambda sample: None
+    ) -> None:
+        """Waits for what `begin` has begun, and sets what `score` does."""
+        for sample in begun.samples:
+            if sample.invalid is not None:
+                scored(sample)
+        for call in as_completed(begun.calls):
+            reward, sample = begun.calls[call]
             outcome = with_turns(call.result(), sample.num_turns, self.per_turn)
+            if innermost(reward.function) in LATE_IS_WRONG and is_late(outcome):
+                outcome = Outcome(0.0, {"not_compared": 1.0}, None, "")
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
             sample.turn_rewards = outcome.turns or []
-            still_going()
+            scored(sample)
 
     def submit(self, reward: Reward, sample: Sample) -> Submitted:
         arguments = {name: ARGUMENTS[name](sample) for name in reward.arguments}
         return self.caller.submit(reward.function, arguments)
 
     def close(self) -> None:
-        """Ends the processes and the event loop."""
+        """Ends the processes."""
         self.caller.close()
+
+
+def is_late(outcome: Outcome) -> bool:
+    return outcome.invalid is not None and outcome.invalid.startswith("timed out")
 
 
 def with_turns(outcome: Outcome, num_turns: int, per_turn: bool) -> Outcome:

@@ -11,9 +11,11 @@ raises. Standard library only: reward workers import this.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import marshal
 import math
 import os
+import re
 import select
 import shutil
 import signal
@@ -28,12 +30,21 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from spmdrl.config import ConfigError
-from spmdrl.rewards import sandbox_inside, sandbox_seccomp, sandbox_values
+from spmdrl.rewards import (
+    sandbox_channel,
+    sandbox_inside,
+    sandbox_judge,
+    sandbox_names,
+    sandbox_program,
+    sandbox_proxies,
+    sandbox_seccomp,
+    sandbox_values,
+)
 from spmdrl.rewards.sandbox_values import frame
 from spmdrl.rewards.sandbox_watch import children, over_limits
 
 Status = Literal[
-    "ok", "error", "time", "cpu", "memory", "output", "processes", "disk", "killed"
+    "ok", "error", "time", "cpu", "memory", "output", "processes", "disk", "killed", "unjudged"
 ]  # fmt: skip
 Kind = Literal["run", "call", "assert"]
 FORM_VARIABLE = "SPMDRL_SANDBOX"  # "weak" asks for the form without namespaces
@@ -41,6 +52,7 @@ START_LIMIT_S = 30.0  # for the sandbox to be there; beyond it the failure is ou
 GRACE_S = 2.0  # beyond a test's wall_s, for the process inside to report
 TICK_S = 0.02  # between two looks at the memory of all processes
 MOST_WORDS = 4000  # bytes kept of what bubblewrap or a crash of the sandbox says
+EVALUATING = re.compile(rb"eval|exec|pickle")  # tests with these need a spare process
 NOBODY = 65534
 FIRST_USER = 1 << 30  # plus the thread's id: a user of the call's own, where we are root
 ALL_USERS, CAP_SYS_ADMIN = "4294967295", 21
@@ -94,7 +106,7 @@ class Result:
     exit_code: int | None  # below 0: minus the signal; None: not known, all was ended at once
     stdout: str  # both end at output_kib
     stderr: str
-    returned: str  # of a "call": JSON as sandbox_values.plain makes it; else empty
+    returned: str  # of a "call": JSON as sandbox_values.plain makes it; of "unjudged": the reason
     seconds: float
 
 
@@ -129,7 +141,8 @@ def run_tests(
     """One Result per test, each from a fresh run of `code`, all in one sandbox.
 
     kind and tests: "run" has stdin; "call" a question as `ask_value` makes it; "assert" statements
-    whose names are the program's, "ok" where they pass. Limits hold per test. When the sandbox
+    whose names are the program's, "ok" where they pass, "unjudged" where our judge cannot say.
+    Limits hold per test. When the sandbox
     ends early, or after `total_s`, what has not run has the status of what ended it.
     """
     check()
@@ -147,8 +160,10 @@ def in_sandbox(
         "parent": os.getpid(),
         "weak": sandbox_seccomp.program(True) if weak else b"",
     }  # fmt: skip
-    head = {"code": code, "kind": kind, "count": len(tests), "limits": limits_inside}
-    request = b"".join(map(frame, [harness(), marshal.dumps(head), *tests]))
+    spare = kind == "assert" and any(EVALUATING.search(test) for test in tests)
+    head = {"code": code, "kind": kind, "count": len(tests), "limits": limits_inside,
+            "spare": spare, "packages": packages()}  # fmt: skip
+    request = b"".join(map(frame, [harness(kind), marshal.dumps(head), *tests]))
     with launched(limits, weak) as sandbox:
         ended = converse(sandbox, request, len(tests), limits, total_s)
     words = ended.words.decode(errors="replace").strip()
@@ -225,8 +240,10 @@ class launched:
 
 
 def environment() -> dict[str, str]:
-    """All of it. A fixed hash seed: the order of a set must not decide over a reward."""
-    return {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    """All of it. A fixed hash seed: the order of a set must not decide over a reward. One thread
+    for numpy, which would else start one for each core."""
+    return {"PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+            "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
 
 
 def own_user(weak: bool) -> int:
@@ -256,9 +273,14 @@ def lesser_user() -> dict[str, Any]:
 
 
 @functools.cache
-def harness() -> bytes:
-    """The program inside, compiled by the Python that will run it."""
-    paths = [Path(str(module.__file__)) for module in (sandbox_values, sandbox_inside)]
+def harness(kind: Kind) -> bytes:
+    """The program inside, compiled by the Python that will run it; as much as this kind needs."""
+    modules = [sandbox_values, sandbox_inside]
+    if kind != "run":
+        modules.insert(1, sandbox_program)
+    if kind == "assert":
+        modules[2:2] = [sandbox_proxies, sandbox_channel, sandbox_names, sandbox_judge]
+    paths = [Path(str(module.__file__)) for module in modules]
     return marshal.dumps([compile(path.read_text(), path.stem, "exec") for path in paths])
 
 
@@ -297,10 +319,22 @@ def visible() -> list[str]:
     prefixes = {os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix)}
     wanted = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", os.path.realpath(sys.executable)]
     wanted += [f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64")]
+    wanted += packages()[1:]
     stdlib = os.path.realpath(sysconfig.get_path("stdlib"))
     if not any(stdlib.startswith(os.path.realpath(place) + "/") for place in wanted):
         wanted.append(stdlib)
     return [place for place in dict.fromkeys(wanted) if os.path.lexists(place)]
+
+
+@functools.cache
+def packages() -> list[str]:
+    """The folder that numpy is in and, of that folder, what belongs to numpy; empty without it."""
+    spec = importlib.util.find_spec("numpy")
+    if spec is None or spec.origin is None:
+        return []
+    folder = Path(spec.origin).parent
+    found = [path for path in (folder, folder.with_name("numpy.libs")) if path.is_dir()]
+    return [str(folder.parent), *map(str, found)]
 
 
 # ---- the conversation

@@ -8,7 +8,9 @@ code; whether an output is right is decided outside, where the right one is know
 A test is forked off before its text is read, so the model's code does not find it in its memory.
 Three kinds: "run" has text for stdin; "call" asks for a function's value; "assert" has a judge, a
 third process that runs the test's statements and asks the model's process for values. The judge
-never runs the model's code, which therefore cannot change what `assert` or `==` mean.
+never runs the model's code, which therefore cannot change what `assert` or `==` mean. A verdict is
+the judge's only with the secret that it got, after the model's process was there. Tests that
+evaluate text have a spare process, which is older than the secret and the text of the test too.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 if __name__ != "__main__":  # inside, what is imported here stands above as part of one program
+    from spmdrl.rewards.sandbox_judge import judge
+    from spmdrl.rewards.sandbox_program import ASK, REPLY, Program, serve_value
     from spmdrl.rewards.sandbox_values import (
         OUT_OF_DISK,
         OUT_OF_MEMORY,
@@ -32,13 +36,11 @@ if __name__ != "__main__":  # inside, what is imported here stands above as part
         code_of,
         frame,
         read_frame,
-        remote,
-        serve,
-        their_names,
         write_all,
     )
 
-STATUSES = ("ok", "error", "time", "cpu", "memory", "output", "processes", "disk", "killed")
+STATUSES = ("ok", "error", "time", "cpu", "memory", "output", "processes", "disk", "killed",
+            "unjudged")  # fmt: skip
 MAX_FILES = 64  # open at once
 DRAIN_S = 1.0  # for what is still in the pipes when nobody is left who writes
 
@@ -46,17 +48,21 @@ DRAIN_S = 1.0  # for what is still in the pipes when nobody is left who writes
 # ---- the model's process
 
 
-def run_code(code: str, ask: bool) -> int:
-    """Runs `code` as a main program, then answers questions where there will be any; returns the
-    exit code."""
-    main = type(sys)("__main__")
+def run_code(code: str, kind: str) -> int:
+    """Runs `code` as a main program or, where it is then asked for values, as a module, and
+    answers; returns the exit code."""
+    name = "__main__" if kind == "run" else "solution"
+    main = type(sys)(name)
     vars(main)["__builtins__"] = __builtins__
-    sys.modules["__main__"] = main
+    sys.modules[name] = sys.modules["__main__"] = main
     sys.argv[:] = ["main.py"]
     try:
-        exec(compile(code, "main.py", "exec", dont_inherit=True), main.__dict__)
-        if ask:
-            serve(main.__dict__)
+        load(code, main, kind)
+        if kind == "assert":
+            sys.set_int_max_str_digits(0)
+            Program(main.__dict__, ASK, REPLY).serve()
+        elif kind == "call":
+            serve_value(main.__dict__)
         status = 0
     except SystemExit as error:
         status = exit_code(error.code)
@@ -66,9 +72,20 @@ def run_code(code: str, ask: bool) -> int:
     return at_exit(status)
 
 
+def load(code: str, main: Any, kind: str) -> None:
+    """Runs the program's text. A module that ends with sys.exit() has its names all the same."""
+    try:
+        exec(compile(code, "main.py", "exec", dont_inherit=True), main.__dict__)
+    except SystemExit:
+        if kind == "run":
+            raise
+
+
 def show(error: BaseException) -> None:
-    """The traceback without the frame of ours. The program may have a hook of its own."""
-    trace = error.__traceback__ and error.__traceback__.tb_next
+    """The traceback without our frames at its start. The program may have a hook of its own."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename.startswith("sandbox_"):
+        trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
 
 
@@ -94,8 +111,9 @@ def at_exit(status: int) -> int:
 
 
 def child(
-    code: str, limits: dict[str, Any], fds: list[int], leave: Callable[[int], NoReturn] = os._exit
-) -> NoReturn:
+    code: str, kind: str, limits: dict[str, Any], fds: list[int],
+    leave: Callable[[int], NoReturn] = os._exit,
+) -> NoReturn:  # fmt: skip
     """Never returns. fds: what becomes 0, 1, 2 and, to be asked, 3 and 4. `leave` is taken before
     the program can replace it."""
     status = 1
@@ -106,7 +124,7 @@ def child(
         os.closerange(len(fds), MAX_FILES)
         reset_signals()
         confine(limits)
-        status = run_code(code, len(fds) > 3)
+        status = run_code(code, kind)
     finally:
         leave(status)
 
@@ -116,7 +134,7 @@ def confine(limits: dict[str, Any]) -> None:
     for what, name in ((resource.RLIMIT_CPU, "cpu_s"), (resource.RLIMIT_AS, "memory")):
         resource.setrlimit(what, (limits[name], limits[name]))
     if limits["weak"]:
-        harden(limits["weak"], limits["parent"])
+        harden(limits["weak"], limits["parent"], limits["packages"])
 
 
 def reset_signals() -> None:
@@ -127,27 +145,64 @@ def reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def judge(
-    test: bytes, limits: dict[str, Any], null: int, err: int, ask: int, reply: int
+def judge_process(
+    test: bytes, secret: bytes, limits: dict[str, Any], fds: list[int], spare: int
 ) -> NoReturn:
-    """Never returns. Runs a test's statements; names of the model's program are questions."""
+    """Never returns. fds: what becomes 0, 1, 2, and those to ask, to be answered, and for the
+    verdict. spare: a socket, or below 0."""
     status = 1
     try:
-        os.dup2(ask, 33)
-        os.dup2(reply, 34)
-        for target, fd in enumerate((null, err, err)):
-            os.dup2(fd, target)
-        os.closerange(3, 33)
+        high = [os.dup2(fd, 32 + i, inheritable=False) for i, fd in enumerate(fds)]
+        spare = os.dup2(spare, 40, inheritable=False) if spare >= 0 else spare
+        for i, fd in enumerate(high[:3]):
+            os.dup2(fd, i)
+        os.closerange(3, 35)
         reset_signals()
         confine(limits)
-        sys.set_int_max_str_digits(0)
-        names = their_names(remote(33, 34))
-        exec(compile(test, "tests", "exec", dont_inherit=True), names)
-        status = 0
-    except BaseException as error:  # noqa: BLE001  a program may raise anything
+        status = judge(test, secret, high[3], high[4], spare, high[5])
+    except BaseException as error:  # noqa: BLE001  a test may raise anything
         show(error)
     finally:
         os._exit(status)
+
+
+def spare_process(control: Any, limits: dict[str, Any]) -> NoReturn:
+    """Never returns. For each byte it hands out one end of a conversation with a new process."""
+    import _socket
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    limits = {**limits, "parent": os.getpid()}
+    null = os.open("/dev/null", os.O_RDWR)
+    try:
+        for fd in range(3):
+            os.dup2(null, fd)
+        control_fd = os.dup2(control.fileno(), 32)
+        os.closerange(3, 32)
+        control = _socket.socket(fileno=control_fd)
+        while control.recv(1):
+            ours, theirs = _socket.socketpair()
+            if os.fork() == 0:
+                serve_text(theirs.fileno(), limits)
+            right = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, ours.fileno().to_bytes(4, "little"))
+            control.sendmsg([b"!"], [right])
+            ours.close()
+            theirs.close()
+    finally:
+        os._exit(0)
+
+
+def serve_text(fd: int, limits: dict[str, Any]) -> NoReturn:
+    """Never returns. Has one text run, and answers questions about what that has made."""
+    try:
+        fd = os.dup2(fd, 33)
+        os.closerange(3, 33)
+        os.closerange(34, MAX_FILES)
+        reset_signals()
+        confine(limits)
+        sys.set_int_max_str_digits(0)
+        Program({}, fd, fd).serve()
+    finally:
+        os._exit(0)
 
 
 # ---- the process that starts, limits and reports
@@ -160,29 +215,56 @@ def one_test(head: dict[str, Any], limits: dict[str, Any]) -> bytes:
     null = os.open("/dev/null", os.O_RDONLY)
     fds = [feed[0], out[1], err[1]] if kind == "run" else [null, out[1], err[1], feed[0], reply[1]]
     began = time.monotonic()
+    spare, control = start_spare(limits) if head["spare"] else ([], -1)
     model = os.fork()
     if model == 0:
-        child(head["code"], limits, fds)
+        child(head["code"], kind, limits, fds)
     test = read_frame(0)  # not earlier: see above
-    pids = [model]
+    pids, secret, third = [model], b"", reply[0]
+    feeding: int | None = feed[1]
     if kind == "assert":
-        pids.append(os.fork())
+        secret, verdict = os.urandom(16), os.pipe()
+        pids += [*spare, os.fork()]
         if pids[-1] == 0:
-            judge(test, limits, null, err[1], feed[1], reply[0])
-        test = b""
-        os.close(feed[1])
-        reading = [out[0], err[0]]
-    else:
-        reading = [out[0], err[0], reply[0]]
-    for fd in (feed[0], out[1], err[1], reply[1], null):
+            fds = [null, err[1], err[1], feed[1], reply[0], verdict[1]]
+            judge_process(test, secret, limits, fds, control)
+        for fd in (feed[1], reply[0], verdict[1], *([control] if spare else [])):
+            os.close(fd)
+        test, feeding, third = b"", None, verdict[0]
+    reading = [out[0], err[0], *([third] if kind != "run" else [])]
+    unused = [reply[0]] if kind == "run" else []
+    for fd in (feed[0], out[1], err[1], reply[1], null, *unused):
         os.close(fd)
-    if kind == "assert":
-        os.close(reply[0])
-    feeding = feed[1] if kind != "assert" else None
     streams, status, ended = watch(pids, feeding, test, reading, limits)
     seconds = time.monotonic() - began
-    verdict, code = conclude(status, ended, limits)
-    return report(verdict, code, seconds, [bytes(s[: limits["output"]]) for s in streams])
+    status, code = conclude(status, ended, limits)
+    parts = [bytes(s[: limits["output"]]) for s in streams]
+    if kind == "assert":
+        status, parts[2] = believe(status, parts[2], secret)
+    return report(status, code, seconds, parts)
+
+
+def start_spare(limits: dict[str, Any]) -> tuple[list[int], int]:
+    """A process for text that a test evaluates, and a descriptor to ask it."""
+    import _socket
+
+    ours, theirs = _socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        spare_process(theirs, limits)
+    theirs.close()
+    return [pid], ours.detach()
+
+
+def believe(status: str, said: bytes, secret: bytes) -> tuple[str, bytes]:
+    """The status of a test with a judge, whose word is one that has the secret. Returns with it
+    why there is none, as a frame."""
+    word = said[4 + len(secret) :] if said[4 : 4 + len(secret)] == secret else b""
+    if word[:4] == b"none":
+        return "unjudged", frame(word[4:])
+    if status == "ok" and word != b"pass":
+        status = "error"
+    return status, b""
 
 
 def watch(
@@ -333,7 +415,7 @@ def set_limits(limits: dict[str, Any]) -> None:
 # ---- without namespaces
 
 
-def harden(program: bytes, parent: int) -> None:
+def harden(program: bytes, parent: int, packages: list[str]) -> None:
     """For the weak form: dies with its parent, drops capabilities, sees the standard library only
     where the kernel has Landlock, and may only call what `program`, a seccomp filter, allows."""
     import ctypes
@@ -342,7 +424,7 @@ def harden(program: bytes, parent: int) -> None:
     die_with(parent)
     if libc.prctl(38, 1, 0, 0, 0) != 0:  # no_new_privs
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
-    landlock(libc, ctypes)
+    landlock(libc, ctypes, packages)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     libc.capset(header, (ctypes.c_uint32 * 6)())
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -361,18 +443,21 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def landlock(libc: Any, ctypes: Any) -> None:
-    """Reading only in the library folders. Does nothing where the kernel has no Landlock."""
+def landlock(libc: Any, ctypes: Any, packages: list[str]) -> None:
+    """Reading only in the library folders; the folder of the packages can be listed. Does nothing
+    where the kernel has no Landlock."""
     access = (ctypes.c_uint64 * 1)((1 << 13) - 1)  # all that its first version handles
     ruleset = libc.syscall(444, access, 8, 0)
     if ruleset < 0:
         return
     folders = {*sys.path[:3], "/usr/lib", "/lib", "/lib64", "/usr/lib64", "/dev/urandom"}
+    folders |= set(packages)
     for folder in folders:
         if not os.path.exists(folder):
             continue
         fd = os.open(folder, os.O_PATH)
         rights = 0b1100 if os.path.isdir(folder) else 0b0100  # read files, list folders
+        rights = 0b1000 if folder in packages[:1] else rights
         rule = rights.to_bytes(8, "little") + fd.to_bytes(4, "little")
         libc.syscall(445, ruleset, 1, rule, 0)
         os.close(fd)
@@ -390,6 +475,10 @@ def main() -> None:
         die_with(limits["parent"])
     limits["parent"] = os.getpid()
     set_limits(limits)
+    limits["packages"] = head["packages"]
+    sys.path += head["packages"][:1]
+    if head["kind"] != "run":
+        import json  # once for all processes to come  # noqa: F401
     for left in range(head["count"] - 1, -1, -1):
         write_all(1, one_test(head, limits))
         try:

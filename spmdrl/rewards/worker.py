@@ -1,7 +1,13 @@
-"""The process that runs plain functions of users, one call at a time, until its pipe is closed.
+"""The process that runs functions of users, until its connection to the trainer ends.
 
-Started by path (`python worker.py FD PARENT_PID`) and not by multiprocessing, whose children import
-the trainer's main module, and torch with it. Uses the standard library and cloudpickle only.
+Plain functions run one call at a time, coroutine functions all at once (worker_loop.py).
+Started by path (`python worker.py FD PARENT_PID`, by keeper.py) and not by multiprocessing, whose
+children import the trainer's main module, and torch with it. Uses the standard library, cloudpickle
+and spmdrl.output only.
+
+Both directions carry frames: token, length of the message, message, token. Requests are pickled.
+Replies are JSON, since bytes that a user's function wrote there must not be unpickled; each has the
+number of its request and the pid of its process, since a function may fork and return in both.
 """
 
 from __future__ import annotations
@@ -14,17 +20,23 @@ import json
 import math
 import os
 import pickle
+import resource
 import signal
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from typing import Any, NamedTuple, NoReturn
 
 PR_SET_PDEATHSIG = 1
 MAX_REASON_CHARS = 4000
 MAX_PRED_CHARS = 1000
-READY = "ready"
+TOKEN_BYTES = 16
+LENGTH_BYTES = 8
+SPARE_FDS = 64  # descriptors above that of the connection
+MOST_FDS = 1 << 14  # below which it lies, however many there may be
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
 
@@ -88,7 +100,7 @@ def call(
 ) -> Outcome | Reply:  # fmt: skip
     try:
         return kind.of(function(**arguments))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
+    except BaseException as error:  # noqa: BLE001  a user's code may raise anything
         return kind.failed(reason_of(error))
 
 
@@ -195,8 +207,100 @@ def shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+class NoFrame(Exception):
+    """What was received is none of ours: a user's code wrote to the descriptor."""
+
+
+class Frames:
+    """Messages in a stream of bytes."""
+
+    def __init__(self, token: bytes) -> None:
+        self.token = token
+        self.received = bytearray()
+
+    def frame(self, message: bytes) -> bytes:
+        return self.token + len(message).to_bytes(LENGTH_BYTES, "big") + message + self.token
+
+    def take(self) -> bytes | None:
+        """The next message; None: it is not complete. Raises NoFrame."""
+        head = bytes(self.received[: TOKEN_BYTES + LENGTH_BYTES])
+        if not self.token.startswith(head[:TOKEN_BYTES]):
+            raise NoFrame(self.quoted())
+        start = TOKEN_BYTES + LENGTH_BYTES
+        end = start + int.from_bytes(head[TOKEN_BYTES:], "big")
+        if len(head) < start or len(self.received) < end + TOKEN_BYTES:
+            return None
+        message = bytes(self.received[start:end])
+        if self.received[end : end + TOKEN_BYTES] != self.token:
+            raise NoFrame(self.quoted())
+        del self.received[: end + TOKEN_BYTES]
+        return message
+
+    def quoted(self) -> str:
+        return shorten(repr(bytes(self.received[:80]).replace(self.token, b"")))
+
+
+class Line:
+    """The worker's end of the connection.
+
+    Its descriptor has a high number, which loops over small ones miss, and is closed in forks.
+    """
+
+    def __init__(self, fd: int) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FDS if limit == resource.RLIM_INFINITY else min(limit, MOST_FDS)
+        high = fcntl(fd, F_DUPFD_CLOEXEC, max(3, most - SPARE_FDS))
+        os.close(fd)
+        self.socket = socket.socket(fileno=high)
+        self.pid, self.inode = os.getpid(), os.fstat(high).st_ino
+        os.register_at_fork(after_in_child=self.socket.close)
+        self.frames = Frames(b"")
+        token = bytearray()
+        while len(token) < TOKEN_BYTES:
+            token += self.read(TOKEN_BYTES - len(token))
+        self.frames.token = bytes(token)
+
+    def read(self, most: int) -> bytes:
+        """Raises EOFError where the trainer has gone."""
+        if not (data := self.socket.recv(most)):
+            raise EOFError
+        return data
+
+    def receive(self) -> Any:
+        """Waits for a request. Raises EOFError, or ConnectionError, where the trainer has gone."""
+        while (message := self.frames.take()) is None:
+            self.frames.received += self.read(1 << 20)
+        return pickle.loads(message)
+
+    def send(self, reply: dict[str, Any]) -> None:
+        """In a fork of the worker, which came back from a user's function, this ends the fork."""
+        if os.getpid() != self.pid:
+            end_fork()
+        message = json.dumps({**reply, "pid": self.pid}).encode()
+        try:
+            ours = os.fstat(self.socket.fileno()).st_ino == self.inode
+        except OSError:
+            ours = False
+        if not ours:  # closed, or another file by now
+            wait_to_be_ended()
+        self.socket.sendall(self.frames.frame(message))
+
+
+def wait_to_be_ended() -> NoReturn:
+    """Once a function has closed the connection: the trainer sees its end, and ends the process."""
+    while True:
+        time.sleep(3600)
+
+
+def end_fork() -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
 def die_with(parent: int) -> None:
-    """Has the kernel end this process with the trainer, however the trainer ends."""
+    """Has the kernel end this process with its keeper, however the keeper ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the line above
         sys.exit(1)
@@ -204,6 +308,7 @@ def die_with(parent: int) -> None:
 
 def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
     sys.path[:] = setup["sys_path"]
+    importlib.import_module("spmdrl.output").keep_output()  # a print must not make a sample invalid
     for module in setup["imports"]:
         importlib.import_module(module)
     return pickle.loads(setup["functions"])
@@ -213,24 +318,30 @@ def main(fd: int, parent: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the trainer, which
         signal.signal(number, lambda *_: None)  # may want to end its step; children take defaults
-    os.set_inheritable(fd, False)  # a child of the reward function must not keep the pipe open
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone: nobody to tell
-        serve(Connection(fd))
+        serve(Line(fd))
 
 
-def serve(pipe: Connection) -> None:
+def serve(line: Line) -> None:
     """Loads the functions, then answers calls. What user code raises is an answer too."""
-    setup = pipe.recv()
-    kind = KINDS[setup["kind"]]
+    setup = line.receive()
     try:
         functions = load(setup)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's module may raise anything
-        pipe.send(reason_of(error))
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything
+        line.send({"failed": reason_of(error)})
         return
-    pipe.send(READY)
+    line.send({"failed": None})
+    if setup["loop"] is not None:
+        from spmdrl.rewards import worker_loop  # importable by now, from the trainer's sys.path
+
+        worker_loop.serve(line, functions, **setup["loop"])
+        return
+    kind = KINDS[setup["kind"]]
     while True:
-        index, arguments = pipe.recv()
-        pipe.send(tuple(call(functions[index], arguments, kind)))  # not the trainer's class
+        number, index, arguments = line.receive()
+        outcome = call(functions[index], arguments, kind)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left is not for the next call
+        line.send({"number": number, "fields": list(outcome)})
 
 
 if __name__ == "__main__":
