@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,19 +22,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import nn
 
 from spmdrl.algo.checks import require
 from spmdrl.build import Run, build, close
 from spmdrl.collect import evaluate
 from spmdrl.config import OptimConfig, PpoConfig, TrainConfig
+from spmdrl.embed_compare import check_gap
+from spmdrl.embed_weights import (
+    chunks_of,
+    destroy_groups,
+    device_here,
+    load_hf_weights,
+    parts_of,
+    save_hf_weights,
+)
 from spmdrl.engines.engine import TrainEngine
 from spmdrl.engines.megatron import MegatronEngine
-from spmdrl.engines.megatron_host import check_host_model, form_of, silenced_dropout
+from spmdrl.engines.megatron_host import (
+    check_host_model,
+    check_optimizer,
+    check_wrapper,
+    form_of,
+    silenced_dropout,
+)
 from spmdrl.engines.megatron_inputs import Cut
-from spmdrl.engines.megatron_parts import Groups, Parts
-from spmdrl.engines.megatron_state import RoleState
+from spmdrl.engines.megatron_parts import Parts
 from spmdrl.engines.models import load_hf_config
+from spmdrl.guard import Guard
 from spmdrl.phases import Phases
 from spmdrl.placement import place
 from spmdrl.plan import check
@@ -45,6 +60,8 @@ from spmdrl.topology import Topology
 from spmdrl.trainer import one_step
 from spmdrl.types import Sample
 
+__all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]
+
 
 @dataclass
 class Attachment:
@@ -52,7 +69,9 @@ class Attachment:
 
     run: Run
     parts: Parts
+    guard: Guard
     groups: list[dist.ProcessGroup]  # that we made, the same in order on every rank
+    logprob_gap: float = 0.0  # mean difference between engine and host, as attach measured it
 
     def step(self, number: int) -> dict[str, float]:
         """Samples with the model as it stands, learns from it, steps the host's optimizer.
@@ -80,8 +99,8 @@ class Attachment:
     def at_work(self) -> Iterator[None]:
         """Our passes drive the host's model; whatever happens, all of it is back afterwards."""
         before = list(c10d._world.pg_map)
-        with self.parts.driven_by_us():
-            roles = self.run.roles
+        roles = self.run.roles
+        with self.guard.watching(roles.phases), self.parts.driven_by_us():
             try:
                 yield
             finally:
@@ -107,10 +126,25 @@ class Attachment:
         return {
             "order": self.run.order.state_dict(), "kl_coef": roles.kl_coef,
             "entropy_coef": roles.entropy_coef, "entropy": roles.entropy,
+            "reference": self.reference,
         }  # fmt: skip
 
+    @property
+    def reference(self) -> str | None:
+        """Of which weights the KL reference is, where they are those of the host at attach."""
+        ref = self.run.roles.ref
+        return ref.started_from if ref is not None else None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError where the KL reference would be another than before."""
         roles = self.run.roles
+        require(
+            state.get("reference") == self.reference,
+            f"load_state_dict: the KL reference's digest was {state.get('reference')}, and it is "
+            f"{self.reference}: without ref.model the reference is the host's weights at attach. "
+            "Attach before the checkpoint of this run is loaded, or write the reference once with "
+            "save_hf_weights and set ref.model to that folder",
+        )
         self.run.order.load_state_dict(state["order"])
         if roles.config.algo.kl_target is not None:
             roles.kl_coef = state["kl_coef"]
@@ -118,58 +152,74 @@ class Attachment:
             roles.entropy_coef, roles.entropy = state["entropy_coef"], state["entropy"]
 
     def close(self) -> None:
-        """Ends engines and reward processes, and takes our process groups away."""
+        """Ends engines and reward processes, and takes our process groups away.
+
+        To be called in a `finally`. Where an exception is on its way through it, the other ranks
+        may be anywhere and are not waited for.
+        """
+        failed = sys.exc_info()[0] not in (None, SystemExit)
         with untouched():
-            self.run.roles.post.wait_until_delivered()
+            if not failed:
+                self.run.roles.post.wait_until_delivered()
             close(self.run.roles)
+            if failed:
+                return
             dist.barrier(group=self.run.roles.topology.control)
             standing = c10d._world.pg_map  # an engine takes its own groups away
             for group in [g for g in self.groups if g in standing]:
                 dist.destroy_process_group(group)
 
 
-def attach(model: Any, optimizer: Any, config: PpoConfig) -> Attachment:
+def attach(
+    model: Any, optimizer: Any, config: PpoConfig, tolerance: float | None = None
+) -> Attachment:
     """Builds everything around a model that the program trains: engines, data, rewards.
 
     model: the GPTModel chunks of this rank in Megatron's DistributedDataParallel, or the only one;
     optimizer: a MegatronOptimizer over them. config.model is the Hugging Face folder of the same
-    architecture: its tokenizer and config are read, and vLLM starts from it. What config says of
-    the actor's layout and optimizer must be left out: both are the program's. parallel_state is
-    initialised. Collective over all ranks of the program.
+    architecture: its tokenizer and config are read, and no weights. Those of the engine that
+    samples, of the KL reference, and what critic and process reward model start from are the
+    host's as they stand now, but for roles whose `model` is set. What config says of the actor's
+    layout and optimizer must be left out: both are the program's. parallel_state is initialised.
+    Collective over all ranks of the program.
+
+    Once the engine has the host's weights it samples a few tokens, and the host is asked for their
+    log-probabilities. tolerance: how far both may differ on average; None: by dtype, see
+    embed_compare.TOLERANCE.
 
     Raises ConfigError where model and config do not fit, with the difference.
     """
     groups_before = list(c10d._world.pg_map)
-    chunks = list(model) if isinstance(model, Sequence | nn.ModuleList) else [model]
+    chunks = chunks_of(model)
     with untouched(), ExitStack() as undo:
         undo.callback(destroy_groups, groups_before)
         everyone = Topology.build(device_here(), hosted=True, dp=-1)
-        phases = Phases(everyone)
-        with phases("attach"):
-            check_use(config)
-            parts = host_parts(chunks, optimizer, config)
-            config = replace(config, actor=hosted_actor(config.actor, parts))
-            check(config, everyone.world, hosted=True)
-            require(
-                place(config, everyone.world).sampling == everyone.ranks,
-                "placement: in a host's program every rank samples or scores, so that all hear of "
-                "a failure",
-            )
-        layout = Topology.from_megatron(everyone)
-        engine = MegatronEngine(parts, config.actor, layout)
-        runtime = Runtime(everyone, phases, Path(config.run_dir))
-        run = build(config, runtime, Trainer("actor", layout, engine), undo)
-        run.spans.report(0)  # of what comes before the first step
-        engine.onload()
+        phases, guard = Phases(everyone), Guard(everyone, config)
+        with guard.watching(phases):
+            with phases("attach"):
+                check_use(config)
+                parts = host_parts(chunks, optimizer, config)
+                config = replace(config, actor=hosted_actor(config.actor, parts))
+                check(config, everyone.world, hosted=True)
+                require(
+                    place(config, everyone.world).sampling == everyone.ranks,
+                    "placement: in a host's program every rank samples or scores, so that all hear "
+                    "of a failure",
+                )
+            layout = Topology.from_megatron(everyone)
+            engine = MegatronEngine(parts, config.actor, layout)
+            runtime = Runtime(everyone, phases, Path(config.run_dir))
+            with parts.driven_by_us():  # other roles start from the host's weights
+                run = build(config, runtime, Trainer("actor", layout, engine), undo)
+            run.spans.report(0)  # of what comes before the first step
+            engine.onload()
+        groups = [group for group in c10d._world.pg_map if group not in groups_before]
+        rl = Attachment(run, parts, guard, groups)
+        with rl.at_work():
+            sync(run.roles, version=0)
+            rl.logprob_gap = check_gap(run, parts.config.params_dtype, tolerance)
         undo.pop_all()  # it stands
-    groups = [group for group in c10d._world.pg_map if group not in groups_before]
-    return Attachment(run, parts, groups)
-
-
-def destroy_groups(standing: list[dist.ProcessGroup]) -> None:
-    """Those that are not in the list; after an attach that failed."""
-    for group in [g for g in c10d._world.pg_map if g not in standing]:
-        dist.destroy_process_group(group)
+    return rl
 
 
 def check_use(config: PpoConfig) -> None:
@@ -182,11 +232,16 @@ def check_use(config: PpoConfig) -> None:
         require(
             not getattr(config.actor, name), f"actor.{name} has no effect: the model is the host's"
         )
+    for name in ("critic", "prm"):
+        role = getattr(config, name)
+        require(
+            role is None or role.lora is None or role.model is not None,
+            f"{name}.lora: adapters belong to a base that a folder holds; set {name}.model",
+        )
     require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
-        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "stall_timeout_s",
-        "lost_timeout_s", "wandb", "profile",
+        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "wandb", "profile",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),
@@ -203,34 +258,12 @@ def check_use(config: PpoConfig) -> None:
 
 def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
     """Raises ConfigError where something is missing that a step needs."""
-    from megatron.core import parallel_state as ps
-
-    require(
-        ps.model_parallel_is_initialized(),
-        "attach: call megatron.core.parallel_state.initialize_model_parallel() first",
-    )
     for chunk in chunks:
-        require(
-            hasattr(chunk, "zero_grad_buffer") and hasattr(chunk, "ddp_config"),
-            f"attach: {type(chunk).__name__} is not megatron.core.distributed."
-            "DistributedDataParallel, in which every model chunk has to be wrapped",
-        )
-    for name in ("prepare_grads", "get_grad_norm", "step_with_ready_grads"):
-        require(
-            hasattr(optimizer, name),
-            f"attach: the optimizer ({type(optimizer).__name__}) has no {name}(): it must be what "
-            "megatron.core.optimizer.get_megatron_optimizer returns",
-        )
+        check_wrapper(chunk)
+    check_optimizer(optimizer, config.actor.offload_optimizer)
     hf_config = load_hf_config(config.model)
-    groups = Groups.of_parallel_state()
-    parts = Parts(
-        "policy", chunks, optimizer, RoleState.of_host(), groups, Cut("packed", 1, 0, 1), hf_config,
-        [hf_config], ps.get_data_parallel_world_size(with_context_parallel=True), owned=False,
-    )  # fmt: skip
-    require(
-        parts.config.params_dtype != torch.float16,
-        "attach: a float16 model needs a loss scale that skips steps; use bfloat16 or float32",
-    )
+    parts = parts_of(chunks, optimizer, hf_config)
+    groups = parts.groups
     require(
         not config.actor.offload_params or all(hasattr(b, "param_data") and b.param_data is not None
                                                for c in chunks for b in c.buffers),
@@ -268,12 +301,6 @@ def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
         )  # fmt: skip
     dtype: Any = str(config.params_dtype).removeprefix("torch.")
     return replace(given, engine="megatron", dtype=dtype, **layout)
-
-
-def device_here() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 @contextmanager

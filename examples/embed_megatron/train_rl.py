@@ -9,6 +9,7 @@ import json
 import os
 import random
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -231,13 +232,14 @@ def print_last(*words):
         print(*words, flush=True)
 
 
-def train(args):
+def train(args, at_end):
     model = model_provider(args)
     optimizer, schedule = setup_optimizer(args, model)
     iteration = load_checkpoint(args, model, optimizer, schedule) if args.load else 0
     data_iterator = train_data_iterator(args)
     if args.rl_config:
         rl = attach(model, optimizer, load_config(args.rl_config, PpoConfig, {}))
+        at_end.callback(rl.close)  # whatever happens
     while iteration < args.train_iters:
         started = time.perf_counter()
         if args.rl_config:
@@ -254,14 +256,14 @@ def train(args):
             save_checkpoint(args, model, optimizer, schedule, iteration)
     if args.rl_config:
         print_last(rl.evaluate(iteration))
-        rl.close()
 
 
 def main():
     args = parse_args()
     with mcore_cpu.scope():
         initialize(args)
-        train(args)
+        with ExitStack() as at_end:
+            train(args, at_end)
         torch.distributed.destroy_process_group()
 
 

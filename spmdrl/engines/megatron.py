@@ -11,7 +11,7 @@ chosen tokens go through the vocabulary-parallel head of spmdrl_kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,14 @@ from spmdrl.engines.micro_batches import (
     scatter_rows,
     token_rows,
 )
+from spmdrl.engines.models import require_given
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.engines.sharing import SumForward, broadcast_batch
 from spmdrl.engines.staging import HostCopies
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.reshard import gathered
-from spmdrl.weights.shards import Shards
+from spmdrl.weights.shards import Shards, fill
 
 
 class MegatronEngine:
@@ -143,8 +144,14 @@ class MegatronEngine:
                 f"update {self.num_updates + 1}: loss {loss_sum}, gradient norm {grad_norm}; "
                 "the weights are unchanged"
             )
-        parts.clip(grad_norm)
-        optimizer.step_with_ready_grads()
+        # its own step: optimizers such as LayerWiseDistributedOptimizer do more in it than the
+        # parts that MegatronOptimizer names (it gathers what each rank has updated)
+        stepped, *_ = optimizer.step()
+        if not stepped:
+            raise RuntimeError(
+                f"update {self.num_updates + 1}: {type(optimizer).__name__}.step() says that it "
+                f"changed nothing, at loss {loss_sum} and gradient norm {grad_norm}"
+            )
         parts.gather_weights()
         parts.zero_grad()
         return grad_norm
@@ -273,6 +280,14 @@ class MegatronEngine:
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         with self.at_hand():
             yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        named = self.named_shards()
+        with self.at_hand():
+            require_given(named, fill(named, weights))
+            if self.parts.optimizer is not None:  # its float32 weights
+                with self.parts.state.active():
+                    self.parts.optimizer.reload_model_params()
 
     def offload(self) -> None:
         with self.parts.state.active():

@@ -261,11 +261,12 @@ class Folder:
         self.folder = Path(folder)
         self.open: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            self.files: dict[str, str] = self._index(index)
-        elif (self.folder / "model.safetensors").is_file():
+        self.files: dict[str, str]
+        if (self.folder / "model.safetensors").is_file():  # before an index, as transformers reads
             names = self._handle("model.safetensors").keys()
             self.files = dict.fromkeys(names, "model.safetensors")
+        elif index.is_file():
+            self.files = self._index(index)
         else:
             raise ConfigError(
                 f"model: {folder} has neither model.safetensors nor model.safetensors.index.json"
@@ -273,7 +274,7 @@ class Folder:
 
     def _index(self, index: Path) -> dict[str, str]:
         try:
-            return dict(json.loads(index.read_text())["weight_map"])
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"model: {index} is damaged: {error}. Fetch it again") from error
 

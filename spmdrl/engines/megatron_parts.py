@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig
-from spmdrl.engines.fsdp import DTYPES
 from spmdrl.engines.megatron_inputs import Cut
 from spmdrl.engines.megatron_layout import OPTIONS, Degrees, check_layout
 from spmdrl.engines.megatron_model import build_chunks, transformer_config
 from spmdrl.engines.megatron_names import load_pretrained, pieces
 from spmdrl.engines.megatron_state import RoleState
 from spmdrl.engines.models import load_hf_config
+from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.topology import Topology
 from spmdrl.weights.boxes import Box
 from spmdrl.weights.shards import Shards
@@ -190,18 +190,6 @@ class Parts:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def clip(self, grad_norm: float) -> None:
-        """To the optimizer's own clip_grad, as its step() does."""
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            params = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
-            if params and part.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(
-                    params, part.config.clip_grad, grad_norm,
-                    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                )  # fmt: skip
-
     # ---- weights and memory
 
     def named_shards(self) -> dict[str, Shards]:
@@ -339,9 +327,10 @@ def build_parts(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
     )  # fmt: skip
+    saved = as_stored(hf_config, stored_dtype(hf_config, model))
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [hf_config, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
+        [saved, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
     )  # fmt: skip
 
 

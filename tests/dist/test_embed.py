@@ -1,6 +1,7 @@
 """Another program's Megatron model: its updates equal FSDP2's; the program is left as it was."""
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from spmdrl.config import (
 )
 
 
-def host_model(model, per_token, vocab=0, **sizes):
-    """As a program builds it: stock layers with dropout, whatever it is trained for."""
+def host_model(model, per_token, vocab=0, layer_wise=False, **sizes):
+    """As a program builds it: stock layers with dropout, whatever it is trained for.
+
+    layer_wise: its optimizer updates whole parameters on one data rank each, as dist_muon's does.
+    """
     import torch.nn.functional as F
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -67,7 +71,20 @@ def host_model(model, per_token, vocab=0, **sizes):
         ),
         chunks,
     )  # fmt: skip
+    if layer_wise:
+        optimizer = layer_wise_optimizer(optimizer)
     return chunks, optimizer
+
+
+def layer_wise_optimizer(optimizer):
+    """dist_muon's wrapper around Adam: who does not call its step() lets data ranks diverge."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return LayerWiseDistributedOptimizer(
+        optimizer.chained_optimizers, optimizer.config,
+        ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
 
 
 def rl_config(model, folder=None, **changes):
@@ -86,8 +103,11 @@ def reward(response, ground_truth):
     return float(response.startswith(ground_truth)) + 0.01 * len(response)
 
 
-def host_updates_on(topology, cases, model):
-    """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on."""
+def host_updates_on(topology, cases, model, folder):
+    """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on.
+
+    What was learnt goes through files of Hugging Face's format and back.
+    """
     from spmdrl.engines import mcore_cpu
 
     mcore_cpu.install()
@@ -115,7 +135,34 @@ def host_updates_on(topology, cases, model):
             metrics = [engine.update(batch, loss_fn, temperature=0.8) for _ in range(2)]
             weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
             found.append((list(mine), looked, metrics, weights))
+            if sizes:
+                through_files(chunks, optimizer, engine, f"{folder}/{len(found)}", model)
     return found
+
+
+def through_files(chunks, optimizer, engine, folder, model):
+    """save_hf_weights writes the weights as they are, and load_hf_weights brings them back."""
+    from transformers import AutoModelForCausalLM
+
+    from spmdrl.embed import load_hf_weights, save_hf_weights
+
+    def weights():
+        return {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+
+    before = weights()
+    save_hf_weights(chunks, folder, like=model)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert before.keys() <= loaded.keys()
+    for name, tensor in before.items():
+        assert torch.equal(loaded[name], tensor), name
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.zero_()
+    load_hf_weights(chunks, folder, optimizer)
+    for name, tensor in weights().items():
+        assert torch.equal(before[name], tensor), name
+    with pytest.raises(ConfigError, match="already holds a model"):
+        save_hf_weights(chunks, folder, like=model)
 
 
 def fsdp_updates_on(topology, model):
@@ -134,11 +181,12 @@ def fsdp_updates_on(topology, model):
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 
 
-def test_a_hosts_updates_equal_fsdps(qwen3):
+def test_a_hosts_updates_equal_fsdps(qwen3, tmp_path):
     looked, want_metrics, want_weights = run_ranks(1, fsdp_updates_on, str(qwen3))[0]
     whole = whole_batch()
-    cases = [({}, False), ({}, True), (TP2, False), (TP2, True, 256), (PP2, False), (PP2, True)]
-    ranks = run_ranks(2, host_updates_on, cases, str(qwen3), timeout_s=200)
+    cases = [({}, False), ({}, True), (TP2, False), (TP2, True, 256), (PP2, False), (PP2, True),
+             ({}, True, 0, True)]  # fmt: skip
+    ranks = run_ranks(2, host_updates_on, cases, str(qwen3), str(tmp_path), timeout_s=200)
     padding = 0  # its row's gradient is not stopped in a host's model
     for number, case in enumerate(cases):
         seen = []
@@ -188,7 +236,8 @@ def state_of_process():
     }  # fmt: skip
 
 
-def attached_on(topology, folder, model, engine):
+def attached_on(topology, folder, model, bare, engine):
+    """bare: the model's folder without its weights."""
     from spmdrl.engines import mcore_cpu
 
     mcore_cpu.install()
@@ -199,11 +248,17 @@ def attached_on(topology, folder, model, engine):
 
     with mcore_cpu.scope():
         chunks, optimizer = host_model(model, False, **TP2)
+        with torch.no_grad():  # the host's weights are not those of any file
+            for parameter in chunks[0].parameters():
+                parameter.mul_(1.25)
+        optimizer.reload_model_params()
         names = ("variable_seq_lengths", "finalize_model_grads_func", "no_sync_func")
         fields = {name: getattr(chunks[0].module.config, name) for name in names}
         before = state_of_process()
-        base = rl_config(model, folder)
-        config = replace(base, weights=WeightsConfig(check=True),
+        base = rl_config(bare, folder)
+        algo = AlgoConfig(advantage="gae", kl_coef=0.1)
+        config = replace(base, weights=WeightsConfig(check=True), algo=algo,
+                         critic=TrainConfig(engine="megatron", tensor_parallel=2),
                          rollout=replace(base.rollout, engine=engine, kv_cache_mib=32))  # fmt: skip
         rl = attach(chunks, optimizer, config)
         changed = [set(), set()]
@@ -213,9 +268,11 @@ def attached_on(topology, folder, model, engine):
             found.append(rl.step(number))
             after = state_of_process()
             changed[0] |= {k for k in after if after[k] != middle[k]}
-        accuracy = rl.evaluate(2)
+        held_out = rl.evaluate(2)
         told = rl.state_dict()
         rl.load_state_dict(told)
+        with pytest.raises(ConfigError, match=r"ref\.model"):
+            rl.load_state_dict(told | {"reference": "of another start"})
         rl.close()
         after = state_of_process()
         changed[1] |= {k for k in after if after[k] != before[k]}
@@ -223,7 +280,39 @@ def attached_on(topology, folder, model, engine):
         kept = all(getattr(config, field) is value for field, value in fields.items())
         drop = [m.p for m in chunks[0].modules() if isinstance(m, torch.nn.Dropout)]
         optimizer.step()  # the host goes on by itself
-    return changed, kept, drop, found, accuracy, len(rl.samples)
+    return changed, kept, drop, found, held_out, len(rl.samples), rl.logprob_gap
+
+
+def without_weights(model, folder):
+    """A copy of the folder that has config and tokenizer alone."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return str(folder)
+
+
+def differing_on(topology, folder, model):
+    """What attach says where the host computes something else that no field of its config shows."""
+    from spmdrl.engines import mcore_cpu
+
+    mcore_cpu.install()
+    from spmdrl.embed import attach
+
+    with mcore_cpu.scope():
+        chunks, optimizer = host_model(model, False, **PP2)
+        for layer in chunks[0].module.decoder.layers:
+            layer.mlp.register_forward_hook(lambda _, __, out: (0.9 * out[0], out[1]))
+        said = refusal(attach, chunks, optimizer, rl_config(model, folder))
+        rl = attach(chunks, optimizer, rl_config(model, folder), tolerance=10.0)
+        rl.close()
+    return said, rl.logprob_gap
+
+
+def test_a_host_that_computes_something_else_is_refused_with_the_gap(qwen3, tmp_path):
+    from programs import write_task
+
+    write_task(tmp_path)
+    for said, gap in run_ranks(2, differing_on, str(tmp_path), str(qwen3)):
+        assert f"differ by {gap:.3g} on average" in said and "0.0003 is allowed" in said
+        assert gap > 3e-4
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
@@ -231,13 +320,17 @@ def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
     from programs import write_task
 
     write_task(tmp_path)
-    ranks = run_ranks(2, attached_on, str(tmp_path), str(qwen3), engine, timeout_s=200)
-    for changed, kept, dropout, metrics, accuracy, num_samples in ranks:
+    bare = without_weights(qwen3, tmp_path / "bare")
+    ranks = run_ranks(2, attached_on, str(tmp_path), str(qwen3), bare, engine, timeout_s=200)
+    for changed, kept, dropout, metrics, held_out, num_samples, gap in ranks:
+        assert 0 <= gap < 1e-5
+        # the reference is the host's model at attach, which the first step has not changed yet
+        assert abs(metrics[0]["actor/ref_kl"]) < min(1e-5, metrics[1]["actor/ref_kl"])
         assert changed == [set(), set()]
         assert kept and dropout and set(dropout) == {0.1}
         assert [m["rollout/loss_tokens"] > 0 for m in metrics] == [True, True]
         assert metrics[1]["actor/grad_norm"] > 0 and metrics[0]["actor/logprob_diff_max"] < 1e-4
-        assert accuracy.keys() >= {"eval/accuracy"} and num_samples > 0
+        assert held_out.keys() >= {"eval/reward"} and num_samples > 0
     assert ranks[0][3][1]["reward/mean"] == ranks[1][3][1]["reward/mean"]
     written = [path.name for path in Path(tmp_path, "run").rglob("*") if path.is_file()]
     assert sorted(written) == ["step_1.jsonl", "step_2.jsonl"]  # samples, and no log of ours
@@ -248,9 +341,18 @@ def refused_on(topology, model, other):
 
     mcore_cpu.install()
     from dataclasses import replace
+    from unittest import mock
+
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
     from spmdrl.config import OptimConfig
     from spmdrl.embed import attach
+
+    class FullyShardedDataParallel(torch.nn.Module):
+        pass
+
+    class OwnLinear(torch.nn.Linear):
+        pass
 
     said = []
     with mcore_cpu.scope():
@@ -259,6 +361,7 @@ def refused_on(topology, model, other):
         attempts = [
             (chunks, optimizer, replace(base, model=other)),
             ([chunks[0].module], optimizer, base),
+            ([FullyShardedDataParallel()], optimizer, base),
             (chunks, torch.optim.AdamW(chunks[0].parameters()), base),
             (chunks, optimizer, replace(base, actor=TrainConfig(tensor_parallel=2))),
             (chunks, optimizer, replace(base, actor=TrainConfig(optim=OptimConfig(lr=1.0)))),
@@ -267,11 +370,43 @@ def refused_on(topology, model, other):
             (chunks, optimizer, replace(base, resume="auto")),
         ]
         for attempt in attempts:
-            try:
-                attach(*attempt)
-            except ConfigError as error:
-                said.append(str(error))
+            said.append(refusal(attach, *attempt))
+        raw = chunks[0].module
+        for name, value in FIELDS.items():
+            with mock.patch.object(raw.config, name, value):
+                said.append(refusal(attach, chunks, optimizer, base))
+        layer = raw.decoder.layers[0]
+        with mock.patch.dict(layer.mlp._modules, linear_fc2=OwnLinear(2, 2)):
+            said.append(refusal(attach, chunks, optimizer, base))
+        with mock.patch.object(raw.rotary_pos_emb, "seq_len_interpolation_factor", 2.0):
+            said.append(refusal(attach, chunks, optimizer, base))
+        part = optimizer.chained_optimizers[0]
+        with mock.patch.object(part, "grad_scaler", ConstantGradScaler(8.0), create=True):
+            said.append(refusal(attach, chunks, optimizer, base))
     return said
+
+
+def refusal(attach, *args):
+    """What attach says; nothing is left of it."""
+    import torch.distributed.distributed_c10d as c10d
+
+    groups = set(c10d._world.pg_map)
+    try:
+        attach(*args)
+    except ConfigError as error:
+        assert set(c10d._world.pg_map) == groups
+        return str(error)
+    return "it was accepted"
+
+
+# fields of the host's config that a step does not do, or config.model does not have
+FIELDS = {
+    "fp8": "hybrid", "fp4": "e2m1", "cuda_graph_impl": "local", "enable_cuda_graph": True,
+    "external_cuda_graph": True, "qk_clip": True, "mtp_num_layers": 1, "fp16": True,
+    "delay_wgrad_compute": True, "no_rope_freq": [0, 1], "softmax_type": "off-by-one",
+    "qk_l2_norm": True, "attention_output_gate": True, "window_size": (4, 0),
+    "apply_residual_connection_post_layernorm": True,
+}  # fmt: skip
 
 
 def test_what_does_not_fit_is_said(qwen3, tmp_path):
@@ -279,9 +414,10 @@ def test_what_does_not_fit_is_said(qwen3, tmp_path):
 
     other = save_qwen3(tmp_path, num_hidden_layers=3, rope_theta=50_000.0)
     (said,) = run_ranks(1, refused_on, str(qwen3), str(other))
-    wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "get_megatron_optimizer",
-              "actor.tensor_parallel=2", "actor.optim has no effect", "actor.ema has no effect",
-              "async_steps", "resume has no effect"]  # fmt: skip
+    wanted = ["layers: 2 here, 3 there", "DistributedDataParallel", "--use-megatron-fsdp",
+              "get_megatron_optimizer", "actor.tensor_parallel=2", "actor.optim has no effect",
+              "actor.ema has no effect", "async_steps", "resume has no effect", *FIELDS,
+              "OwnLinear", "seq_len_interpolation_factor=2.0", "--loss-scale"]  # fmt: skip
     assert len(said) == len(wanted), said
     for text, message in zip(wanted, said, strict=True):
         assert text in message
