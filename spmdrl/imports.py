@@ -6,19 +6,32 @@ quantised models: a second for each rank, and lines about libraries that do not 
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from spmdrl.limits import warn_of_limits
+
 MODULES: dict[str, Any] = sys.modules
+
+# oneDNN keeps the code of a product for each shape, 0.3 MiB, and ideep, which torch calls it
+# through, keeps its own: 1024 each. Packed batches bring new shapes in every step. oneDNN's own
+# saves the half a millisecond that it takes to make one; ideep's saves nothing beside it.
+PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
 
 
 def before_torch() -> None:
     """For programs."""
+    warn_of_limits()
     hide_torchao()
     # a rank that ends takes a store along, of which every other's torch shows a C++ stack
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name, value in PRODUCTS_KEPT.items():
+        os.environ.setdefault(name, value)
     if on_cpus_with_large_pages():
         # for large tensors: a cast of 50 million weights, bound by memory, takes 20 ms, not 31
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -40,5 +53,14 @@ def hide_torchao() -> None:
 
 
 def show_torchao() -> None:
+    """It is imported, where it is installed, without what it logs: libraries of other GPUs and of
+    other Pythons that it cannot load, and deprecations between it and torch."""
     if "torchao" in MODULES and MODULES["torchao"] is None:
         del MODULES["torchao"]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module("torchao.optim")
+    finally:
+        logging.disable(before)
