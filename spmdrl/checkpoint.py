@@ -41,6 +41,8 @@ from spmdrl.topology import Topology
 logger = logging.getLogger(__name__)
 
 Digest = tuple[int, str]  # size in bytes, sha256
+SHOWN_DAMAGED = 3  # checkpoints whose damage a message names
+UNREADABLE_RUN = "Name another checkpoint with --resume or --checkpoint"
 
 
 # ---- writing
@@ -184,13 +186,16 @@ def damage_together(folder: Path, topology: Topology) -> str | None:
 
 def find(
     resume: str, root: Path, topology: Topology, after: int = 0,
-    on_damage: Literal["previous", "stop"] = "previous",
+    on_damage: Literal["previous", "stop", "anew"] = "previous", last_resort: bool = True,
 ) -> Path | None:  # fmt: skip
     """The checkpoint to load, the same on every rank. Collective.
 
-    resume: "never", "auto" (the newest whole one under root, or none), or a folder. Under "auto"
-    damaged ones are passed over with a warning, or with on_damage "stop" a ConfigError, as a named
-    one that is damaged always is. after: "auto" looks only at those of later steps.
+    resume: "never", "auto" (the newest whole one under root, or None where there is none at all),
+    or a folder. Under "auto" damaged ones are passed over with a warning, or with on_damage "stop"
+    a ConfigError, as a named one that is damaged always is. Where there are some and none is whole
+    it is a ConfigError too, unless on_damage is "anew". after: "auto" looks only at those of later
+    steps. last_resort False: the caller has another one to load, so None is returned for damaged
+    ones as well.
     """
     if resume == "never":
         return None
@@ -198,6 +203,7 @@ def find(
     if resume == "auto" and topology.rank == 0:
         told = [[str(path) for step, path in reversed(steps_in(root)) if step > after]]
     dist.broadcast_object_list(told, group=topology.control, group_src=0)
+    passed: list[str] = []
     for folder in map(Path, told[0]):
         wrong = damage_together(folder, topology)
         if wrong is None:
@@ -211,7 +217,38 @@ def find(
             )
         if topology.rank == 0:
             logger.warning("passing over the damaged checkpoint %s: %s", folder, wrong)
+        passed.append(f"{folder.name}: {wrong}")
+    if passed and last_resort and on_damage != "anew":
+        raise ConfigError(none_is_whole(root, passed))
     return None
+
+
+def none_is_whole(root: Path, passed: list[str]) -> str:
+    """passed: what is wrong with each checkpoint, the newest first."""
+    more = f"; and {len(passed) - SHOWN_DAMAGED} more" if len(passed) > SHOWN_DAMAGED else ""
+    return (
+        f"none of the {len(passed)} checkpoints in {root} is whole: "
+        f"{'; '.join(passed[:SHOWN_DAMAGED])}{more}. Restore one of them, name another folder with "
+        "--resume, or begin again at step 0 with --checkpoint.on_damage anew, which moves what is "
+        f"there to {root.parent / 'earlier-N'}"
+    )
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What run.json says. Raises ConfigError where it cannot be read, or is none."""
+    path = Path(folder, "run.json")
+    try:
+        run = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. {UNREADABLE_RUN}") from error
+    missing = [key for key in ("step", "engines", "world") if key not in as_mapping(run)]
+    if missing:
+        raise ConfigError(f"{path} does not say {', '.join(missing)}. {UNREADABLE_RUN}")
+    return run
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> dict[str, Any]:
@@ -222,7 +259,7 @@ def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> d
     Raises ConfigError where the checkpoint lacks an engine that this run trains, or holds more than
     data.
     """
-    run = json.loads(Path(folder, "run.json").read_text())
+    run = read_run(folder)
     missing = sorted(set(engines) - set(run["engines"]))
     if missing:
         raise ConfigError(f"checkpoint {folder} has {run['engines']}, this run needs {missing} too")

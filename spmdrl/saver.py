@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from spmdrl.collectives import FailedElsewhere, together
 from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.engines.engine import Staged, TrainEngine
 from spmdrl.phases import Phases
+from spmdrl.room import mib_free, temporary_folder, writing
 from spmdrl.topology import Topology, timeout_of
 
 PROBE_BYTES = 1 << 20
@@ -224,7 +226,7 @@ def saved_bytes(save: Callable[[io.BytesIO], None]) -> bytes:
 
 
 def pretrained_files(pretrained: list[Any]) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as folder:
+    with writing(temporary_folder() / "hf"), tempfile.TemporaryDirectory() as folder:
         for part in pretrained:
             part.save_pretrained(folder)
         files = [f for f in sorted(Path(folder).rglob("*")) if f.is_file()]
@@ -233,15 +235,15 @@ def pretrained_files(pretrained: list[Any]) -> dict[str, bytes]:
 
 def explained(error: Exception, folder: Path) -> OSError:
     """torch does not say why a file could not be written ("disk full"): a small one tells."""
-    free_mib = shutil.disk_usage(folder.parent).free >> 20
-    what = f"cannot write {folder}, where {free_mib} MiB are free: "
+    what = f"cannot write {folder}, where {mib_free(folder)} MiB are free: "
     probe = Path(folder, f"probe_{os.getpid()}")
     try:
         write_synced(probe, bytes(PROBE_BYTES))
     except OSError as why:
         return OSError(why.errno, f"{what}{why.strerror or why} ({type(error).__name__}: {error})")
     finally:
-        probe.unlink(missing_ok=True)
+        with suppress(OSError):
+            probe.unlink()
     if isinstance(error, OSError) and error.errno:
         return OSError(error.errno, f"{what}{error.strerror}")
     return OSError(f"{what}{type(error).__name__}: {error}")
