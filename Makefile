@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos bench-kernels soak clean
+.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos bench-kernels verdicts soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -45,7 +45,11 @@ bench-algos: .venv  ## train arithmetic with every estimator; table and plot int
 bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much
 	@$(BIN)/python -m spmdrl_kernels.bench --out runs/kernels
 
-soak: .venv  ## train 500 steps with ranks killed and frozen; compare with a run left alone
+verdicts: .venv  ## count wrong verdicts of the reward for code; MBPP=<file> HUMANEVAL=<file>
+	@$(BIN)/python examples/code_sandbox/verdicts.py \
+		$(if $(MBPP),--mbpp $(MBPP)) $(if $(HUMANEVAL),--humaneval $(HUMANEVAL))
+
+soak: .venv  ## train 500 steps with ranks killed and frozen, compare; 60 of a large model, for its memory
 	@$(BIN)/python examples/arithmetic/soak.py
 
 clean:  ## remove .venv, runs and caches

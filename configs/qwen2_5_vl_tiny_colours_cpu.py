@@ -1,7 +1,8 @@
 """GRPO on questions about images, on two CPU cores: from random weights. docs/vision.md
 
 python examples/colours/make_assets.py
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen2_5_vl_tiny_colours_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen2_5_vl_tiny_colours_cpu.py
 """
 
 from spmdrl.config import (

@@ -1,7 +1,8 @@
 """GRPO on GSM8K with Qwen3-0.6B: two epochs on 8 GPUs of 40 GB or more.
 
 python examples/gsm8k/prepare.py --source FOLDER --out runs/gsm8k
-torchrun --nproc-per-node 8 -m spmdrl.ppo --config configs/qwen3_0.6b_gsm8k_grpo_8gpu.py
+python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.ppo \\
+    --config configs/qwen3_0.6b_gsm8k_grpo_8gpu.py
 
 A step asks 128 prompts 8 times: 1,024 answers, 128 per GPU, learnt in two optimizer steps.
 """

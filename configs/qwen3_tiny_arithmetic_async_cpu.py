@@ -2,7 +2,8 @@
 
 Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_async_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_async_cpu.py
 """
 
 from spmdrl.config import (

@@ -3,7 +3,8 @@
 Source: arXiv 2601.05242. The estimators that need no config of their own are run from
 qwen3_tiny_arithmetic_grpo_cpu.py by `make bench-algos`; this one needs a reward with keys.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_bench_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_bench_cpu.py
 """
 
 from dataclasses import replace

@@ -2,7 +2,8 @@
 
 Source: arXiv 2503.14476. Made from its sibling; see there for the model.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_dapo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_dapo_cpu.py
 """
 
 from dataclasses import replace

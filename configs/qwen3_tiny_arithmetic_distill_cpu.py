@@ -4,7 +4,8 @@ The teacher is what `make quickstart` leaves, the student the model that it bega
 
 python -m spmdrl.export --checkpoint runs/quickstart/checkpoints/step_00000120 \
     --out runs/arithmetic/teacher
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_distill_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_distill_cpu.py
 """
 
 from spmdrl.config import (

@@ -2,7 +2,8 @@
 
 Source: arXiv 2507.18071, whose clip range is this narrow because the mean of many ratios is near 1.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_gspo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_gspo_cpu.py
 """
 
 from dataclasses import replace

@@ -3,7 +3,8 @@
 Starts from the model that configs/qwen3_tiny_arithmetic_sft_cpu.py leaves. The penalty's reference
 is that model too: the actor with its adapter off.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_lora_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_lora_cpu.py
 """
 
 from dataclasses import replace

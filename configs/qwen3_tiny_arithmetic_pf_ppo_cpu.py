@@ -3,7 +3,8 @@
 Source: arXiv 2409.06957. The samples of the step before are of older weights, which the token's
 importance weight accounts for.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_pf_ppo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_pf_ppo_cpu.py
 """
 
 from dataclasses import replace

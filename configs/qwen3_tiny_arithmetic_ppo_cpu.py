@@ -2,7 +2,8 @@
 
 The folder of a config file is importable while the file runs, so this one starts from its sibling.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_ppo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_ppo_cpu.py
 """
 
 from dataclasses import replace

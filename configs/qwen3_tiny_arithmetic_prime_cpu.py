@@ -3,7 +3,8 @@
 Source: arXiv 2502.01456. The process reward model starts as a copy of the policy; the frozen copy
 of the same model is its reference.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_prime_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_prime_cpu.py
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A reward model for the arithmetic example: from random weights to telling right sums from wrong.
 
 python examples/arithmetic/make_assets.py
-torchrun --nproc-per-node 2 -m spmdrl.reward_model \\
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.reward_model \\
     --config configs/qwen3_tiny_arithmetic_reward_model_cpu.py
 """
 
@@ -30,5 +30,5 @@ config = RewardTrainingConfig(
         dtype="float32",
         optim=OptimConfig(lr=3e-3, warmup_steps=10, schedule="linear", decay_steps=400),
     ),
-    checkpoint=CheckpointConfig(every_steps=200, keep_best=1),
+    checkpoint=CheckpointConfig(every_steps=200, keep_best=1, best_metric="eval/accuracy"),
 )

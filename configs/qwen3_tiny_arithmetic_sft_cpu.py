@@ -1,7 +1,8 @@
 """Warm-up of the arithmetic example: from random weights to adding without a carry.
 
 python examples/arithmetic/make_assets.py
-torchrun --nproc-per-node 2 -m spmdrl.sft --config configs/qwen3_tiny_arithmetic_sft_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.sft \\
+    --config configs/qwen3_tiny_arithmetic_sft_cpu.py
 """
 
 from spmdrl.config import OptimConfig, SftConfig, SftDataConfig, TrainConfig

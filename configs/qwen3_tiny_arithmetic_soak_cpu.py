@@ -3,7 +3,8 @@
 One answer in a hundred, chosen by its text and so the same in every run: its reward raises, is not
 a number, hangs, or kills the process that scores it.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_soak_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_soak_cpu.py
 """
 
 import dataclasses

@@ -2,7 +2,8 @@
 
 Source: arXiv 2405.00675.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_sppo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_sppo_cpu.py
 """
 
 from dataclasses import replace

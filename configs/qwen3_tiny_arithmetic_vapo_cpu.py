@@ -3,7 +3,8 @@
 Source: arXiv 2504.05118. lam_alpha is 0.05 there, for answers of thousands of tokens; here they
 have four, and 1 - 1 / (0.05 * 4) would be no lambda at all.
 
-torchrun --nproc-per-node 2 -m spmdrl.ppo --config configs/qwen3_tiny_arithmetic_vapo_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
+    --config configs/qwen3_tiny_arithmetic_vapo_cpu.py
 """
 
 from dataclasses import replace

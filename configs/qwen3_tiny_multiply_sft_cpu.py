@@ -1,7 +1,8 @@
 """Warm-up of the tool example: from random weights to calling the tool in one case of three.
 
 python examples/multiply/make_assets.py
-torchrun --nproc-per-node 2 -m spmdrl.sft --config configs/qwen3_tiny_multiply_sft_cpu.py
+python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.sft \\
+    --config configs/qwen3_tiny_multiply_sft_cpu.py
 """
 
 from spmdrl.config import OptimConfig, SftConfig, SftDataConfig, TrainConfig

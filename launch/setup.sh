@@ -64,16 +64,17 @@ fi
 echo "setup: installing the $backend environment into $venv (once; some minutes)"
 rm -f $stamp  # an interrupted install must not look finished
 "$python" -m venv --clear $venv
+# errors alone: an index that is a folder makes pip warn at every package
 pip() { $venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 if [ $backend = gpu ]; then
-    pip install -q -c constraints.txt -e '.[gpu,dev]'
+    pip install -qq -c constraints.txt -e '.[gpu,dev]'
 else
     # torch alone goes through the resolver: PyPI's build of it needs CUDA libraries even to be
     # imported, a CPU build needs none.
-    pip install -q -c constraints.txt ${torch_index:+--extra-index-url "$torch_index"} torch
-    pip install -q --no-deps -r constraints.txt
-    pip install -q --no-deps --no-build-isolation -e .
+    pip install -qq -c constraints.txt ${torch_index:+--extra-index-url "$torch_index"} torch
+    pip install -qq --no-deps -r constraints.txt
+    pip install -qq --no-deps --no-build-isolation -e .
 fi
 $venv/bin/python -c 'import torch, transformers, vllm' 2>$venv/import.log ||
     fail "the packages do not import: $(cat $venv/import.log)"

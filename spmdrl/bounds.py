@@ -19,23 +19,29 @@ TINY = 1e-300  # floats at least this are above 0
 Bounds = dict[str, tuple[float, float | None]]
 POSITIVE: tuple[float, None] = (TINY, None)
 COUNT: tuple[float, None] = (1, None)
+# seconds, below which what is well would be taken for dead
+START_S: tuple[float, None] = (5, None)  # a rank imports torch
+STALL_S: tuple[float, None] = (5, None)  # a phase of a step
+LOST_S: tuple[float, None] = (2, None)  # ranks give a sign of life twice a second
+CALL_S: tuple[float, None] = (0.01, None)  # a process is asked and answers
 
 BOUNDS: Bounds = {
     "DataConfig.prompts_per_step": COUNT, "DataConfig.max_prompt_tokens": COUNT,
     "DataConfig.max_eval_prompts": COUNT,
     "DataConfig.image_min_pixels": COUNT, "DataConfig.image_max_pixels": COUNT,
-    "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": POSITIVE,
+    "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": CALL_S,
     "RewardConfig.max_invalid_fraction": (0, 1),
     "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),
     "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_calls": COUNT,
     "MultiTurnConfig.max_reply_tokens": COUNT,
-    "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": POSITIVE,
+    "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": CALL_S,
     "RolloutConfig.n": COUNT, "RolloutConfig.max_tokens": COUNT,
     "RolloutConfig.temperature": POSITIVE, "RolloutConfig.top_p": (TINY, 1),
     "RolloutConfig.tensor_parallel": COUNT, "RolloutConfig.max_num_seqs": COUNT,
     "RolloutConfig.gpu_memory_utilization": (TINY, 1), "RolloutConfig.kv_cache_mib": COUNT,
     "RolloutConfig.oversample": (1, None),
-    "OptimConfig.betas": (0, 1), "OptimConfig.eps": POSITIVE, "OptimConfig.muon_momentum": (0, 1),
+    "OptimConfig.lr": (0, 1000), "OptimConfig.betas": (0, 1), "OptimConfig.eps": (1e-30, None),
+    "OptimConfig.muon_momentum": (0, 1),
     "OptimConfig.min_lr_ratio": (0, 1),
     "TrainConfig.fsdp": (-1, None), "TrainConfig.tensor_parallel": COUNT,
     "TrainConfig.pipeline_parallel": COUNT, "TrainConfig.virtual_pipeline": COUNT,
@@ -50,17 +56,17 @@ BOUNDS: Bounds = {
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
     "PpoConfig.steps": COUNT, "PpoConfig.seed": (0, 2**63 - 1),
     "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
-    "PpoConfig.start_timeout_s": POSITIVE, "SftConfig.start_timeout_s": POSITIVE,
-    "PpoConfig.stall_timeout_s": POSITIVE, "PpoConfig.lost_timeout_s": POSITIVE,
+    "PpoConfig.start_timeout_s": START_S, "SftConfig.start_timeout_s": START_S,
+    "PpoConfig.stall_timeout_s": STALL_S, "PpoConfig.lost_timeout_s": LOST_S,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
     "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
     "SftConfig.steps": COUNT, "SftConfig.seed": (0, 2**63 - 1),
-    "SftConfig.stall_timeout_s": POSITIVE, "SftConfig.lost_timeout_s": POSITIVE,
+    "SftConfig.stall_timeout_s": STALL_S, "SftConfig.lost_timeout_s": LOST_S,
     "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
     "RewardTrainingConfig.steps": COUNT, "RewardTrainingConfig.seed": (0, 2**63 - 1),
-    "RewardTrainingConfig.start_timeout_s": POSITIVE,
-    "RewardTrainingConfig.stall_timeout_s": POSITIVE,
-    "RewardTrainingConfig.lost_timeout_s": POSITIVE,
+    "RewardTrainingConfig.start_timeout_s": START_S,
+    "RewardTrainingConfig.stall_timeout_s": STALL_S,
+    "RewardTrainingConfig.lost_timeout_s": LOST_S,
 }  # fmt: skip
 
 

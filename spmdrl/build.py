@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from spmdrl.algo.checks import require
 from spmdrl.config import PpoConfig
@@ -18,11 +22,13 @@ from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.engines.models import load_hf_config
 from spmdrl.flops import Flops
 from spmdrl.leftover import Leftover
+from spmdrl.overlap import Asked
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
+from spmdrl.rewards.truths import truth_checker
 from spmdrl.roles import Roles, Sampler, Trainer
 from spmdrl.rollout import build_engine as build_rollout
 from spmdrl.rollout.dialogue import Dialogue, has_replies, prompts_of
@@ -33,7 +39,7 @@ from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import SpanLog
 from spmdrl.types import Prompt, Sample
 from spmdrl.vision import Looks, Sight, Vision
-from spmdrl.weights.sync import WeightSync
+from spmdrl.weights.sync import WeightSync, exhaust
 
 
 @dataclass
@@ -47,6 +53,8 @@ class Run:
     held_out: list[tuple[int, Prompt]]  # the same on every rank
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
+    identity: dict[str, Any] | None = None  # see spmdrl/identity.py; for checkpoints
+    asked: Asked | None = None  # of the next step, where it is asked while this one is scored
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +90,8 @@ def build(
 ) -> Run:
     """Data first, since its mistakes are cheap to find; then the engines. Collective.
 
-    host: the actor, where it stands already (embed.py); undo: takes away what was started.
+    host: the actor, where it stands already (embed.py): other roles start from its weights unless
+    they name a model, and no other weights are read. undo: takes away what was started.
     """
     undo = undo or ExitStack()
     topology, phases = runtime.topology, runtime.phases
@@ -108,8 +117,9 @@ def build(
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
         rollout = build_rollout(
-            config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks
-        )
+            config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
+            load_weights=host is None,
+        )  # fmt: skip
         if rollout is not None:
             undo.callback(rollout.shutdown)
         dialogue = build_dialogue(config, tokenizer, ranks)
@@ -185,7 +195,7 @@ def load_dataset(
     vision = Vision.load(config.model, hf, data)
     dataset = PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
-        needs_truth(config.reward), vision,
+        needs_truth(config.reward), truth_checker(config.reward), vision,
     )  # fmt: skip
     require(
         not (dataset.images.per_prompt and has_replies(config)),
@@ -223,11 +233,37 @@ def build_trainers(
             engine = build_engine(
                 kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
                 strict=config.strict and name == "actor",
+                load_weights=host is None or role.model is not None,
             )  # fmt: skip
+            trainers[name] = Trainer(name, ranks, engine)
+            if host is not None and role.model is None:
+                bucket_bytes = config.weights.bucket_mib << 20
+                trainers[name].started_from = start_from(host.model, engine, bucket_bytes)
             if engine is not None:
                 engine.offload()
-            trainers[name] = Trainer(name, ranks, engine)
     return trainers
+
+
+def start_from(source: TrainEngine, engine: TrainEngine | None, bucket_bytes: int) -> str:
+    """Gives a new engine another's weights; their digest, the same on every rank and in any layout.
+
+    engine: None on ranks without it. Collective over the ranks of `source`.
+    """
+    digest = hashlib.sha256()
+
+    def digested() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in source.named_weights(torch.float32, bucket_bytes):
+            total = float(tensor.double().sum()), float(tensor.double().square().sum())
+            digest.update(f"{name} {total}".encode())
+            yield name, tensor
+
+    weights = digested()
+    try:
+        if engine is not None:
+            engine.take_weights(weights)
+    finally:
+        exhaust(weights)
+    return digest.hexdigest()[:16]
 
 
 def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialogue | None:

@@ -21,6 +21,7 @@ import jinja2
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.files import BadRow
+from spmdrl.left_out import left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +78,14 @@ class Encoder:
         if not names:
             return Encoded(self.bounded(text, special=False, keep="end"), text)
         return self.unmarked(text, names)
+
+    def left_out(self, chat: list[dict[str, Any]], asks: bool = True) -> set[str]:
+        """Names of what the chat holds and the template does not write (spmdrl/left_out.py).
+
+        Raises BadRow, ConfigError.
+        """
+        kwargs = self.config.chat_template_kwargs
+        return left_out(chat, lambda asked: render_chat(asked, self.tokenizer, kwargs, asks))
 
     def marked(
         self, chat: list[dict[str, Any]], field: str

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, RunConfig
+from spmdrl.function_code import as_text, code_of
+from spmdrl.paths import check_paths
 
 C = TypeVar("C")
+R = TypeVar("R", bound=RunConfig)
 
 
 def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
@@ -37,7 +41,9 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
         raise ConfigError(f"--config: {path!r} is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.parent.resolve()))
+    folder = str(file.parent.resolve())  # once: the file may change to another folder
+    sys.path.insert(0, folder)
+    launched = launcher_environment()
     try:
         # not by the loader, which takes what it compiled of a file of the same second and size
         code = compile(file.read_bytes(), spec.origin or "", "exec", dont_inherit=True)
@@ -49,7 +55,15 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
             f"{path}: {type(error).__name__}: {error}{_line_of(error, spec.origin)}"
         ) from error
     finally:
-        sys.path.remove(str(file.parent.resolve()))
+        with suppress(ValueError):  # the file may have taken it away
+            sys.path.remove(folder)
+        changed = restore_environment(launched)
+    if changed:
+        raise ConfigError(
+            f"{path} changes {', '.join(changed)} of the environment, by which torchrun tells a "
+            "rank which one it is: each would be a run of its own. Leave them as they are; set or "
+            "remove single other variables"
+        )
     config = getattr(module, "config", None)
     if not isinstance(config, kind):
         raise ConfigError(
@@ -62,14 +76,62 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     return config
 
 
-def arguments(
-    kind: type[C], config: str, dry_run: Any, ranks: Any, overrides: Mapping[str, Any]
-) -> tuple[C, bool, int]:
-    """The config, --dry-run and --ranks of a program that trains. Raises ConfigError."""
-    dry_run, ranks = converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks")
-    if ranks and not dry_run:
+# what torchrun, Slurm or a user's own launcher tells a rank of its place
+LAUNCHER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
+)  # fmt: skip
+
+
+def launcher_environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in LAUNCHER}
+
+
+def restore_environment(launched: Mapping[str, str | None]) -> list[str]:
+    """The variables that differ from what they were, which they are again."""
+    changed = [name for name, value in launched.items() if os.environ.get(name) != value]
+    for name in changed:
+        value = launched[name]
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    return changed
+
+
+class Dry(NamedTuple):
+    """--dry-run and what goes with it."""
+
+    run: bool
+    ranks: int  # to plan for; 0: those that run
+    show_config: bool  # every field of it, in place of what differs from the defaults
+
+
+def dry_flags(dry_run: Any, ranks: Any, show_config: Any) -> Dry:
+    """Raises ConfigError for flags of a wrong type, and without --dry-run."""
+    dry = Dry(
+        converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks"),
+        converted(show_config, bool, "--show_config"),
+    )  # fmt: skip
+    if dry.ranks and not dry.run:
         raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
-    return load_config(config, kind, overrides), dry_run, ranks
+    if dry.show_config and not dry.run:
+        raise ConfigError(
+            "--show_config is for --dry-run; a run writes all of its config to config.py in run_dir"
+        )
+    return dry
+
+
+def arguments(
+    kind: type[R], config: str, dry_run: Any, ranks: Any, show_config: Any,
+    overrides: Mapping[str, Any],
+) -> tuple[R, Dry]:  # fmt: skip
+    """The config and the flags of a program that trains; paths are checked. Raises ConfigError."""
+    dry = dry_flags(dry_run, ranks, show_config)
+    value = load_config(config, kind, overrides)
+    check_paths(value)
+    return value, dry
 
 
 def is_file(path: Path) -> bool:
@@ -94,14 +156,41 @@ def override(config: C, key: str, value: Any) -> C:
     return _replaced(config, key.split("."), value, f"--{key}")
 
 
+def keys_of(kind: type) -> list[str]:
+    """The dotted keys of all fields of a config class, those of optional groups too."""
+    found = []
+    for name, wanted in typing.get_type_hints(kind).items():
+        found.append(name)
+        for option in _options(wanted):
+            if dataclasses.is_dataclass(option) and isinstance(option, type):
+                found += [f"{name}.{inner}" for inner in keys_of(option)]
+    return found
+
+
+def nearest_keys(node: Any, name: str) -> list[str]:
+    """Keys that may have been meant: those that end in this name, close ones, or all of the node's
+    own."""
+    keys = keys_of(type(node))
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    if same:
+        return sorted(same, key=lambda key: key.count("."))[:5]
+    own = [key for key in keys if "." not in key]
+    close = difflib.get_close_matches(name, own, n=3)
+    leaves = {key.rpartition(".")[2] for key in keys}
+    near = difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=0.75)
+    inner = [key for key in keys if "." in key and key.rpartition(".")[2] in near]
+    return [*close, *(key for key in inner if key not in close)][:5] or own
+
+
 def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
     if isinstance(node, Mapping):  # its own field checks the entry; a key may have dots in it
         return {**node, ".".join(names): value}
     known = [f.name for f in dataclasses.fields(node)]
     if names[0] not in known:
-        close = difflib.get_close_matches(names[0], known, n=3) or known
+        above = flag[2:].removesuffix(".".join(names))
+        close = ", ".join(f"{above}{key}" for key in nearest_keys(node, names[0]))
         where = type(node).__name__
-        raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {', '.join(close)}")
+        raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {close}")
     current = getattr(node, names[0])
     wanted = typing.get_type_hints(type(node))[names[0]]
     if len(names) == 1:
@@ -227,70 +316,45 @@ def as_source(config: Any, indent: int = 0) -> str:
     lines = [f"{type(config).__name__}("]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else literal(value)
+        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else as_text(value)
         lines.append(f"{pad}{field.name}={text},")
     return "\n".join(lines) + "\n" + "    " * indent + ")"
 
 
-def literal(value: Any) -> str:
-    if isinstance(value, functools.partial):
-        keywords = "".join(f", {k}={literal(v)}" for k, v in value.keywords.items())
-        positional = "".join(f", {literal(v)}" for v in value.args)
-        return f"partial({literal(value.func)}{positional}{keywords})"
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {literal(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "(" + "".join(f"{literal(v)}, " for v in value).removesuffix(" ") + ")"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(literal, value)) + "]"
-    if isinstance(value, set | frozenset) and value:  # their order is another in each process
-        return "{" + ", ".join(sorted(map(literal, value))) + "}"
-    return repr(value)
+def changed_fields(config: Any, usual: Any = None, where: str = "") -> list[str]:
+    """A line "actor.optim.lr=0.001" for each field that differs from its default.
+
+    usual: the value whose fields are the defaults; None: those of the config's class.
+    """
+    lines = []
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{where}{field.name}"
+        default = default_of(field) if usual is None else getattr(usual, field.name)
+        if dataclasses.is_dataclass(value) and not callable(value):
+            is_alike = type(default) is type(value)
+            inner = changed_fields(value, default if is_alike else None, f"{key}.")
+            lines += inner or ([] if is_alike else [f"{key}={type(value).__name__}()"])
+        elif default is dataclasses.MISSING or as_text(value) != as_text(default):
+            lines.append(f"{key}={as_text(value)}")
+    return lines
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """MISSING where it has none."""
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
+def shown_config(config: Any, whole: bool) -> str:
+    """What --dry-run prints of it. whole: every field, as Python text."""
+    if whole:
+        return as_source(config)
+    title = f"{type(config).__name__}: what differs from the defaults (--show_config: all of it)"
+    return "\n".join([title, *(f"  {line}" for line in changed_fields(config))])
 
 
 def fingerprint(config: Any) -> str:
     """Equal on ranks whose configs are equal, functions by their code."""
     text = as_source(config)
-    code = "".join(sorted(_code_of(config)))
+    code = "".join(sorted(code_of(config)))
     return hashlib.sha256((text + code).encode()).hexdigest()
-
-
-def _text_of(code: types.CodeType) -> str:
-    """The same in every process: no addresses, and sets in order."""
-    consts = [
-        _text_of(c) if isinstance(c, types.CodeType)
-        else repr(sorted(map(repr, c))) if isinstance(c, frozenset) else repr(c)
-        for c in code.co_consts
-    ]  # fmt: skip
-    return " ".join([code.co_code.hex(), *code.co_names, *consts])
-
-
-def _code_of_class(cls: type) -> list[str]:
-    """Its methods, properties and constants."""
-    found = []
-    for name, value in vars(cls).items():
-        if isinstance(value, property):
-            value = value.fget
-        if isinstance(value, types.FunctionType):
-            found += _code_of(value)
-        elif not name.startswith("__") and isinstance(value, str | int | float | tuple):
-            found.append(f"{name} = {literal(value)}")
-    return found
-
-
-def _code_of(node: Any) -> list[str]:
-    if isinstance(node, types.FunctionType):
-        return [_text_of(node.__code__)]
-    if isinstance(node, type):  # a tool with a state
-        return [c for cls in node.__mro__[:-1] for c in _code_of_class(cls)]
-    if isinstance(node, functools.partial):
-        return _code_of(node.func)
-    if isinstance(node, Mapping):
-        return [c for v in node.values() for c in _code_of(v)]
-    if isinstance(node, tuple):
-        return [c for v in node for c in _code_of(v)]
-    if dataclasses.is_dataclass(node):
-        return [c for f in dataclasses.fields(node) for c in _code_of(getattr(node, f.name))]
-    return []

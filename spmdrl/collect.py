@@ -173,18 +173,24 @@ def hooks(roles: Roles) -> dict[str, Any]:
 
 def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
     """What this rank made, with rewards; greedy answers have become baselines."""
-    config, algo = roles.config, roles.config.algo
+    config = roles.config
     score(samples, roles, source.by_id, phase="reward")
     with roles.phases("reward", roles.sampling):
-        check_reward_keys(samples, tuple(algo.reward_keys))
-        for sample in samples if algo.overlong_buffer else ():
-            sample.penalty = overlong_penalty(
-                len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
-                algo.overlong_penalty,
-            )  # fmt: skip
+        check_scores(roles, samples)
         if config.rollout.greedy_baseline:
             samples = take_greedy_rewards(samples, roles.sampling)
     return samples
+
+
+def check_scores(roles: Roles, samples: list[Sample]) -> None:
+    """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
+    config, algo = roles.config, roles.config.algo
+    check_reward_keys(samples, tuple(algo.reward_keys))
+    for sample in samples if algo.overlong_buffer else ():
+        sample.penalty = overlong_penalty(
+            len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
+            algo.overlong_penalty,
+        )  # fmt: skip
 
 
 def take_greedy_rewards(samples: list[Sample], topology: Topology) -> list[Sample]:
@@ -267,9 +273,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Answers to held-out prompts, greedy ones or config.eval_samples of each; their metrics.
 
-    eval/accuracy, the mean reward, and with several samples what metrics_at_k gives; per
-    data_source where several. On the ranks that sample or score. show: is given this rank's
-    samples. Raises TooManyInvalid as a step does.
+    eval/reward is the mean reward, eval/reward/<name> the mean of what reward functions report
+    beside it; with several samples there is also what metrics_at_k gives; per data_source where
+    several. On the ranks that sample or score. show: is given this rank's samples. Raises
+    TooManyInvalid as a step does.
     """
     sampler, config, sampling = roles.sampler, roles.config, roles.sampling
     samples: list[Sample] = []
@@ -290,11 +297,11 @@ def evaluate(
         check_invalid(samples, config.rewards, sampling)
         metrics = sample_metrics(samples, sampling, by_source=True, replies=has_replies(config))
         picked = {
-            name.replace("reward/mean", "accuracy"): value
+            name.removesuffix("/mean") if name.endswith("reward/mean") else name: value
             for name, value in metrics.items()
-            if "reward/mean" in name
-            or name in ("reward/invalid", "response/mean_tokens")
-            or name.startswith(("turns/", "tools/"))
+            if name.endswith("/reward/mean")
+            or name == "response/mean_tokens"
+            or (name.startswith(("reward/", "turns/", "tools/")) and name != "reward/std")
         }
         if config.eval_samples > 1:
             attempts = gather_attempts(prompts, samples, config.seed, sampling)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RewardFn = Callable[..., Any]
+Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
 Shape = dict[str, int]
 
 
@@ -25,6 +26,12 @@ class DataConfig:
 
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
+    # the column with the prompt, a chat list or a string; dotted keys reach into structs:
+    # "extra_info.question". With another than the default a row needs no data_source
+    prompt_key: str = "prompt"
+    # the column with the reference answer; where a row has none of the default's, its column
+    # ground_truth is read
+    ground_truth_key: str = "reward_model.ground_truth"
     prompts_per_step: int = 64
     max_prompt_tokens: int = 1024
     overlong_prompts: Literal["filter", "truncate", "error"] = "filter"  # truncate keeps the end
@@ -43,11 +50,11 @@ class DataConfig:
 class RewardConfig:
     """How rewards run; which ones is `PpoConfig.reward`."""
 
-    workers: int = 2  # processes per rank for plain functions; async functions share one loop
+    workers: int = 2  # processes per rank for plain functions; async ones share another
     timeout_s: float = 30.0  # per sample, from when its turn has come
     max_concurrent: int = 0  # async calls at a time, of all ranks together; 0: no limit
     max_per_minute: float = 0.0  # async calls begun, of all ranks together; 0: no limit
-    max_invalid_fraction: float = 0.5  # of a step's samples, over all ranks; above: the run stops
+    max_invalid_fraction: float = 0.5  # of samples scored together, on all ranks; above: stop
     # functions return {"turns": [a number for each turn of the policy's], ...}. docs/rewards.md
     per_turn: bool = False
 
@@ -73,7 +80,7 @@ class MultiTurnConfig:
     max_calls: int = 16  # of tools, per turn; more are answered with an error
     parser: str = "hermes"  # vLLM's name for how the model writes a tool call
     max_reply_tokens: int = 512  # of a message; the middle of a longer one is left out
-    workers: int = 2  # processes per engine for plain functions; async functions share one loop
+    workers: int = 2  # processes per engine for plain functions; async ones share another
     timeout_s: float = 30.0  # per call, from when its turn has come
     max_concurrent: int = 0  # async calls at a time, of all engines together; 0: no limit
     max_per_minute: float = 0.0  # async calls begun, of all engines together; 0: no limit
@@ -108,10 +115,12 @@ class RolloutConfig:
     # rollout/vllm_core.py's MAY_BE_SET
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
-    static_split: bool = False  # engine e takes a fixed share, nothing moves between engines: for
-    # GPU and hf runs that are to repeat bit for bit
-    oversample: float = 1.0  # ask so many times the prompts, stop when prompts_per_step are
-    # complete, go on with the rest in the next step; above 1 needs algo.correction
+    # engine e takes a fixed share and nothing moves between engines: for GPU and hf runs that are
+    # to repeat bit for bit
+    static_split: bool = False
+    # ask so many times the prompts, stop when prompts_per_step are complete, and go on with the
+    # rest in the next step; above 1 needs algo.correction
+    oversample: float = 1.0
     greedy_baseline: bool = False  # ask each prompt once more, greedily: the baseline of remax
 
 
@@ -210,9 +219,11 @@ class CorrectionConfig:
     engine's, for the numerics of the engine, for truncated sampling and for older weights.
     """
 
-    level: Literal["off", "token", "sequence", "geometric"] = "off"  # of the weight: rho, product
-    # over the sequence, geometric mean over the sequence
-    mode: Literal["truncate", "mask"] = "truncate"  # min(w, high) (TIS); 0 out of bounds (IcePop)
+    # of the weight. token: rho; sequence: the product over the sequence; geometric: the geometric
+    # mean over the sequence
+    level: Literal["off", "token", "sequence", "geometric"] = "off"
+    # truncate: min(weight, high) (TIS); mask: 0 out of the bounds (IcePop)
+    mode: Literal["truncate", "mask"] = "truncate"
     low: float = 0.5  # bound of "mask"
     high: float = 2.0
     normalize: bool = False  # divide the weights by their mean over the global batch
@@ -253,10 +264,17 @@ class AlgoConfig:
     # None: what the loss's (or the estimator's) paper has, else token_mean
     aggregation: Aggregation | Callable[..., Any] | None = None
     norm_length: int | None = None  # of seq_mean_token_sum_norm; None: rollout.max_tokens
+    # what seq_mean_... divide by: the mini-batch's sequences with tokens to train on, or all of
+    # them, empty, invalid and rejected ones too, as verl and TRL do
+    seq_mean_over: Literal["trained", "all"] = "trained"
+    # where an advantage of samples is whitened: over their tokens, as verl does, or, as TRL does,
+    # over samples whatever their length
+    whiten_over: Literal["tokens", "samples"] = "tokens"
     value_clip: float = 0.5
     reward_coef: float = 1.0  # 0: the KL in the reward alone, as in distillation
     kl_coef: float = 0.0  # above 0: a reference model is loaded
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
+    kl_cut: float | None = None  # of k3 and k3+: a token's value is at most this; verl's is 10
     kl_in: Literal["loss", "reward"] = "loss"
     kl_target: float | None = None  # adaptive: kl_coef rises above it and falls below it
     kl_horizon: int = 10_000  # samples in which an adaptive kl_coef changes by a fifth at most
@@ -294,12 +312,16 @@ class CheckpointConfig:
     every_steps: int = 50
     keep: int = 2  # newest
     keep_best: int = 0  # of the older ones, by the value that best_metric had after their step
-    best_metric: str = "eval/accuracy"
+    best_metric: str = "eval/reward"
     best_is: Literal["largest", "smallest"] = "largest"
     # training goes on while a copy in the host's memory is written; True: it waits, with no copy
     blocking: bool = False
-    # of --resume auto that finds a damaged one: the one before is used, or the run does not start
-    on_damage: Literal["previous", "stop"] = "previous"
+    # of --resume auto that finds a damaged one: the one before is used, or the run does not start.
+    # Where none is whole it does not start either; "anew": it then begins again at step 0
+    on_damage: Literal["previous", "stop", "anew"] = "previous"
+    # what may be another than it was in the run that is resumed: ("data", "model"). Content that
+    # the config only names; changes of the config itself are logged. docs/operations.md
+    accept_changes: tuple[Change, ...] = ()
     # what SIGTERM, SIGUSR1 or Ctrl-C leaves the run to end its step and save: torchrun kills ranks
     # 30 s after it passed a signal on (--shutdown-timeout), Slurm KillWait after its own. 0: the
     # step is abandoned, the last checkpoint stands
@@ -402,6 +424,8 @@ class SftConfig:
     model: str
     data: SftDataConfig
     out: str  # folder for the trained model, in Hugging Face format
+    # of the weights in `out`, which are trained in float32; None: that of `model`
+    out_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     steps: int = 100
     run_dir: str = "runs/sft"
     seed: int = 0
@@ -439,6 +463,9 @@ class PreferenceDataConfig:
     on_bad_row: Literal["error", "skip"] = "error"  # skip: counted and reported
     # names of control tokens in the text of a chat; a reward model that scores has no "keep"
     control_tokens: Literal["escape", "error"] = "escape"
+    # EOS behind rows that are strings, if they do not end in it, as TRL puts it; it is noted in the
+    # model's config.json, so that scoring does the same. None: as that of `model` says, else not
+    append_eos: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -448,6 +475,7 @@ class RewardTrainingConfig:
     model: str  # a causal language model, or a sequence classifier with one output
     data: PreferenceDataConfig
     out: str  # folder for the trained model, in Hugging Face format
+    out_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     center_coef: float = 0.0  # of (chosen + rejected)^2: keeps rewards around 0
     steps: int = 100
     run_dir: str = "runs/reward_model"

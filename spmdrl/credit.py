@@ -30,8 +30,9 @@ from spmdrl.algo.correction import (
     rejection_keep,
     weight_moments,
 )
+from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import kept_mask, loss_counts, loss_weights, seq_mean_token_mean
-from spmdrl.algo.objectives import kl_estimator_of, process_reward
+from spmdrl.algo.objectives import has_cut, kl_estimator_of, process_reward
 from spmdrl.algo.selection import (
     clip_cov_candidates,
     covariance_moments,
@@ -124,16 +125,19 @@ def add_advantages(
         tokens = with_group_sums(tokens, estimator.by_turn, topology)
     returns = None
     if estimator.sees == "outcomes":
-        per_sample = estimator(table.outcomes, algo) * table.outcomes.valid
-        advantages = tokens.own(per_sample) * tokens.mask
+        valid = table.outcomes.valid
+        per_sample = estimator(table.outcomes, algo) * valid
         moments = sample_moments(per_sample, table.outcomes.lengths)
+        if estimator.whiten and algo.whiten_over == "samples":
+            per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
+        advantages = tokens.own(per_sample) * tokens.mask
     else:
         advantages = estimator(tokens, algo)
         if estimator.critic:
             advantages, returns = advantages
         moments = summed(token_moments(advantages, tokens.mask), topology)
     metrics = moment_metrics(moments)
-    if estimator.whiten:
+    if estimator.whiten and algo.whiten_over == "tokens":
         advantages = whiten(advantages, tokens.mask, moments)
     sizes = [batch.num_tokens for batch in batches]
     for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
@@ -141,7 +145,10 @@ def add_advantages(
         batch.returns = None if returns is None else returns.split(sizes)[i]
     add_loss_weights(batches, table, config, topology)
     if algo.kl_coef and algo.kl_in == "reward":
-        metrics["reward/kl"] = float(table.kl.sum() / table.outcomes.lengths.sum().clamp(min=1))
+        num_tokens = table.outcomes.lengths.sum().clamp(min=1)
+        metrics["reward/kl"] = float(table.kl.sum() / num_tokens)
+        if has_cut(algo):
+            metrics["reward/kl_cut"] = float(num_cut(whole, algo, topology) / num_tokens)
     return metrics
 
 
@@ -186,6 +193,13 @@ def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
     return kl_estimator_of(algo)(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
 
 
+def num_cut(batch: Batch, algo: AlgoConfig, topology: Topology) -> Tensor:
+    """Unmasked tokens of all ranks whose KL in the reward is above the cut of k3. Collective."""
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    above = above_cut(batch.old_logprobs, batch.ref_logprobs, algo.kl_cut) * batch.loss_mask
+    return summed(above.sum(dtype=torch.float64), topology)
+
+
 def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
     """(num_tokens,): the implicit process reward of each unmasked token, 0 without a prm."""
     if batch.prm_logprobs is None:
@@ -204,7 +218,7 @@ def tokens_of(
         rewards=token_rewards(rewards, batch.loss_mask, batch.seq_lens, penalty, turns),
         mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
         values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
-        process=process,
+        process=process, weights=batch.policy_weights,
     )  # fmt: skip
 
 
@@ -241,7 +255,8 @@ def add_loss_weights(
     positive = table.outcomes.lengths * (table.rewards > 0)
     for i, batch in enumerate(batches):
         mine = (table.mini == i).double()
-        counts = torch.stack([(table.kept * mine).sum(), ((table.kept > 0) * mine).sum()])
+        counted = mine if algo.seq_mean_over == "all" else (table.kept > 0) * mine
+        counts = torch.stack([(table.kept * mine).sum(), counted.sum()])
         batch.loss_weights = loss_weights(
             kept_mask(batch), batch.seq_lens, counts, algo, norm_length
         )

@@ -8,7 +8,9 @@ A prompt row follows verl's schema:
     extra_info     {...}                                   optional, handed to the reward
     images         [{"bytes": ...}] or paths               optional, see spmdrl/vision.py
 
-A chat list goes through the tokenizer's chat template with a generation prompt. A plain string is
+data.prompt_key and data.ground_truth_key name other columns; without a column data_source a row has
+the name of its file for one, where data.prompt_key is another than the default. A chat list goes
+through the tokenizer's chat template with a generation prompt. A plain string is
 the whole prompt: it is tokenised as it stands, with the special tokens the tokenizer adds by itself
 (a base model's BOS). Other columns are not read.
 """
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +37,13 @@ from spmdrl.files import (
     BadRow,
     Files,
     bad_field,
+    columns_at,
     load_together,
     lookup,
     measure_rows,
     without_nulls,
 )
+from spmdrl.left_out import calls_of
 from spmdrl.topology import Topology
 from spmdrl.types import Prompt
 from spmdrl.vision import (
@@ -63,8 +69,10 @@ class PromptDataset:
     num_overlong   rows longer than max_prompt_tokens, filtered or truncated
     num_bad        rows that cannot be used and were left out (on_bad_row="skip")
     num_escaped    rows whose text names control tokens, which were made ordinary text
+    left_out       by name, rows that hold something which the chat template does not write
     data_sources   every data_source of the files, sorted; the same on every rank
     images         the most that a prompt has, and the tokens of the largest; 0 where there is none
+    num_tokens     (len(self),) int64, of each prompt
     """
 
     def __init__(
@@ -77,13 +85,16 @@ class PromptDataset:
         num_overlong: int,
         num_bad: int,
         num_escaped: int,
+        left_out: dict[str, int],
         vision: Vision | None,
         images: MostImages,
+        num_tokens: np.ndarray,
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
-        self.vision, self.images = vision, images
+        self.vision, self.images, self.num_tokens = vision, images, num_tokens
         self.encoder, self.config, self.data_sources = encoder, config, data_sources
         self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
+        self.left_out = left_out
 
     @classmethod
     def load(
@@ -94,29 +105,38 @@ class PromptDataset:
         topology: Topology,
         vocab_size: int | None = None,
         needs_truth: Callable[[str], bool] = lambda data_source: True,
+        wrong_truth: Callable[[str, Any], str | None] = lambda data_source, truth: None,
         vision: Vision | None = None,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
         vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
-        of a data_source must have a ground truth. vision: of the model, where it sees images.
+        of a data_source must have a ground truth; wrong_truth: what is wrong with one, or None.
+        vision: of the model, where it sees images.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
-        files = load_together(topology, lambda: Files.open(paths, PROMPT_COLUMNS))
+        files = load_together(topology, lambda: Files.open(paths, columns_of(config), SCHEMA))
         encoder = Encoder(tokenizer, config, config.max_prompt_tokens, vocab_size)
         sources: set[str] = set()
         escaped = 0
+        missing: Counter[str] = Counter()  # by name: see Encoder.left_out
         most = MostImages()
 
         def length(row: dict[str, Any], path: Path) -> int:
             nonlocal escaped, most
-            fields = prompt_fields(row, path.parent, vision is not None)
+            fields = prompt_fields(row, path, config, vision is not None)
             if fields.ground_truth is None and needs_truth(fields.data_source):
-                raise without_truth(row)
+                raise without_truth(row, config)
+            if fields.ground_truth is not None:
+                wrong = wrong_truth(fields.data_source, fields.ground_truth)
+                if wrong is not None:
+                    raise BadRow(f"field '{truth_key(row, config)}': {wrong}")
             found = encode(fields, encoder, config, vision)
             sources.add(fields.data_source)
             escaped += found.escaped
+            if len(found.ids) <= config.max_prompt_tokens:
+                missing.update(left_out_of(fields, row, encoder))
             if vision is not None:
                 most = most.beside(fields, vision, len(found.ids) <= config.max_prompt_tokens)
             return len(found.ids)
@@ -135,15 +155,17 @@ class PromptDataset:
                     word[config.overlong_prompts],
                 )
         gathered: list[Any] = [None] * topology.world
-        dist.all_gather_object(gathered, (sources, escaped, most), group=topology.group)
-        data_sources = tuple(sorted(set().union(*(theirs for theirs, _, _ in gathered))))
-        num_escaped = sum(count for _, count, _ in gathered)
+        dist.all_gather_object(gathered, (sources, escaped, missing, most), group=topology.group)
+        data_sources = tuple(sorted(set().union(*(theirs for theirs, *_ in gathered))))
+        num_escaped = sum(count for _, count, *_ in gathered)
         report_escaped(num_escaped, len(files), topology)
-        most = MostImages.of(images for _, _, images in gathered)
+        left_out = sum_by_name(theirs for *_, theirs, _ in gathered)
+        report_left_out(left_out, len(files), topology)
+        most = MostImages.of(images for *_, images in gathered)
         report_blind(most.blind, len(files), topology)
         return cls(
             files, rows, encoder, config, data_sources, len(overlong), num_bad, num_escaped,
-            vision, most,
+            left_out, vision, most, np.minimum(lengths[rows], config.max_prompt_tokens),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -152,8 +174,8 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """The prompt at 0 <= index < len(self); its id is the row number over all files."""
         row = int(self.rows[index])
-        folder = self.files.locate(row)[0].path.parent
-        fields = prompt_fields(self.files.row(row), folder, self.vision is not None)
+        path = self.files.locate(row)[0].path
+        fields = prompt_fields(self.files.row(row), path, self.config, self.vision is not None)
         token_ids, text, _ = encode(fields, self.encoder, self.config, self.vision)
         if len(token_ids) > self.config.max_prompt_tokens:
             token_ids = token_ids[-self.config.max_prompt_tokens :]
@@ -171,8 +193,11 @@ class PromptDataset:
         return Looks(self.vision, most.per_prompt, most.tokens)
 
     def by_id(self, row: int) -> Prompt:
-        """The prompt whose id this is."""
-        return self.prompt(int(np.searchsorted(self.rows, row)))
+        """The prompt whose id this is. Raises ConfigError where the data has it no longer."""
+        index = int(np.searchsorted(self.rows, row))
+        if index == len(self.rows) or self.rows[index] != row:
+            raise ConfigError(f"{self.files.names}: row {row} is not among the usable prompts")
+        return self.prompt(index)
 
 
 @dataclass(frozen=True)
@@ -194,9 +219,15 @@ class PromptFields:
         return self.prompt if isinstance(self.prompt, list) else [{"content": self.prompt}]
 
 
-PROMPT_COLUMNS = (
-    "prompt", "data_source", "reward_model", "ground_truth", "extra_info", "images", "image",
-)  # fmt: skip
+SCHEMA = (
+    "data.prompt_key and data.ground_truth_key name other columns; examples/gsm8k/prepare.py "
+    "writes a file with the usual ones"
+)
+
+
+def columns_of(config: DataConfig) -> tuple[str, ...]:
+    others = ("data_source", "ground_truth", "extra_info", "images", "image", "tools")
+    return (*columns_at(config.prompt_key, config.ground_truth_key), *others)
 
 
 @dataclass(frozen=True)
@@ -259,21 +290,29 @@ def sees_none() -> ConfigError:
     )
 
 
-def prompt_fields(row: dict[str, Any], folder: Path, sees: bool = False) -> PromptFields:
+def prompt_fields(
+    row: dict[str, Any], path: Path, config: DataConfig, sees: bool = False
+) -> PromptFields:
     """Raises BadRow naming the first field that is missing, null, empty or of a wrong type.
 
-    A ground truth may be missing: some rewards ask for none. folder: of the file. sees: whether the
+    A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
     model sees images.
     """
-    images = pictures_of(row.get("images"), folder)
+    images = pictures_of(row.get("images"), path.parent)
     if sees and not images and row.get("image") is not None:
         raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
-    prompt = lookup(row, "prompt")
-    check_prompt("prompt", prompt, parts=sees or bool(images))
+    prompt = lookup(row, config.prompt_key)
+    if prompt is MISSING:
+        raise bad_field(config.prompt_key, prompt, f"{PROMPT}. {SCHEMA}", row)
+    check_prompt(config.prompt_key, prompt, parts=sees or bool(images))
     data_source = lookup(row, "data_source")
+    if data_source is MISSING and config.prompt_key != DataConfig.prompt_key:
+        data_source = path.stem
     if not isinstance(data_source, str) or not data_source:
-        raise bad_field("data_source", data_source, "a name such as 'openai/gsm8k'", row)
-    ground_truth = lookup(row, truth_key(row))
+        expected = "a name such as 'openai/gsm8k'"
+        hint = f". {SCHEMA}" if data_source is MISSING else ""
+        raise bad_field("data_source", data_source, expected + hint, row)
+    ground_truth = lookup(row, truth_key(row, config))
     if ground_truth is MISSING or ground_truth != ground_truth:  # NaN
         ground_truth = None
     extra_info = row.get("extra_info")
@@ -283,16 +322,27 @@ def prompt_fields(row: dict[str, Any], folder: Path, sees: bool = False) -> Prom
     return PromptFields(chat, data_source, ground_truth, extra_info or {}, images)
 
 
-def truth_key(row: dict[str, Any]) -> str:
-    """verl's place, and the one to name where there is none; or a column of its own."""
+def truth_key(row: dict[str, Any], config: DataConfig) -> str:
+    """The one of the config; of the default, where verl has it, or a column of its own."""
+    key = config.ground_truth_key
+    if key != DataConfig.ground_truth_key:
+        return key
     own = row.get("reward_model") is None and "ground_truth" in row
-    return "ground_truth" if own else "reward_model.ground_truth"
+    return "ground_truth" if own else key
 
 
-def without_truth(row: dict[str, Any]) -> BadRow:
-    key = truth_key(row)
-    expected = "the reference answer (or a column 'ground_truth'), which the reward asks for"
+def without_truth(row: dict[str, Any], config: DataConfig) -> BadRow:
+    key = truth_key(row, config)
+    expected = "the reference answer, which the reward asks for"
+    if key == DataConfig.ground_truth_key:
+        expected += f" (or a column 'ground_truth'). {SCHEMA}"
     return bad_field(key, lookup(row, key), expected, row)
+
+
+PROMPT = "a non-empty string or chat list [{'role': ..., 'content': ...}, ...]"
+# how the text of a chat list begins, as JSON or as Python writes it
+CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
+AS_A_LIST = "the model would be asked its brackets and quotes. Write it as a list, e.g. json.loads"
 
 
 def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
@@ -300,21 +350,24 @@ def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
 
     parts: a content may be a list of parts, which are not looked at.
     """
-    expected = "a non-empty string or chat list [{'role': ..., 'content': ...}, ...]"
     if not isinstance(prompt, str | list) or len(prompt) == 0:
-        raise bad_field(field, prompt, expected)
+        raise bad_field(field, prompt, PROMPT)
     if isinstance(prompt, str):
+        if CHAT_AS_TEXT.match(prompt):
+            raise bad_field(field, prompt, f"{PROMPT}; this is the text of a list: {AS_A_LIST}")
         return
     for i, turn in enumerate(prompt):
         if not isinstance(turn, dict):
             raise bad_field(f"{field}[{i}]", turn, "{'role': ..., 'content': ...}")
         for key in ("role", "content"):
             kind = str | list if parts and key == "content" else str
+            if key == "content" and turn.get(key) is None and calls_of(turn):
+                continue
             if not isinstance(turn.get(key), kind):
                 raise bad_field(f"{field}[{i}].{key}", turn.get(key, MISSING), "a string", turn)
-    contents = [turn["content"] for turn in prompt]
+    contents = [turn.get("content") or calls_of(turn) for turn in prompt]
     if not any(text.strip() if isinstance(text, str) else text for text in contents):
-        raise BadRow(f"field '{field}': every turn is empty, expected {expected}")
+        raise BadRow(f"field '{field}': every turn is empty, expected {PROMPT}")
 
 
 def report_escaped(count: int, num_rows: int, topology: Topology) -> None:
@@ -324,6 +377,46 @@ def report_escaped(count: int, num_rows: int, topology: Topology) -> None:
             "as ordinary text (data.control_tokens='escape')",
             *(count, num_rows),
         )
+
+
+def left_out_of(fields: PromptFields, row: dict[str, Any], encoder: Encoder) -> set[str]:
+    """Names of what the row holds and the prompt's text does not. Raises BadRow, ConfigError."""
+    if isinstance(fields.prompt, str):
+        return set()
+    parts = fields.images or fields.has_parts
+    chat = with_parts(fields.prompt, len(fields.images)) if parts else fields.prompt
+    return encoder.left_out(chat) | unread_tools(row, encoder)
+
+
+def unread_tools(row: dict[str, Any], encoder: Encoder) -> set[str]:
+    """A column of tools is not read: those of all rows are given to the template by the config."""
+    is_unread = row.get("tools") and "tools" not in encoder.config.chat_template_kwargs
+    return {"column tools"} if is_unread else set()
+
+
+def sum_by_name(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return dict(sorted(total.items()))
+
+
+def report_left_out(counts: Mapping[str, int], num_rows: int, topology: Topology) -> None:
+    if counts and topology.rank == 0:
+        logger.warning(
+            "the chat template leaves out of the text what some of the %d rows hold: %s; give the "
+            "tokenizer a template that writes it (data.chat_template_kwargs has tools and settings "
+            "of a template)", num_rows, shown_counts(counts),
+        )  # fmt: skip
+
+
+def left_out_lines(counts: Mapping[str, int]) -> list[str]:
+    """For --dry-run."""
+    return [f"  left out by the chat template: {shown_counts(counts)}"] if counts else []
+
+
+def shown_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} in {count} rows" for name, count in counts.items())
 
 
 def report_blind(count: int, num_rows: int, topology: Topology) -> None:
@@ -401,24 +494,29 @@ class PromptOrder:
             "shuffle": self.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], may_differ: bool = False) -> bool:
         """Goes on exactly where `state` was taken; prompts_per_step may have changed since.
 
-        Raises ConfigError where the data, the seed or `shuffle` differ: the rest of the epoch
-        would then be other prompts than those not yet asked.
+        Where the number of rows, the seed or `shuffle` differ, the rest of the epoch would be other
+        rows than those not yet asked: a ConfigError, or with may_differ the next epoch begins.
+        Returns whether it goes on where it was.
         """
-        for name in ("length", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise ConfigError(
-                    f"the checkpoint's data position was taken with {name}={state[name]}, this run "
-                    f"has {name}={getattr(self, name)}. Use the same data and seed, or start anew "
-                    "with --resume never."
-                )
-        if state["epoch"] != self.epoch:
-            self._permutation = epoch_permutation(
-                self.length, self.seed, state["epoch"], self.shuffle
+        own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+        differ = [name for name in own if state[name] != own[name]]
+        if differ and not may_differ:
+            changes = "; ".join(
+                f"{name}={state[name]}, this run has {name}={own[name]}" for name in differ
             )
-        self.epoch, self.offset = state["epoch"], state["offset"]
+            raise ConfigError(
+                f"the checkpoint's data position was taken with {changes} (length: usable rows). "
+                "Use the same data and seed, begin a new epoch of these rows with "
+                "--checkpoint.accept_changes data, or start anew with --resume never."
+            )
+        epoch, offset = (state["epoch"] + 1, 0) if differ else (state["epoch"], state["offset"])
+        if epoch != self.epoch:
+            self._permutation = epoch_permutation(self.length, self.seed, epoch, self.shuffle)
+        self.epoch, self.offset = epoch, offset
+        return not differ
 
 
 def epoch_permutation(length: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import numpy as np
+import torch
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.checks import shown
@@ -13,17 +16,15 @@ from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import (
     CPU_KV_CACHE_MIB,
-    CheckpointConfig,
     PpoConfig,
     SupervisedConfig,
     TrainConfig,
 )
-from spmdrl.engines.classifier import classifier_config, meta_classifier
-from spmdrl.engines.fsdp import DTYPES
-from spmdrl.engines.lora import adapter_count
-from spmdrl.engines.megatron_layout import expert_width, moe_layers, num_experts
-from spmdrl.engines.models import load_hf_config, meta_model
-from spmdrl.engines.optimizers import LABELS, state_bytes
+from spmdrl.engines.models import load_hf_config
+from spmdrl.engines.optimizers import LABELS
+from spmdrl.engines.stored_dtype import DTYPES, stored_dtype
+from spmdrl.host_memory import host_lines, process_gib
+from spmdrl.memory import GIB, Memory, memory_of, parameter_count
 from spmdrl.placement import (
     Placement,
     Ranks,
@@ -35,16 +36,18 @@ from spmdrl.placement import (
 from spmdrl.plan import updates_per_run
 from spmdrl.rewards.model import train_config
 from spmdrl.topology import resolve_degrees, train_degrees
-from spmdrl.weights.names import checkpoint_parts
 
-GIB = 2**30
-# per token, layer and hidden unit in half precision, by TrainConfig.activation_checkpointing;
-# kernels/bench/activations.py measures their ratios
-KEPT_BYTES = {False: 34, "selective": 20, True: 2}
+Array = np.ndarray[Any, Any]
+HOLES = 1.3  # of what comes and goes in a step, on the CPU: malloc's heap does not fit it exactly
 
 
-def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
-    """Batch arithmetic, placement, parameters and memory, as text."""
+def describe(
+    config: PpoConfig, world: int, num_prompts: int, prompt_tokens: Array | None = None
+) -> str:
+    """Batch arithmetic, placement, parameters and memory, as text.
+
+    prompt_tokens: (num_prompts,) lengths; None: all are as long as they may be.
+    """
     d, r, a = config.data, config.rollout, config.algo
     samples = d.prompts_per_step * r.n
     longest = d.max_prompt_tokens + r.max_tokens
@@ -67,16 +70,26 @@ def describe(config: PpoConfig, world: int, num_prompts: int) -> str:
         *algorithm_lines(config),
         *placement_lines(config, world),
     ]
-    return "\n".join(lines + memory_lines(config, world))
+    memory, peak = memory_plan(config, world, prompt_tokens)
+    remedy = "lower actor.micro_batch_tokens, or start fewer ranks"
+    return "\n".join([*lines, *memory, *host_lines(peak.host + peak.process, world, remedy)])
 
 
 def describe_supervised(
-    config: SupervisedConfig, world: int, num_rows: int, kind: str, row_sequences: int
-) -> str:
-    """As describe, of what learns from rows. kind: of engine; row_sequences: see Task."""
+    config: SupervisedConfig, world: int, num_rows: int, kind: str, row_sequences: int,
+    row_tokens: Array,
+) -> str:  # fmt: skip
+    """As describe, of what learns from rows. kind: of engine; row_sequences: see Task; row_tokens:
+    (num_rows,) lengths."""
     data, actor = config.data, config.actor
-    sharing, memory = sharing_ranks(actor), memory_of("actor", actor, config.model, world, kind)
+    sharing = sharing_ranks(actor)
+    tokens = fullest(actor, data.batch_size * sharing / world, row_tokens)
+    memory = memory_of("actor", actor, config.model, world, kind, tokens)
     most = data.batch_size * data.max_tokens * row_sequences
+    written = 4 * memory.parameters / GIB  # at the end, by the first rank
+    peak = peak_of([memory], 0.0, 2 * written, copied(config, memory.saved))
+    peak = replace(peak, process=process_gib(False))
+    remedy = "lower actor.micro_batch_tokens, or start fewer ranks"
     holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
     budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
     return "\n".join([
@@ -86,13 +99,22 @@ def describe_supervised(
         f"micro-batches of {budget} tokens",
         f"  {num_rows} rows / {data.batch_size} = {num_rows // data.batch_size} steps an epoch: "
         f"{config.steps} steps are {config.steps * data.batch_size / max(num_rows, 1):.2f} epochs",
+        f"  {config.out} is written in {out_dtype(config)}",
         "placement",
         role_line("actor", actor, tuple(range(world))),
         "parameters and memory of a rank (estimate, GiB)",
         memory_line("actor", memory),
-        *copies_of_checkpoint(config.checkpoint, memory.saved),
-        f"  peak     {memory.busy:.2f}",
+        *copies_of_checkpoint(config, memory.saved),
+        *peak.lines(""),
+        *host_lines(peak.host + peak.process, world, remedy),
     ])  # fmt: skip
+
+
+def out_dtype(config: SupervisedConfig) -> str:
+    if config.out_dtype is not None:
+        return config.out_dtype
+    stored = stored_dtype(load_hf_config(config.model), config.model)
+    return f"{str(stored).removeprefix('torch.')}, the dtype in which the model is stored"
 
 
 def sharing_ranks(role: TrainConfig) -> int:
@@ -137,6 +159,8 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
     algo, estimator = config.algo, estimator_of(config.algo)
     seen = "on its last token" if estimator.sees == "tokens" else "of which it sees the sum"
     over = "all unmasked tokens of the step" if estimator.whiten else "nothing"
+    if estimator.whiten and algo.whiten_over == "samples":
+        over = "all valid samples of the step"
     old = "a pass of the actor" if needs_old_logprobs(algo) else "those of the update's own pass"
     if algo.correction.bypass:
         old = "those of the rollout engine (bypass)"
@@ -148,6 +172,10 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
         "rollout correction of each " + algo.correction.level: algo.correction.level != "off",
         f"rejection by {', '.join(algo.correction.reject)}": bool(algo.correction.reject),
         f"a reward for each turn, {seen}": config.rewards.per_turn,
+        "the mean over sequences is one over all, those without a token to train on too": (
+            algo.seq_mean_over == "all"
+        ),
+        f"the KL estimate {algo.kl_estimator} is cut at {algo.kl_cut}": algo.kl_cut is not None,
     }
     return [
         "algorithm",
@@ -158,91 +186,28 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """GiB that a training role takes on each of its ranks."""
-
-    parameters: int
-    trainable: int
-    weights: float  # float32; of megatron, and of a base with adapters, in the role's dtype
-    gradients: float  # float32
-    adam: float  # what the optimizer keeps, and megatron's float32 weights beside others
-    activations: float
-    config: TrainConfig
-    average: float = 0.0  # of the weights, float32; goes where the optimizer goes
-
-    @property
-    def idle(self) -> float:
-        """What stays on the device while the role has nothing to do."""
-        kept = 0.0 if self.config.offload_params else self.weights
-        return kept + (0.0 if self.config.offload_optimizer else self.adam + self.average)
-
-    @property
-    def saved(self) -> float:
-        return self.weights + self.adam + self.average
-
-    @property
-    def busy(self) -> float:
-        return self.weights + self.gradients + self.adam + self.average + self.activations
-
-
-def memory_of(
-    name: str, role: TrainConfig, model: str, num_ranks: int, kind: str = "policy"
-) -> Memory:
-    """kind: "reward", of a classifier; else of a language model.
-
-    Activations: 34 bytes per token, layer and hidden unit in half precision (Korthikanti 2022,
-    arXiv 2205.05198, without its attention term), less if checkpointed; of one layer if offloaded.
-    """
-    is_reward, path = kind == "reward", role.model or model
-    hf = classifier_config(path) if is_reward else load_hf_config(path)
-    shell = meta_classifier(hf) if is_reward else meta_model(hf)
-    count, text = count_parameters(shell), hf.get_text_config()
-    trained = name not in ("ref", "reward_model")
-    width = 1 if role.dtype == "bfloat16" else 2
-    per_unit = KEPT_BYTES[role.activation_checkpointing if trained else True] * width
-    units = role.micro_batch_tokens * text.num_hidden_layers * text.hidden_size
-    if role.activation_offload and trained:
-        units, per_unit = units // text.num_hidden_layers, KEPT_BYTES[False] * width
-    activations = units * per_unit / GIB
-    if role.engine == "fsdp":
-        sharers = num_ranks if role.fsdp == -1 else role.fsdp
-        one = count * 4 / sharers / GIB
-        if role.lora is not None and trained:
-            return memory_of_adapters(name, role, hf, count, sharers, activations)
-        parts = checkpoint_parts(hf) if role.optim.name == "muon" else {}
-        adam = state_bytes(shell, parts, role.optim.name) / sharers / GIB
-        average = one if role.ema else 0.0
-        return Memory(
-            count,
-            count * trained,
-            one,
-            one * trained,
-            adam * trained,
-            activations,
-            role,
-            average * trained,
-        )
-    cuts = role.tensor_parallel * role.pipeline_parallel
-    held = (count - expert_count(hf)) / cuts  # parameters on a rank
-    held += expert_count(hf) / (
-        role.expert_parallel * role.expert_tensor_parallel * role.pipeline_parallel
-    )
-    one, shares = held * 4 / GIB, num_ranks / cuts
-    states = 2 if role.dtype == "float32" else 3
-    return Memory(
-        count, count * trained, one * width / 2, one * trained, states * one / shares * trained,
-        activations / (cuts if role.sequence_parallel else role.pipeline_parallel), role,
-    )  # fmt: skip
-
-
-def memory_lines(config: PpoConfig, world: int) -> list[str]:
+def memory_lines(
+    config: PpoConfig, world: int, prompt_tokens: Array | None = None
+) -> list[str]:  # fmt: skip
     """Estimate for the fullest rank, GiB, and what leaves the device when."""
+    return memory_plan(config, world, prompt_tokens)[0]
+
+
+def memory_plan(
+    config: PpoConfig, world: int, prompt_tokens: Array | None
+) -> tuple[list[str], Peak]:  # fmt: skip
     placement = place(config, world)
-    roles = {
-        name: memory_of(name, role, config.model, len(placement.roles[name]))
-        for name, role in training_roles(config).items()
-    }
+    step = config.data.prompts_per_step * config.rollout.n
+    lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
+    sequences = np.atleast_1d(lens) + config.rollout.max_tokens
+    roles = {}
+    for name, role in training_roles(config).items():
+        ranks = len(placement.roles[name])
+        samples = step * sharing_ranks(role) / ranks
+        if name != "ref":
+            samples /= config.algo.mini_batches
+        tokens = fullest(role, samples, sequences)
+        roles[name] = memory_of(name, role, config.model, ranks, tokens=tokens)
     shared = reference_is_base(config, placement)
     if shared:
         saved = roles.pop("ref").weights
@@ -270,7 +235,7 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
         kept += f" (CPU; on a GPU up to {share} of its memory)"
     kept = kept if config.rollout.engine == "vllm" else ""
     lines.append(f"  rollout  weights {weights:.2f}{kept}; {asleep}")
-    bucket = config.weights.bucket_mib / 1024
+    bucket = min(config.weights.bucket_mib / 1024, 4 * count / GIB)
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
     if config.actor.lora is not None:
         sent = {"merge": "with its adapter in them: every weight at each push",
@@ -280,14 +245,54 @@ def memory_lines(config: PpoConfig, world: int) -> list[str]:
     for rank in range(world):
         mine = [m for name, m in roles.items() if rank in ranks_of[name]]
         samples = rank in placement.roles["rollout"]
-        engine = weights + cache if samples else 0.0
-        idle = sum(m.idle for m in mine)
-        while_training = max((m.busy - m.idle for m in mine), default=0.0)
-        while_training += (weights if sleeps else engine) * samples
-        peaks.append((idle + max(while_training, engine + bucket), rank))
-    most, rank = max(peaks, key=lambda peak: peak[0])
-    lines.append(f"  peak     {most:.2f} on rank {rank}, the fullest")
-    return lines
+        engine = weights + cache * (config.rollout.engine == "vllm") if samples else 0.0
+        beside = weights * samples if sleeps else engine
+        saved = sum(m.saved for m in mine if m.trainable)
+        peaks.append((peak_of(mine, beside, engine + bucket, copied(config, saved)), rank))
+    peak, rank = max(peaks, key=lambda found: (found[0].device + found[0].host, -found[1]))
+    peak = replace(peak, process=process_gib(config.rollout.engine == "vllm"))
+    return lines + peak.lines(f" on rank {rank}, the fullest"), peak
+
+
+@dataclass(frozen=True)
+class Peak:
+    """GiB that a rank takes at most: on its GPU, and of the host's memory. On CPUs all is host."""
+
+    device: float
+    host: float
+    process: float = 0.0  # interpreter, libraries and data
+
+    def lines(self, where: str) -> list[str]:
+        process = f"  process  {self.process:.2f} of interpreter, libraries and data, on the host"
+        if not torch.cuda.is_available():
+            return [process, f"  peak     {self.host + self.process:.2f}{where}"]
+        total = torch.cuda.mem_get_info()[1] / GIB
+        return [
+            process,
+            f"  host     {self.host + self.process:.2f}",
+            f"  GPU      {total:.2f} in all" + (": too little" if self.device > total else ""),
+            f"  peak     {self.device:.2f}{where}",
+        ]
+
+
+def peak_of(roles: list[Memory], beside: float, sampling: float, copy: float) -> Peak:
+    """beside: GiB of the engine while a role learns; sampling: of the engine while it samples or
+    takes weights; copy: of a checkpoint."""
+    if torch.cuda.is_available():
+        idle = sum(m.idle for m in roles)
+        learning = max((m.busy - m.idle for m in roles), default=0.0) + beside
+        return Peak(idle + max(learning, sampling), sum(m.states - m.idle for m in roles) + copy)
+    passing = HOLES * max((m.passing for m in roles), default=0.0)
+    return Peak(0.0, sum(m.states for m in roles) + max(passing + beside, sampling) + copy)
+
+
+def fullest(role: TrainConfig, sequences: float, tokens: Array) -> int:
+    """Tokens that a rank has in its fullest micro-batch, as the data's lengths let expect.
+
+    sequences: of a group of ranks that share them, for an update; tokens: lengths to draw from.
+    """
+    expected = max(math.ceil(sequences) * tokens.mean(), tokens.max()) / sharing_ranks(role)
+    return min(role.micro_batch_tokens, math.ceil(expected))
 
 
 def memory_line(name: str, m: Memory) -> str:
@@ -305,20 +310,12 @@ def memory_line(name: str, m: Memory) -> str:
     )
 
 
-def memory_of_adapters(
-    name: str, role: TrainConfig, hf: PreTrainedConfig, count: int, sharers: int, activations: float
-) -> Memory:
-    """count: parameters of the base, which is held in the role's dtype; the rest is float32."""
-    assert role.lora is not None
-    learnt = adapter_count(hf, role)
-    learnt += (hf.get_text_config().hidden_size + 1) * (name == "critic")  # of its head
-    adapters = learnt * 4 / sharers / GIB
-    base = count * DTYPES[role.dtype].itemsize / sharers / GIB
-    moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
-    return Memory(
-        count + learnt, learnt, base + adapters, adapters, moments, activations, role,
-        adapters if role.ema else 0.0,
-    )  # fmt: skip
+def least_checkpoint_bytes(
+    trained: Mapping[str, TrainConfig], model: str, kind: str = "policy"
+) -> int:
+    """What any checkpoint of these roles holds at the least: what they learn, in float32."""
+    parts = [memory_of(name, role, model, 1, kind) for name, role in trained.items()]
+    return sum(part.trainable * 4 for part in parts)
 
 
 def copy_lines(
@@ -330,27 +327,16 @@ def copy_lines(
     most = max(
         sum(m.saved for name, m in saved.items() if rank in placement.roles[name]) for rank in ranks
     )
-    return copies_of_checkpoint(config.checkpoint, most)
+    return copies_of_checkpoint(config, most)
 
 
-def copies_of_checkpoint(config: CheckpointConfig, most: float) -> list[str]:
-    if config.every_steps == 0 or config.blocking:
+def copied(config: PpoConfig | SupervisedConfig, saved: float) -> float:
+    """GiB of the host's memory for the copy that a checkpoint is written from."""
+    return 0.0 if config.checkpoint.every_steps == 0 or config.checkpoint.blocking else saved
+
+
+def copies_of_checkpoint(config: PpoConfig | SupervisedConfig, most: float) -> list[str]:
+    if not copied(config, most):
         return []
     return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "
             "checkpoint.blocking)"]  # fmt: skip
-
-
-def expert_count(hf: PreTrainedConfig) -> int:
-    """Parameters of all routed experts."""
-    if not any(moe_layers(hf)):
-        return 0
-    one = 3 * hf.get_text_config().hidden_size * expert_width(hf)
-    return sum(moe_layers(hf)) * num_experts(hf) * one
-
-
-def parameter_count(hf: PreTrainedConfig) -> int:
-    return count_parameters(meta_model(hf))
-
-
-def count_parameters(shell: PreTrainedModel) -> int:
-    return sum(prod(p.shape) for p in shell.parameters())

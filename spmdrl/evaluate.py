@@ -1,4 +1,4 @@
-"""Evaluation by itself: torchrun --nproc-per-node 8 -m spmdrl.evaluate --config cfg.py
+"""Evaluation: python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.evaluate --config cfg.py
 
 Answers data.eval as a run's own evaluations do, with the rollout engine alone, on all ranks.
 --checkpoint <run dir>/checkpoints/step_N: that model, whatever engine and layout trained it;
@@ -9,6 +9,7 @@ set by its dotted name: --eval_samples 8 --eval_temperature 1.0.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli import as_source, converted, load_config
+from spmdrl.cli import Dry, dry_flags, load_config, shown_config
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
-from spmdrl.exits import BAD_CONFIG, exit_config
+from spmdrl.exits import BAD_CONFIG, GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
+from spmdrl.output import keep_output
+from spmdrl.paths import check_paths, check_writable, missing_checkpoint
 
 if TYPE_CHECKING:
     from spmdrl.phases import Phases
@@ -36,8 +39,9 @@ if TYPE_CHECKING:
 
 
 def main(
-    config: str = "", checkpoint: str = "", out: str = "", dry_run: bool = False, **overrides: Any
-) -> None:
+    config: str = "", checkpoint: str = "", out: str = "", dry_run: bool = False,
+    show_config: bool = False, **overrides: Any,
+) -> None:  # fmt: skip
     """Evaluates a checkpoint, or the model that the config names.
 
     Args:
@@ -45,25 +49,30 @@ def main(
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder for metrics.jsonl and samples/; <run_dir>_eval if it is not given
         dry_run: check, score one sample, and stop
+        show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --eval_samples 8
     """
-    if asks_for_help(overrides, __doc__, PpoConfig):
+    if asks_for_help(overrides, main, PpoConfig):
         return
+    GUARD.install()
+    keep_output()
     try:
-        dry_run = converted(dry_run, bool, "--dry-run")
+        dry = dry_flags(dry_run, 0, show_config)
         if "resume" in overrides:
             raise ConfigError("--resume: what is evaluated is named by --checkpoint")
         if any(name.partition(".")[0] == "profile" for name in overrides):
             raise ConfigError("--profile: an evaluation has no steps that could be profiled")
         value = load_config(config, PpoConfig, overrides)
         value = evaluation_of(value, str(checkpoint), str(out))
+        check_writable("--out", value.run_dir)
+        check_paths(value, ("eval",))
     except ConfigError as error:
         exit_config(error)
     before_torch()
-    from spmdrl.program import started  # torch comes in here, see spmdrl/ppo.py
+    from spmdrl.program import notes_last, started  # torch comes in here, see spmdrl/ppo.py
 
-    with started(value) as runtime:
-        run(value, runtime, dry_run)
+    with started(value) as runtime, notes_last(dry.run):
+        run(value, runtime, dry)
 
 
 def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
@@ -75,8 +84,9 @@ def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
         raise ConfigError("data.eval is not set: there is nothing to evaluate on")
     runs = [Path(config.run_dir)]
     if checkpoint:
-        if not Path(checkpoint, "run.json").is_file():
-            raise ConfigError(f"--checkpoint {checkpoint}: there is no checkpoint")
+        if not os.path.isfile(Path(checkpoint, "run.json")):
+            missing = missing_checkpoint(Path(checkpoint))
+            raise ConfigError(f"--checkpoint {checkpoint}: there is no checkpoint: {missing}")
         within = Path(checkpoint).resolve().parent
         runs.append(within.parent if within.name == "checkpoints" else Path(checkpoint))
     folder = Path(out or f"{config.run_dir}_eval")
@@ -102,16 +112,19 @@ class Alone:
     tokenizer: Any
 
 
-def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
+def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """Every rank runs it from the first line to the last."""
     from spmdrl.build import load_held_out
+    from spmdrl.checkpoint import read_run
     from spmdrl.collect import evaluate
+    from spmdrl.identity import of_evaluation
     from spmdrl.metrics import write_samples
     from spmdrl.plan import check_held_out
-    from spmdrl.program import load_tokenizer, write_config
+    from spmdrl.program import keep_what_stands, load_tokenizer, write_config
     from spmdrl.rewards.runner import RewardRunner
+    from spmdrl.rollout.dialogue import has_replies
     from spmdrl.run_lock import lock_run_dir
-    from spmdrl.trainer import scored_example
+    from spmdrl.trainer import examples_of, scored_examples
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
@@ -125,40 +138,54 @@ def run(config: PpoConfig, runtime: Runtime, dry_run: bool) -> None:
             prompts, dataset = load_held_out(config, tokenizer, topology)
             rewards.check_sources(dataset.data_sources)
         most = len(prompts) * config.eval_samples
-        if dry_run and runtime.is_main:
-            print(as_source(config), f"{len(prompts)} held-out prompts, {most} answers",
-                  *scored_example(prompts[0][1], rewards), sep="\n")  # fmt: skip
-        if dry_run:
+        if dry.run and runtime.is_main:
+            print(shown_config(config, dry.show_config),
+                  f"{len(prompts)} held-out prompts, {most} answers",
+                  *scored_examples(examples_of(dataset), rewards, config.rewards),
+                  sep="\n")  # fmt: skip
+        if dry.run:
             return
         runtime.lock = lock_run_dir(out, topology)
         step, name, model = 0, config.model, config.model
         if config.resume != "never":
-            step = json.loads(Path(config.resume, "run.json").read_text())["step"]
-            name, model = config.resume, exported(config, runtime)
+            name, model = config.resume, exported(config, runtime)  # it finds what is damaged
+            saved = read_run(Path(config.resume))
+            step = saved["step"]
+            if runtime.is_main and isinstance(saved.get("identity"), dict):
+                for difference in of_evaluation(saved["identity"], config):
+                    print(f"not as in the run: {difference.text}", flush=True)
         sampler = sampler_of(config, model, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
+        keep_what_stands()
         if sampler.dialogue is not None:
             undo.callback(sampler.dialogue.close)
-        log = Path(out, "metrics.jsonl")
-        number = 1 + (len(log.read_text().splitlines()) if log.exists() else 0)
-        path = Path(out, "samples", f"{number}.jsonl")
+        log, path = Path(out, "metrics.jsonl"), Path(out, "samples", f"{next_number(out)}.jsonl")
 
         def show(samples: list[Sample]) -> None:
             with phases("log samples"):
-                write_samples(path, samples, most, topology)
+                write_samples(path, samples, most, topology, has_replies(config))
 
         alone = Alone(config, sampler, topology, phases, tokenizer)
         metrics = evaluate(alone, prompts, step, show)
     if runtime.is_main:
         write_config(config, out)
+        row = {"step": step, "model": name, "samples": str(path.relative_to(out)), **metrics}
+        torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
         with log.open("a") as file:
-            row = {"step": step, "model": name, "samples": str(path.relative_to(out)), **metrics}
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" * torn + json.dumps(row) + "\n")
         shutil.rmtree(Path(out, "model"), ignore_errors=True)
         width = max(map(len, metrics))
         print(f"{name}, step {step}: {len(prompts)} prompts, {most} answers",
               *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
               f"in {log} and {path}", sep="\n")  # fmt: skip
+
+
+def next_number(out: Path) -> int:
+    """Of this evaluation: above those of all that left a row or samples in the folder."""
+    log = Path(out, "metrics.jsonl")
+    rows = len(log.read_bytes().splitlines()) if log.exists() else 0
+    taken = [int(p.stem) for p in Path(out, "samples").glob("*.jsonl") if p.stem.isdecimal()]
+    return 1 + max([rows, *taken])
 
 
 def exported(config: PpoConfig, runtime: Runtime) -> str:

@@ -6,35 +6,24 @@ adapters gives the whole model, base and adapter merged, or with --adapter what 
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fire
-import torch
-import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from spmdrl.checkpoint import damage
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp import DTYPES
-from spmdrl.engines.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
-from spmdrl.engines.models import load_hf_config
 from spmdrl.exits import exit_config
-from spmdrl.remote_code import allow_code
-from spmdrl.safe_load import ShardReader
-from spmdrl.weights.names import checkpoint_parts
+from spmdrl.help import asks_for_help, refuse_unknown
+from spmdrl.imports import before_torch
+from spmdrl.output import keep_output
+from spmdrl.paths import check_folder, check_writable, missing_checkpoint
 
 
 def main(
-    checkpoint: str, out: str, dtype: str = "float32", ema: bool = False, adapter: bool = False,
-    base: str = "", trust_remote_code: bool = False,
+    checkpoint: str = "", out: str = "", dtype: str = "", ema: bool = False, adapter: bool = False,
+    base: str = "", trust_remote_code: bool = False, **others: Any,
 ) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load; of a reward
     model what AutoModelForSequenceClassification loads.
@@ -42,24 +31,39 @@ def main(
     Args:
         checkpoint: a folder checkpoints/step_N of a run
         out: the folder to write; it must not hold a model yet
-        dtype: float32 (bit for bit what was trained; merged with its base in float32),
-            bfloat16 or float16
+        dtype: bfloat16, float16, or float32, which is bit for bit what was trained; if it is not
+            given, that of the model that the run started from
         ema: the moving average of the weights, which a run with actor.ema keeps
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
         base: of a run with lora, where the model lies that was adapted, if it has been moved
         trust_remote_code: run Python files of the model that the checkpoint is of
     """
+    if asks_for_help(others, main):
+        return
+    keep_output()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
+        refuse_unknown(others, main)
         check_flags({"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code})
-        if adapter and dtype != "float32":
-            raise ConfigError("--dtype has no effect with --adapter, which is written as trained")
+        if adapter and dtype:
+            raise ConfigError(
+                "--dtype has no effect with --adapter, which is written in float32, as trained"
+            )
+        check_given(str(checkpoint), str(out), str(base))
+    except ConfigError as error:
+        exit_config(error)
+    before_torch()
+    from spmdrl.hf_export import export, export_adapter  # torch comes in here, see spmdrl/ppo.py
+    from spmdrl.remote_code import allow_code
+
+    folders = Path(str(checkpoint)), Path(str(out))
+    try:
         if trust_remote_code:
-            allow_code(str(Path(checkpoint, "hf")))
+            allow_code(str(folders[0] / "hf"))
         if adapter:
-            export_adapter(Path(checkpoint), Path(out), str(base), ema)
+            export_adapter(*folders, str(base), ema)
         else:
-            export(Path(checkpoint), Path(out), dtype, ema, str(base))
+            export(*folders, dtype, ema, str(base))
     except ConfigError as error:
         exit_config(error)
     print(f"wrote {out}")
@@ -71,110 +75,17 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name} {flag}: it takes no value")
 
 
-def export(checkpoint: Path, out: Path, dtype: str, ema: bool = False, base: str = "") -> None:
-    """Raises ConfigError for a damaged checkpoint or one without the average that is wanted, an
-    unknown dtype, or a taken folder."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
-    check_folders(checkpoint, out)
-    if base and read_base(Path(checkpoint, "actor")) is None:
-        raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
-    weights = load_full(checkpoint, "actor", ema, base)
-    out.mkdir(parents=True, exist_ok=True)
-    for file in Path(checkpoint, "hf").iterdir():
-        shutil.copy(file, out)
-    write_weights(weights.items(), DTYPES[dtype], out)
-
-
-def check_folders(checkpoint: Path, out: Path) -> None:
-    wrong = damage(checkpoint)
-    if wrong:
-        raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
-    taken = [n for n in ("config.json", "adapter_config.json") if Path(out, n).exists()]
-    if taken:
-        raise ConfigError(f"--out {out} already holds a model; name another folder")
-
-
-def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) -> None:
-    """Raises ConfigError as `export` does, and where the checkpoint has no adapters."""
-    check_folders(checkpoint, out)
-    saved = read_base(Path(checkpoint, "actor"))
-    if saved is None:
-        raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
-    tensors = adapter_tensors(load_model_state(Path(checkpoint, "actor"), ema), saved)
-    write_adapter(out, tensors, lora_of(saved), saved["layers"], base or saved["model"])
-
-
-def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") -> dict[str, Tensor]:
-    """Full tensors of a role's model by Hugging Face name, from shards of any layout.
-
-    ema: of the moving average; weights that were not trained have none and are as they are.
-    """
-    folder = Path(checkpoint, role)
-    if Path(folder, "metadata.json").exists():
-        if ema:
-            raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
-            from spmdrl.engines.megatron_checkpoint import load_whole
-
-            return load_whole(folder, Path(checkpoint, "hf"))
-    weights = load_model_state(folder, ema)
-    saved = read_base(folder)
-    if saved is not None:
-        weights = merged(weights, saved, base)
-    parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
-    named: dict[str, Tensor] = {}
-    for key in list(weights):
-        name, tensor = key.removeprefix("hf."), weights.pop(key)
-        if name in parts:  # cloned: a file's tensors must not share memory
-            named |= {part.name: part.of(tensor).clone() for part in parts[name]}
-        else:
-            named[name] = tensor
-    return named
-
-
-def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
-    """What FSDP's engine saved of a model, by the names of its module. ema: as for `load_full`."""
-    reader = ShardReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    weights = empty_tensors(stored, "model.")
-    average = empty_tensors(stored, "ema.") if ema else {}
-    if ema and not average:
-        raise ConfigError(
-            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
-            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
-        )
-    assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
-    state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    weights |= average
-    return weights
-
-
-def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """To be loaded: what a checkpoint has under a prefix, by the names without it."""
-    return {
-        key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in stored.items()
-        if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
-    }
-
-
-def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:
-    """model.safetensors, or shards of 5 GB with their index; a tied head is left out."""
-    tied = json.loads(Path(out, "config.json").read_text()).get("tie_word_embeddings", False)
-    state = {
-        name: tensor.to(dtype).contiguous()
-        for name, tensor in named
-        if not (tied and name == "lm_head.weight")
-    }
-    save_torch_state_dict(state, out, max_shard_size="5GB", metadata={"format": "pt"})
-    config: dict[str, Any] = json.loads(Path(out, "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    Path(out, "config.json").write_text(json.dumps(config, indent=2))
+def check_given(checkpoint: str, out: str, base: str) -> None:
+    """Raises ConfigError for folders that cannot be read, or written."""
+    if not checkpoint:
+        raise ConfigError("--checkpoint DIR is required: a folder checkpoints/step_N of a run")
+    if not os.path.isfile(Path(checkpoint, "manifest.json")):
+        raise ConfigError(f"--checkpoint {checkpoint}: {missing_checkpoint(Path(checkpoint))}")
+    if not out:
+        raise ConfigError("--out DIR is required: the folder to write")
+    check_writable("--out", out)
+    if base:
+        check_folder("--base", base)
 
 
 if __name__ == "__main__":

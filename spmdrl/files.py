@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from spmdrl.collectives import all_gather_rows
 from spmdrl.config import ConfigError
+from spmdrl.paths import check_data_file
 from spmdrl.topology import Topology
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 CHUNK_ROWS = 1024  # rows that are Python objects at the same time while a file is checked
 SHOWN_BAD_ROWS = 3  # of those that were left out
 MISSING = object()
+CALLS = ("tool_calls", "function_call")  # keys of a turn: what it says besides its content
 BAD_ROW = -1  # stands for a length where a row cannot be used
 
 
@@ -66,12 +68,15 @@ class Files:
         self.starts = np.cumsum([0, *(file.table.num_rows for file in files)])  # (num_files + 1,)
 
     @classmethod
-    def open(cls, paths: str | tuple[str, ...], columns: tuple[str, ...]) -> Files:
-        """Reads `columns` (those that exist). Raises ConfigError for what cannot be read."""
+    def open(cls, paths: str | tuple[str, ...], columns: tuple[str, ...], hint: str = "") -> Files:
+        """Reads `columns` (those that exist). Raises ConfigError for what cannot be read.
+
+        hint: what to do where a file has none of them.
+        """
         paths = (paths,) if isinstance(paths, str) else tuple(paths)
         if not paths:
             raise ConfigError("no data file is given: set data.train to one path or several")
-        return cls([open_file(Path(path), columns) for path in paths])
+        return cls([open_file(Path(path), columns, hint) for path in paths])
 
     @property
     def names(self) -> str:
@@ -99,20 +104,19 @@ class Files:
             for batch in file.table.to_batches(max_chunksize=CHUNK_ROWS):
                 picks = np.arange((rank - start) % world, batch.num_rows, world)
                 start += batch.num_rows
-                yield from ((file, raw) for raw in as_rows(batch.take(pa.array(picks))))
+                yield from ((file, raw) for raw in rows_at(batch, picks))
 
 
-def open_file(path: Path, columns: tuple[str, ...]) -> DataFile:
-    if path.suffix not in (".parquet", ".jsonl"):
-        what = "is a folder" if path.is_dir() else f"has the unknown extension '{path.suffix}'"
-        raise ConfigError(f"data file '{path}' {what}: expected a .parquet or .jsonl file")
+def columns_at(*keys: str) -> tuple[str, ...]:
+    """The columns that `lookup` may find these keys in."""
+    return tuple(dict.fromkeys(name for key in keys for name in (key, key.split(".")[0])))
+
+
+def open_file(path: Path, columns: tuple[str, ...], hint: str) -> DataFile:
+    check_data_file(path)
     is_json = path.suffix == ".jsonl"
     try:
-        if not path.exists():
-            raise ConfigError(f"data file '{path}' does not exist (looked from {Path.cwd()})")
-        if not path.is_file():
-            raise ConfigError(f"data file '{path}' is a folder, pipe or device, not a file")
-        table = read_lines(path) if is_json else read_parquet(path, columns)
+        table = read_lines(path) if is_json else read_parquet(path, columns, hint)
     except (OSError, ValueError) as error:  # of ConfigErrors, only the text
         if isinstance(error, ConfigError):
             raise
@@ -122,7 +126,7 @@ def open_file(path: Path, columns: tuple[str, ...]) -> DataFile:
     return DataFile(path, table, is_json)
 
 
-def read_parquet(path: Path, columns: tuple[str, ...]) -> pa.Table:
+def read_parquet(path: Path, columns: tuple[str, ...], hint: str = "") -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             found = [name for name in file.schema_arrow.names if name in columns]
@@ -132,7 +136,7 @@ def read_parquet(path: Path, columns: tuple[str, ...]) -> pa.Table:
             if not found and file.metadata.num_rows:
                 raise ConfigError(
                     f"data file '{path}' has none of the columns {', '.join(columns)}; "
-                    f"it has {', '.join(file.schema_arrow.names)}"
+                    f"it has {', '.join(file.schema_arrow.names)}{hint and f'. {hint}'}"
                 )
             return file.read(columns=found)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -148,6 +152,14 @@ def as_rows(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any] | BadRow]:
         if rows.num_rows == 1:
             return [BadRow(f"cannot be read: {error}")]
         return [row for i in range(rows.num_rows) for row in as_rows(rows.slice(i, 1))]
+
+
+def rows_at(batch: pa.RecordBatch, picks: np.ndarray) -> list[dict[str, Any] | BadRow]:
+    """Those rows, as `as_rows`."""
+    try:
+        return as_rows(batch.take(pa.array(picks)))
+    except pa.ArrowNotImplementedError:  # of string_view, list_view and the like it takes none
+        return [row for i in picks.tolist() for row in as_rows(batch.slice(i, 1))]
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -304,8 +316,24 @@ def lookup(row: dict[str, Any], key: str) -> Any:
 
 
 def without_nulls(turn: dict[str, Any]) -> dict[str, Any]:
-    """A chat turn as it was written: Arrow gives every turn the keys of all others, with null."""
-    return {key: value for key, value in turn.items() if value is not None}
+    """A chat turn as it was written: Arrow gives every turn the keys of all others, with null.
+
+    So it does with the arguments of calls. A turn that calls tools and has no content says nothing
+    besides: its content is "".
+    """
+    written = {key: value for key, value in turn.items() if value is not None}
+    for key in CALLS:
+        if key in written:
+            written[key] = all_without_nulls(written[key])
+    written.setdefault("content", "")
+    return written
+
+
+def all_without_nulls(value: Any) -> Any:
+    """Of mappings at any depth, the keys that have a value."""
+    if isinstance(value, dict):
+        return {key: all_without_nulls(v) for key, v in value.items() if v is not None}
+    return [all_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def bad_field(field: str, found: Any, expected: str, row: dict[str, Any] | None = None) -> BadRow:

@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import os
+import re
+import sys
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from spmdrl.cli import literal
+from spmdrl.config import ConfigError
+from spmdrl.function_code import as_text
 
 
-def asks_for_help(overrides: Mapping[str, Any], usage: str | None, kind: type) -> bool:
-    """Whether --help or -h is among them; then help is printed, on the first rank."""
+def asks_for_help(
+    overrides: Mapping[str, Any], main: Callable[..., Any], kind: type | None = None
+) -> bool:
+    """Whether --help or -h is among them; then help is printed, on the first rank.
+
+    main: of the program, whose docstring and whose module's are its usage. kind: of config.
+    """
     if not {"help", "h"} & overrides.keys():
         return False
     if os.environ.get("RANK", "0") == "0":
+        fields = [] if kind is None else config_lines(kind)
         with suppress(BrokenPipeError):  # a pager was closed
-            print(help_text(usage or "", kind), flush=True)
+            print(usage_of(main), *fields, sep="\n", flush=True)
     return True
 
 
-def help_text(usage: str, kind: type) -> str:
-    """Usage, then every field of the config by its dotted name: type, default, and what it is."""
+def refuse_unknown(others: Mapping[str, Any], main: Callable[..., Any]) -> None:
+    """Raises ConfigError for flags that the program does not have."""
+    known = [name for name in inspect.signature(main).parameters if name != "others"]
+    for name in others:
+        close = difflib.get_close_matches(name, known, n=3) or known
+        near = ", ".join(f"--{each}" for each in close)
+        raise ConfigError(f"--{name}: there is no such flag; nearest: {near}")
+
+
+def usage_of(main: Callable[..., Any]) -> str:
+    module = inspect.cleandoc(sys.modules[main.__module__].__doc__ or "")
+    own = inspect.cleandoc(main.__doc__ or "")
+    summary, _, arguments = own.partition("\n\nArgs:\n")
+    flags = re.sub(r"^    (\w+):", r"  --\1:", arguments, flags=re.MULTILINE)
+    flags = flags.replace("--overrides:", "--KEY VALUE:")
+    return f"{module}\n\n{summary}\n\n{flags}"
+
+
+def config_lines(kind: type) -> list[str]:
+    """Every field of the config by its dotted name: type, default, and what it is."""
     parts: dict[type, list[str]] = {kind: [""]}  # config class -> where fields of it are
-    lines = [usage.strip()]
+    lines: list[str] = []
     left = [kind]
     while left:
         part = left.pop(0)
@@ -41,7 +69,7 @@ def help_text(usage: str, kind: type) -> str:
         summary = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         where = ", ".join(f"--{place}" for place in places if place)
         lines += ["", f"{where or part.__name__}  {summary}", *field_lines(part)]
-    return "\n".join(lines)
+    return lines
 
 
 def field_lines(kind: type) -> list[str]:
@@ -60,7 +88,7 @@ def field_lines(kind: type) -> list[str]:
     lines = []
     for name, text in told.items():
         default = fields[name].default
-        value = "" if default is dataclasses.MISSING else f" = {literal(default)}"
+        value = "" if default is dataclasses.MISSING else f" = {as_text(default)}"
         lines.append(f"  {name}: {fields[name].type}{value}")
         lines += [f"      {line}" for line in textwrap.wrap(text.strip(), 92)]
     return lines

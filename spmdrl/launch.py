@@ -1,31 +1,39 @@
-"""torchrun, with an exit code that says what to do next.
+"""torchrun, with an exit code that says what to do next, and no more to read than the ranks say.
 
     python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.ppo --config cfg.py
 
-takes torchrun's options and does what it does; but torchrun exits with 1 whatever its ranks said.
-This exits with the code of the rank that failed first: 1 a failure that a restart may cure, 2 a
-mistake in the config or the data, 75 stopped by a signal after a checkpoint: start it again. With
---max-restarts, only failures are started again. On several nodes it also finds the address under
-which the others reach this one, which host names often do not say, and ends where another node's
-launcher has ended.
+takes torchrun's options and does what it does; but torchrun exits with 1 whatever its ranks said,
+and puts its own summary around it. This exits with the code of the rank that failed first: 1 a
+failure that a restart may cure, 2 a mistake in the config or the data, 75 stopped by a signal after
+a checkpoint: start it again. With --max-restarts, only failures are started again. On several nodes
+it also finds the address under which the others reach this one, which host names often do not say,
+and ends where another node's launcher has ended.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.utils import (
     _parse_rendezvous_config,
     parse_rendezvous_endpoint,
@@ -33,8 +41,11 @@ from torch.distributed.elastic.rendezvous.utils import (
 from torch.distributed.run import main as torchrun
 from torch.distributed.run import parse_args, parse_min_max_nnodes
 
+from spmdrl import exits
 from spmdrl.addresses import address_towards, addresses_of, interface_of
 from spmdrl.exits import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
+from spmdrl.output import keep_output
+from spmdrl.rendezvous import owner_of, reason_of
 
 FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
@@ -51,6 +62,7 @@ class Watch:
         self.closed_at = 0.0
         self.agent: Any = None
         self.guard: threading.Thread | None = None
+        self.folder: str | None = None  # see own_folder; None: there is none any more
 
     def __call__(self, agent: Any, group: Any) -> Any:
         """In place of LocalElasticAgent._monitor_workers. What no restart cures takes them away.
@@ -101,6 +113,8 @@ class Watch:
                 gone_at = time.monotonic()
             elif time.monotonic() - gone_at > HELD_UP_S:
                 say("all ranks here have ended, and the rendezvous does not answer")
+                if self.folder is not None:
+                    shutil.rmtree(self.folder, ignore_errors=True)
                 os._exit(next((code for code in FINAL if code in codes), FAILED))
 
 
@@ -116,7 +130,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def say(what: str) -> None:
-    print(f"\nspmdrl: {socket.gethostname()}: {what}", file=sys.stderr, flush=True)
+    exits.say(f"\nspmdrl: {socket.gethostname()}: {what}")
 
 
 def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
@@ -125,6 +139,78 @@ def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
         return 0
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     return first.exitcode if first.exitcode in FINAL else FAILED
+
+
+def told_of(failures: Mapping[int, ProcessFailure]) -> str:
+    """What is left to say of them: of ranks that said why they ended, nothing.
+
+    What a rank leaves for torchrun in its error file it, or another, has printed.
+    """
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    if any(Path(failure.error_file).is_absolute() for failure in failures.values()):
+        return ""
+    how = f"ended with exit code {first.exitcode}"
+    if first.exitcode < 0:
+        how = f"was ended by signal {-first.exitcode} ({first.signal_name()})"
+    rank = next(rank for rank, failure in failures.items() if failure is first)
+    return f"rank {rank} (process {first.pid}) {how}, and left no word but what stands above"
+
+
+@contextmanager
+def own_folder(watch: Watch) -> Iterator[None]:
+    """For what torchrun makes in the temporary folder, and would leave there. Sets watch.folder."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="spmdrl_launch_", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder  # of this process; ranks have TMPDIR as it is
+        watch.folder = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir, watch.folder = before, None
+
+
+def be_quiet() -> None:
+    """torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL."""
+    for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+class HeldPorts:
+    """Ports for the stores that rank 0 opens, seconds later, when it has imported all it needs.
+
+    A socket that is bound and does not listen keeps the system from giving the port to others; the
+    store may bind it too, since both set SO_REUSEADDR.
+    """
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []  # one for each start of the ranks
+
+    def __call__(self) -> int:
+        """In place of torchrun's get_free_port, which lets go of the port again."""
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        self.sockets.append(held)
+        return int(held.getsockname()[1])
+
+
+def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
+    """Of a store that this launcher was to open; else what torch said."""
+    options = parse_args(arguments)
+    said = f" ({reason_of(error) or error})"
+    if "failed to listen" not in str(error):
+        return f"the store of the job cannot be reached{said}"
+    port = options.master_port or 29500  # torchrun's own
+    if options.rdzv_backend != "static":
+        port = parse_rendezvous_endpoint(options.rdzv_endpoint, 29400)[1]
+    return (
+        f"port {port} (--master-port, or that of --rdzv-endpoint) is taken{owner_of(port)}: choose "
+        f"another, or name none for a run on this machine alone, which takes a free one{said}"
+    )
 
 
 def wait_for_head(host: str, port: int) -> None:
@@ -171,20 +257,33 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    keep_output()
     watch = Watch()
     LocalElasticAgent._monitor_workers = lambda *args: watch(*args)  # type: ignore[method-assign]
+    rendezvous_api.get_free_port = HeldPorts()
+    be_quiet()
     arguments = sys.argv[1:] if arguments is None else arguments
+    # a locale that lacks a letter of a path or a prompt must not matter to the ranks
+    os.environ.setdefault("PYTHONUTF8", "1")
     # else ranks that are started again read the addresses of those before them
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        torchrun([*meet_other_nodes(arguments), *arguments])
+        with own_folder(watch):
+            torchrun([*meet_other_nodes(arguments), *arguments])
     except ChildFailedError as error:
-        print(error, file=sys.stderr, flush=True)
+        if told := told_of(error.failures):
+            say(told)
         return exit_code_of(error.failures)
     except SignalException as error:
         return watch.code_after(error.sigval)
-    except (RendezvousClosedError, RendezvousConnectionError) as error:
+    except RendezvousError as error:
         say(str(error) or "the launcher of another node has ended; its output says why")
+        return FAILED
+    except DistNetworkError as error:
+        say(why_not_open(error, arguments))
+        return FAILED
+    except OSError as error:  # of the temporary folder, a script or a log folder that is not there
+        say(f"the ranks cannot be started: {error}")
         return FAILED
     return 0
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from spmdrl import checkpoint, run_lock
+from spmdrl.earlier import METRICS
+from spmdrl.room import writing
 from spmdrl.topology import Topology
 from spmdrl.trackers import Tracker
 from spmdrl.types import Sample
@@ -29,7 +33,8 @@ RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
 class RunLog:
     """Rank 0's record of a run; on other ranks (`active` False) every method does nothing.
 
-    Steps after `resume_step` are cut from an existing metrics.jsonl: no step stands there twice.
+    It appends to metrics.jsonl, out of which earlier.set_aside has taken the steps after
+    `resume_step`: no step stands there twice.
     """
 
     def __init__(
@@ -39,23 +44,21 @@ class RunLog:
         total_steps: int,
         trackers: Sequence[Tracker] = (),
         resume_step: int = 0,
+        named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
+        """named: says what the rank does meanwhile (Phases.alone)."""
         self.active, self.run_dir, self.total_steps = active, run_dir, total_steps
         self.start = time.monotonic()
         self.first_step = resume_step
         self.step_label = ""
         self.live = active and sys.stdout.isatty()
         self.trackers = trackers
+        self.named = named
         if not active:
             return
-        Path(run_dir, "samples").mkdir(parents=True, exist_ok=True)
-        path = Path(run_dir, "metrics.jsonl")
-        kept = []
-        if path.exists() and resume_step:
-            whole = [row for row in path.open() if row.endswith("\n")]  # the last may be torn
-            kept = [row for row in whole if json.loads(row)["step"] <= resume_step]
-        path.write_text("".join(kept))
-        self.metrics = path.open("a")
+        with writing(Path(run_dir, METRICS)):
+            Path(run_dir, "samples").mkdir(parents=True, exist_ok=True)
+            self.metrics = Path(run_dir, METRICS).open("a")
 
     def phase(self, name: str) -> None:
         """Shows the running phase on a terminal."""
@@ -69,10 +72,25 @@ class RunLog:
         """One line of metrics.jsonl, and the same for the trackers."""
         if not self.active:
             return
-        self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.metrics.flush()
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
+        with self.named("write metrics"):
+            with writing(Path(self.run_dir, METRICS)):
+                self.check_is_there()
+                self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+                self.metrics.flush()
+            for tracker in self.trackers:
+                tracker.log(step, metrics)
+
+    def check_is_there(self) -> None:
+        """Raises FileNotFoundError where the open file is no longer that of its name: what goes
+        into it would be lost."""
+        there = Path(self.run_dir, METRICS).stat()
+        if not os.path.samestat(there, os.fstat(self.metrics.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another file has its name now")
+
+    def sync(self) -> None:
+        """Before a checkpoint: it must not outlive the rows of its steps when a host fails."""
+        if self.active:
+            os.fsync(self.metrics.fileno())
 
     def line(self, text: str) -> None:
         if self.active:
@@ -106,34 +124,11 @@ class RunLog:
                 tracker.close()
 
 
-def set_aside_earlier_run(run_dir: Path, done: int) -> None:
-    """Moves what an earlier run left beyond step `done` into run_dir/earlier-N.
-
-    Nothing is lost and nothing is mixed: with done 0 all of it, else its later checkpoints, which
-    would be taken for this run's newest, and its errors.
-    """
-    if not run_dir.is_dir():
-        return
-    later = [p for n, p in checkpoint.steps_in(run_dir / "checkpoints") if n > done]
-    stale = [*later, run_dir / "errors"]
-    if done == 0 and Path(run_dir, "metrics.jsonl").exists():
-        kept = ("earlier-", run_lock.NAME)
-        stale = [p for p in run_dir.iterdir() if not p.name.startswith(kept)]
-    stale = [p for p in stale if p.exists()]
-    if not stale:
-        return
-    number = 1 + sum(p.name.startswith("earlier-") for p in run_dir.iterdir())
-    target = Path(run_dir, f"earlier-{number}")
-    target.mkdir()
-    for item in stale:
-        item.rename(target / item.name)
-    print(f"what an earlier run left in {run_dir} is now in {target}", flush=True)
-
-
 def memory_of_process() -> dict[str, float]:
-    """GiB in memory (on a GPU at most, since the last call), and open files."""
+    """GiB in memory now and at most so far, on a GPU at most since the last call; open files."""
     found = {
         "rss_gib": psutil.Process().memory_info().rss / 2**30,
+        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "open_files": float(len(os.listdir("/proc/self/fd"))),
     }
     if torch.cuda.is_available():
@@ -142,35 +137,44 @@ def memory_of_process() -> dict[str, float]:
     return found
 
 
-def write_samples(path: Path, samples: list[Sample], most: int, topology: Topology) -> None:
+def write_samples(
+    path: Path, samples: list[Sample], most: int, topology: Topology, replies: bool
+) -> None:  # fmt: skip
     """Rank 0 writes readable rows: the step's first `most` samples, whoever made them, and of each
     rank invalid ones.
 
-    An invalid sample stands there with its traceback. Collective.
+    An invalid sample stands there with its traceback. replies: of a run in which samples may have
+    several turns, each has its `messages`, one without a reply too. Collective.
     """
     ordered = sorted(samples, key=lambda s: (s.group, s.index))
     bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
-    rows = [((s.group, s.index), sample_row(s)) for s in (*ordered[:most], *bad)]
+    rows = [((s.group, s.index), sample_row(s, replies)) for s in (*ordered[:most], *bad)]
     everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
     dist.gather_object(rows, everyone, group=topology.control, group_dst=0)
     if everyone is None:
         return
     found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
     kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
+    with writing(path):
+        write_rows(path, [row for _, row in kept])
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as f:
-        for _, row in kept:
+    # what UTF-8 lacks, half of a surrogate pair, is written as JSON's escape for it
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as f:
+        for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def sample_row(s: Sample) -> dict[str, Any]:
+def sample_row(s: Sample, replies: bool) -> dict[str, Any]:
     return {
         "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
-        **({"messages": s.messages} if len(s.messages) > 1 else {}),
+        **({"messages": s.messages} if replies else {}),
         **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}), **s.reward_info,
     }  # fmt: skip
 

@@ -21,8 +21,17 @@ import torch.distributed as dist
 
 from spmdrl.config import ConfigError
 from spmdrl.exits import BAD_CONFIG, FAILED
+from spmdrl.limits import limit_of
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
+
+BEGAN = time.time() - time.monotonic()
+
+
+def clock() -> float:
+    """Seconds since the epoch as the system had it when this process began, from then on by the
+    monotonic clock: one that is set meanwhile changes no duration."""
+    return BEGAN + time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class PhaseError(RuntimeError):
 
 
 class Span(NamedTuple):
-    """One phase on this rank, in seconds since the epoch."""
+    """One phase on this rank, in seconds since the epoch (clock)."""
 
     name: str
     start: float
@@ -80,24 +89,38 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, topology: Topology | None = None) -> Iterator[None]:
         """Ends in a collective on `topology` (None: every rank), all of whose ranks must come."""
-        self.name = name
-        if self.watchdog:
-            self.watchdog.progress(name)
+        self._begin(name)
         if self.on_change:
             self.on_change(name)
-        start = time.time()
-        failure: Exception | None = None
+        start = clock()
+        failure: BaseException | None = None
         try:
             with self.mark(name):
                 yield
-        except Exception as error:  # noqa: BLE001  raised again on every rank by `agree`
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001  raised again on every rank by `agree`
             failure = error
-        end = time.time()
+        end = clock()
         with self.mark(f"agree {name}"):
             self.agree(failure, topology or self.topology)
-        self.spans.append(Span(name, start, end, time.time()))
+        self.spans.append(Span(name, start, end, clock()))
 
-    def agree(self, failure: Exception | None, topology: Topology) -> None:
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Names what this rank does by itself between two phases; nobody waits for it. A failure of
+        the body is told with this name; it is neither timed nor agreed upon here."""
+        before = self.name
+        self._begin(name)
+        yield
+        self._begin(before)
+
+    def _begin(self, name: str) -> None:
+        self.name = name
+        if self.watchdog:
+            self.watchdog.progress(name)
+
+    def agree(self, failure: BaseException | None, topology: Topology) -> None:
         """Raises PhaseError on all ranks where `failure` is set on any; a ConfigError stays one."""
         told: dict[str, Any] = {}
         if failure is not None:
@@ -119,13 +142,14 @@ class Phases:
             raise ConfigError(story.cause) from failure
         raise PhaseError(story) from failure
 
-    def story(self, failure: Exception) -> Story:
+    def story(self, failure: BaseException) -> Story:
         if isinstance(failure, PhaseError):
             return failure.story
         if isinstance(failure, ConfigError):
             return self.story_of(str(failure), exit_code=BAD_CONFIG)
         reason = str(failure).strip().splitlines()
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
+        cause += limit_of(f"{type(failure).__name__}: {failure}")
         details = "".join(traceback.format_exception(failure))
         return self.story_of(cause, details)
 

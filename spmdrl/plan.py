@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 
 from transformers import PreTrainedConfig
 
@@ -21,6 +22,7 @@ from spmdrl.config import (
 )
 from spmdrl.engines.lora import check_lora
 from spmdrl.engines.models import load_hf_config
+from spmdrl.model_files import check_eos, check_model_files
 from spmdrl.placement import (
     Placement,
     place,
@@ -39,6 +41,8 @@ from spmdrl.plan_shared import (
     check_vision,
     check_world,
     divisors,
+    warnings_of_optimizer,
+    warnings_of_run,
 )
 from spmdrl.profiling import check_profile
 from spmdrl.remote_code import allow_code
@@ -54,6 +58,8 @@ from spmdrl.strict import check_strict, check_strict_model
 from spmdrl.topology import resolve_degrees, train_degrees
 from spmdrl.trackers import check_trackers
 from spmdrl.vision import same_pixels, sees_images
+
+logger = logging.getLogger(__name__)
 
 
 def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
@@ -108,6 +114,34 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         check_sharing(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
+    check_files(config, hf, hosted)
+    for warning in warnings_of(config):
+        logger.warning(warning)
+
+
+def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
+    """What the files of the models say; hosted: the weights are another program's. Raises
+    ConfigError."""
+    check_model_files("model", config.model, hf, has_weights=not hosted)
+    check_eos(config.model, config.rollout)
+    for name, role in training_roles(config).items():
+        if role.model is not None:
+            other = load_hf_config(role.model)
+            check_model_files(f"{name}.model", role.model, other, is_policy=name != "critic")
+
+
+def warnings_of(config: PpoConfig) -> list[str]:
+    """What may be meant, and mostly is not."""
+    found, updates, algo = [], updates_per_run(config), config.algo
+    for name, role in training_roles(config).items():
+        if name != "ref":
+            found += warnings_of_optimizer(name, role.optim, updates)
+    if 0 < config.steps <= algo.critic_warmup_steps:
+        found.append(
+            f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
+            "steps: the actor is not trained"
+        )
+    return [*found, *warnings_of_run(config)]
 
 
 def check_read(config: PpoConfig) -> None:
@@ -275,6 +309,9 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_model(hf, config)
     if config.strict:
         check_strict_model(hf, config.rollout.engine)
+    if config.resume == "never":  # else it is a checkpoint, whose weights are exported first
+        check_model_files("model", config.model, hf)
+    check_eos(config.model, config.rollout)
 
 
 def check_roles(config: PpoConfig, world: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -15,6 +15,7 @@ from spmdrl.config import (
     CheckpointConfig,
     ConfigError,
     DataConfig,
+    OptimConfig,
     PpoConfig,
     RunConfig,
     SftDataConfig,
@@ -77,18 +78,13 @@ def check_world(world: int) -> None:
 def check_places(config: RunConfig) -> None:
     """Paths and names that nothing can be at."""
     places = {"model": config.model, "run_dir": config.run_dir}
+    keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
+            if f.name.endswith("_key")}  # fmt: skip
+    places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
     if not isinstance(config, PpoConfig):
-        keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
-                if f.name.endswith("_key")}  # fmt: skip
         places |= {"out": config.out}
-        places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
     for name, text in places.items():
         require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")
-    for name in ("run_dir", "out"):
-        require(
-            name not in places or not Path(places[name]).is_file(),
-            f"{name}={places.get(name)!r} is a file; name a folder",
-        )
     for key in ("tokenize", "add_generation_prompt"):
         require(
             key not in config.data.chat_template_kwargs,
@@ -142,6 +138,12 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         "for no clipping use a large number, e.g. 1e9",
     )
     require(
+        optim.lr * optim.weight_decay < 1,
+        f"{name}.optim.weight_decay={optim.weight_decay:g} x lr={optim.lr:g} is "
+        f"{optim.lr * optim.weight_decay:g}: at 1 every weight is 0 after one step, above it "
+        "changes its sign. Usual is 0.01 to 0.1",
+    )
+    require(
         optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
         f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
         f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
@@ -189,6 +191,42 @@ def check_layers(hf: PreTrainedConfig) -> None:
         f"model type {hf.model_type!r} has layers {other} that carry state from token to token; "
         "packed training supports full and sliding attention",
     )
+
+
+MOST_LR = 0.01  # a slip, mostly; of models of some thousand weights it may be meant
+
+
+def warnings_of_optimizer(name: str, optim: OptimConfig, updates: int) -> list[str]:
+    """updates: of the role, in the whole run."""
+    found = []
+    if optim.lr == 0:
+        found.append(f"{name}.optim.lr=0: nothing is learnt")
+    elif optim.lr > MOST_LR:
+        found.append(f"{name}.optim.lr={optim.lr:g} is far above what trains a language model")
+    if optim.warmup_steps > updates:
+        found.append(
+            f"{name}.optim.warmup_steps={optim.warmup_steps}, but the run has {updates} optimizer "
+            f"steps: it ends at lr={optim.lr * updates / optim.warmup_steps:.3g}, of "
+            f"{optim.lr:g}"
+        )
+    return found
+
+
+def warnings_of_run(config: RunConfig) -> list[str]:
+    found = []
+    if isinstance(config, PpoConfig) and config.checkpoint.every_steps == 0:
+        found.append("checkpoint.every_steps=0: nothing of what is learnt is kept")
+    both = files_of(config.data.train) & files_of(config.data.eval or ())
+    if both:
+        found.append(
+            f"{', '.join(sorted(both))} is in data.train and in data.eval: what is trained on is "
+            "not held out"
+        )
+    return found
+
+
+def files_of(paths: str | tuple[str, ...]) -> set[str]:
+    return {os.path.realpath(p) for p in ((paths,) if isinstance(paths, str) else paths)}
 
 
 def divisors(n: int) -> list[int]:

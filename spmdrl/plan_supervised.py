@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
@@ -17,6 +18,7 @@ from spmdrl.config import (
 from spmdrl.engines.classifier import check_classifier, classifier_config
 from spmdrl.engines.lora import check_lora
 from spmdrl.engines.models import load_hf_config
+from spmdrl.model_files import check_model_files
 from spmdrl.plan_shared import (
     check_checkpoint,
     check_layers,
@@ -27,10 +29,14 @@ from spmdrl.plan_shared import (
     check_training_role,
     check_vision,
     check_world,
+    warnings_of_optimizer,
+    warnings_of_run,
 )
 from spmdrl.profiling import check_profile
 from spmdrl.remote_code import allow_code
 from spmdrl.trackers import check_trackers
+
+logger = logging.getLogger(__name__)
 
 
 def check_sft(config: SftConfig, world: int) -> None:
@@ -110,6 +116,15 @@ def check_supervised(
         allow_code(config.model)
     check_layers(load_hf_config(config.model))
     check_sharing("actor", config.actor, config.model)
+    check_model_files(
+        "model", config.model, load_hf_config(config.model),
+        is_policy=not isinstance(config, RewardTrainingConfig),
+    )  # fmt: skip
+    for warning in [
+        *warnings_of_optimizer("actor", config.actor.optim, config.steps),
+        *warnings_of_run(config),
+    ]:
+        logger.warning(warning)
 
 
 def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) -> None:
@@ -127,8 +142,8 @@ def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) 
     own = next(name for name in metrics if not name.startswith("eval/"))
     require(
         metric in metrics or metric.startswith(f"{own.partition('/')[0]}/"),
-        f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use "
-        f"best_metric='eval/loss', or {own!r}, with best_is='smallest'",
+        f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use one of "
+        + ", ".join(f"{name!r} with best_is={which!r}" for name, which in metrics.items()),
     )
     require(
         not metric.startswith("eval/") or evaluates,

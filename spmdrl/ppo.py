@@ -1,4 +1,4 @@
-"""Reinforcement learning: torchrun --nproc-per-node 8 -m spmdrl.ppo --config cfg.py
+"""Reinforcement learning: python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.ppo --config cfg.py
 
 Options: --dry-run checks everything that needs no engine and prints the plan; any field of the
 config is set by its dotted name, as in --steps 2 --actor.optim.lr 1e-6 --resume auto.
@@ -12,37 +12,44 @@ import fire
 
 from spmdrl.cli import arguments
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.exits import exit_config
+from spmdrl.exits import GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
+from spmdrl.output import keep_output
 
 
-def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
+def main(
+    config: str = "", dry_run: bool = False, ranks: int = 0, show_config: bool = False,
+    **overrides: Any,
+) -> None:  # fmt: skip
     """Trains the model that the config file names.
 
     Args:
         config: a Python file that defines `config = PpoConfig(...)`
         dry_run: check, print the plan, score one sample of each data set, and stop
         ranks: with --dry-run, plan for so many ranks instead of those that run
+        show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
-    if asks_for_help(overrides, __doc__, PpoConfig):
+    if asks_for_help(overrides, main, PpoConfig):
         return
+    GUARD.install()
+    keep_output()
     try:
-        value, dry_run, ranks = arguments(PpoConfig, config, dry_run, ranks, overrides)
+        value, dry = arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     before_torch()
     from spmdrl.plan import check
-    from spmdrl.program import started
-    from spmdrl.trainer import dry_run as show_plan
-    from spmdrl.trainer import train
+    from spmdrl.program import notes_last, started
+    from spmdrl.trainer import show_plan, train
 
-    with started(value) as runtime:
-        check(value, ranks or runtime.topology.world)
-        if dry_run:
-            show_plan(value, runtime, ranks or runtime.topology.world)
+    with started(value) as runtime, notes_last(dry.run):
+        world = dry.ranks or runtime.topology.world
+        check(value, world)
+        if dry.run:
+            show_plan(value, runtime, world, dry.show_config)
         else:
             train(value, runtime)
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdrl.chat import Encoded, Encoder
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
-from spmdrl.data import check_prompt
+from spmdrl.data import check_prompt, unread_tools
 from spmdrl.files import (
     MISSING,
     BadRow,
     Files,
     bad_field,
+    columns_at,
     load_together,
     lookup,
     without_nulls,
@@ -58,6 +59,7 @@ class PairReader:
     encoder: Encoder
     config: PreferenceDataConfig
     pad_token_id: int | None  # of the model, see `encode`
+    append_eos: bool = False  # to strings, see encode_said
 
     def read(self, row: dict[str, Any]) -> Pair:
         """Raises BadRow, ConfigError."""
@@ -106,7 +108,7 @@ class PairReader:
     def encode(self, key: str, said: str | list[Message]) -> Encoded:
         """transformers takes the score of the last token that is no padding. Raises BadRow."""
         try:
-            found = encode_said(said, self.encoder)
+            found = encode_said(said, self.encoder, self.append_eos)
         except BadRow as error:
             raise BadRow(f"field '{key}', with what stands before it: {error}") from error
         if found.ids[-1] == self.pad_token_id:
@@ -116,6 +118,15 @@ class PairReader:
                 "classifiers take no score: set another pad_token in tokenizer_config.json and "
                 "its pad_token_id in config.json"
             )
+        return found
+
+    def left_out(self, row: dict[str, Any]) -> set[str]:
+        """Names of what the row holds and its texts do not. Raises BadRow, ConfigError."""
+        prompt, found = self.optional(row, "prompt_key"), set()
+        for key in (self.config.chosen_key, self.config.rejected_key):
+            said = self.conversation(row, key, prompt)
+            if not isinstance(said, str):
+                found |= self.encoder.left_out(said, asks=False) | unread_tools(row, self.encoder)
         return found
 
     def margin(self, row: dict[str, Any]) -> float:
@@ -157,13 +168,15 @@ class PreferenceDataset:
         topology: Topology,
         vocab_size: int | None = None,
         pad_token_id: int | None = None,
+        append_eos: bool = False,
     ) -> PreferenceDataset:
         """As PromptDataset.load: a collective; ConfigError for a bad file or row.
 
-        pad_token_id: of the model's config; None: the tokenizer's.
+        pad_token_id: of the model's config; None: the tokenizer's. append_eos: config's, or the
+        model's where that is None.
         """
         keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.margin_key)
-        columns = (*(key.split(".")[0] for key in keys if key is not None), "images")
+        columns = (*columns_at(*(key for key in keys if key is not None)), "images", "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         asked = DataConfig(
             "", chat_template_kwargs=config.chat_template_kwargs,
@@ -171,7 +184,7 @@ class PreferenceDataset:
         )  # fmt: skip
         padding = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
         reader = PairReader(
-            Encoder(tokenizer, asked, config.max_tokens, vocab_size), config, padding
+            Encoder(tokenizer, asked, config.max_tokens, vocab_size), config, padding, append_eos
         )  # fmt: skip
 
         def size(row: dict[str, Any], _: Path) -> Size:
@@ -180,7 +193,10 @@ class PreferenceDataset:
             pair = reader.read(row)
             lens = len(pair.chosen.ids), len(pair.rejected.ids)
             escaped = pair.chosen.escaped or pair.rejected.escaped
-            return Size(sum(lens) if max(lens) <= config.max_tokens else NO_ROOM, escaped)
+            if max(lens) > config.max_tokens:
+                return Size(NO_ROOM, escaped)
+            missing = frozenset(reader.left_out(row))
+            return Size(sum(lens), escaped, left_out=missing)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
         if len(measured.rows) == 0:

@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -32,11 +34,13 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli import as_source, fingerprint
 from spmdrl.config import ConfigError
-from spmdrl.exits import REQUEUE, exit_config, leave, leave_for_torchrun
+from spmdrl.earlier import replace_synced
+from spmdrl.exits import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.remote_code import UNREADABLE, reason_of
 from spmdrl.rendezvous import FOREVER, Start
 from spmdrl.rewards.worker import PR_SET_PDEATHSIG
+from spmdrl.room import check_encodable, check_room, shared_bytes, writing
 from spmdrl.stopping import Stopping
 from spmdrl.topology import Topology
 from spmdrl.watchdog import Watchdog
@@ -53,6 +57,9 @@ ENGINE_ENV = {
 }
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGE_BYTES = 1 << 20
+MOST_GROWTH = 0.01  # of resident memory over that of earlier steps, before free pages go back
+LEARNING_STEPS = 5
 
 
 @dataclass
@@ -84,6 +91,7 @@ def started(config: Any) -> Iterator[Runtime]:
     run_dir = Path(config.run_dir)
     start = Start(config.start_timeout_s, run_dir / "errors")
     try:
+        check_encodable({"run_dir": config.run_dir, "model": config.model})
         device = start_process_group(FOREVER, start)
     except ConfigError as error:
         exit_config(error)
@@ -92,24 +100,32 @@ def started(config: Any) -> Iterator[Runtime]:
     store = dist.PrefixStore("watchdog", connection.clone())
     one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     master = None if one_host else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    first_here = topology.rank - int(os.environ["LOCAL_RANK"])
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         lost_timeout_s(config), neighbour,
         near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], master=master,
+        first_here=first_here,
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog)
     stopping.failed = lambda: watchdog.heard
     stopping.on_quit = partial(quit_step, phases, watchdog)
+    GUARD.tell = partial(end_early, phases, watchdog)
     runtime = Runtime(topology, phases, run_dir, stopping)
     try:
         compare_configs(config, topology)
+        with phases("check folders"):
+            if int(os.environ["LOCAL_RANK"]) == 0:  # on each host
+                check_room(run_dir, shared_here(config, topology))
         seed_everything(config.seed + topology.rank)
         yield runtime
     except PhaseError as error:  # the rank that failed has reported it
         watchdog.tell(asdict(error.story))
         leave(error.story.exit_code)
-    except Exception as error:  # noqa: BLE001  told with rank and phase, then the process ends
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  told with rank and phase, then the process ends
         story = asdict(phases.story(error))
         story = watchdog.report(story)
         watchdog.tell(story)
@@ -118,11 +134,27 @@ def started(config: Any) -> Iterator[Runtime]:
     dist.barrier(group=topology.control)  # a rank may hang while its engine closes: still watched
     watchdog.close()
     dist.barrier(group=topology.control)  # the store's host leaves last
+    GUARD.all_done()
     dist.destroy_process_group()
     if runtime.stopped:
         leave_for_torchrun(runtime.stopped)
         leave(REQUEUE)
     gc.freeze()  # vLLM has undone that of the start, and Python's end would look through it all
+
+
+def end_early(phases: Phases, watchdog: Watchdog, cause: str, stack: str) -> None:
+    """A function is ending this rank's process: the others hear of it, and end as well."""
+    watchdog.tell(watchdog.report(asdict(phases.story_of(cause, stack))))
+
+
+def shared_here(config: Any, topology: Topology) -> int:
+    """Bytes of /dev/shm that the ranks of this host need; on the first of them."""
+    if topology.device.type != "cpu":
+        return 0
+    last = topology.rank + int(os.environ["LOCAL_WORLD_SIZE"])
+    return shared_bytes(
+        config, list(range(topology.rank, last)), topology.world, torch.get_num_threads()
+    )
 
 
 def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
@@ -165,6 +197,24 @@ def prepare_environment() -> None:
     transformers_logging.disable_progress_bar()
 
 
+@contextmanager
+def notes_last(wanted: bool) -> Iterator[None]:
+    """With `wanted`, what is logged meanwhile is printed at the end, warnings last: a reader of a
+    long plan sees them. Where the body raises, before the error is told."""
+    root = logging.getLogger()
+    if not wanted:
+        yield
+        return
+    before, kept = root.handlers[:], MemoryHandler(capacity=10**6, flushLevel=logging.CRITICAL + 1)
+    root.handlers[:] = [kept]
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        for record in sorted(kept.buffer, key=lambda record: record.levelno):
+            print(f"{record.levelname.lower()}: {record.getMessage()}", flush=True)
+
+
 def start_process_group(timeout: timedelta, start: Start | None = None) -> torch.device:
     """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -175,7 +225,7 @@ def start_process_group(timeout: timedelta, start: Start | None = None) -> torch
                 f"this host has NVIDIA GPUs that torch {torch.__version__} cannot use: install a "
                 "CUDA build that its driver supports, or set CUDA_VISIBLE_DEVICES= for a CPU run"
             )
-        keep_freed_memory()
+        map_large_tensors()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -190,18 +240,65 @@ def start_process_group(timeout: timedelta, start: Start | None = None) -> torch
     return device
 
 
+def map_large_tensors() -> None:
+    """Gives each large tensor a mapping of its own, on the CPU. To be called at the start.
+
+    What is made before the first step (weights, moments, the engine) stays as long as the run. It
+    must not lie among what comes and goes in a step, which would then leave holes between.
+    """
+    set_malloc(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
 def keep_freed_memory() -> None:
-    """Tensors on the CPU come from malloc, which would map and clear fresh pages for each one."""
+    """Takes large tensors from malloc's heap, on the CPU, and keeps what is freed of it.
+
+    A mapping of its own would have to be cleared by the kernel each time, which made an update of
+    the add2 workload a third slower (4.3 -> 5.7 s).
+    """
+    set_malloc(M_MMAP_THRESHOLD, 1 << 30)
+    set_malloc(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def set_malloc(name: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        libc.mallopt(name, value)
 
 
 def keep_what_stands() -> None:
-    """After start-up: a full garbage collection over all that was imported takes half a second."""
+    """To be called between the start and the first step.
+
+    A full garbage collection over all that was imported takes half a second: it is left out from
+    now on. On the CPU memory that is freed from now on is kept.
+    """
     gc.collect()
     gc.freeze()
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+
+
+class Heap:
+    """Bounds the memory that keep_freed_memory keeps.
+
+    Between steps little of malloc's heap is in use. Small pieces that stay, such as oneDNN's code
+    for new shapes, land in its holes and make these too small for later tensors, so the heap grows
+    without end. Where resident memory is above what steps took before, free pages go back to the
+    system. The next step takes again what it needs, about 1 s per GiB, which is why this is rare:
+    what the five steps after it need is never called growth.
+    """
+
+    def __init__(self) -> None:
+        self.level = 0  # bytes that steps take
+        self.learning = LEARNING_STEPS  # so many steps may still raise the level
+        self.trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+
+    def after_step(self) -> None:
+        resident = psutil.Process().memory_info().rss
+        if self.learning:
+            self.level, self.learning = max(self.level, resident), self.learning - 1
+        elif resident > (1 + MOST_GROWTH) * self.level and self.trim is not None:
+            self.trim(0)
+            self.learning = LEARNING_STEPS
 
 
 def compare_configs(config: Any, topology: Topology) -> None:
@@ -218,11 +315,14 @@ def compare_configs(config: Any, topology: Topology) -> None:
 
 def write_config(config: Any, run_dir: Path) -> None:
     """run_dir/config.py: every field as it was resolved."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    Path(run_dir, "config.py").write_text(
+    path = Path(run_dir, "config.py")
+    text = (
         "# The config of this run as resolved, every field written out. Functions stand by name:\n"
         f"# take their source from the file that was given.\nconfig = {as_source(config)}\n"
     )
+    with writing(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def job() -> str:
@@ -232,7 +332,12 @@ def job() -> str:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         return f"torchrun {run_id}"
-    started_at = Path("/proc", str(os.getppid()), "stat").read_text().rpartition(")")[2].split()[19]
+    started_at = (
+        Path("/proc", str(os.getppid()), "stat")
+        .read_text(errors="replace")
+        .rpartition(")")[2]
+        .split()[19]
+    )
     return f"{socket.gethostname()} {os.getppid()} {started_at}"
 
 
@@ -251,20 +356,38 @@ def began_at(run_dir: Path, topology: Topology) -> int | None:
     """The step after which this run began, where it is started again after a failure. Collective.
 
     It then goes on from its own checkpoints, whatever config.resume said to the first start.
-    None: it is a start of its own.
+    None: it is a start of its own. Raises ConfigError where job.json cannot tell.
     """
-    answer: list[Any] = [None]
+    answer: list[Any] = [(None, None)]
     known = Path(run_dir, "job.json")
     again = restarts(topology) > 0
     if topology.rank == 0 and again and known.is_file():
-        before = json.loads(known.read_text())
-        answer = [before["began_at"] if before["job"] == job() else None]
+        answer = [read_job(known)]
     dist.broadcast_object_list(answer, group=topology.group, group_src=0)
-    return answer[0]
+    began, problem = answer[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    return began
 
 
-def write_job(run_dir: Path, done: int) -> None:
-    Path(run_dir, "job.json").write_text(json.dumps({"job": job(), "began_at": done}))
+def read_job(path: Path) -> tuple[int | None, str | None]:
+    """(the step after which this job's run began, what is wrong with the file)."""
+    try:
+        before = json.loads(path.read_text())
+        return (int(before["began_at"]) if before["job"] == job() else None), None
+    except (ValueError, KeyError, TypeError) as error:
+        return None, (
+            f"{path} cannot be read ({type(error).__name__}: {error}), and this run was started "
+            "again: whether the checkpoints there are its own cannot be told. Remove the file and "
+            "start the run with --resume auto to go on from them"
+        )
+
+
+def write_job(run_dir: Path, began: int) -> None:
+    """began: the step after which the run began. A restart needs it, also after a power failure."""
+    content = json.dumps({"job": job(), "began_at": began})
+    with writing(Path(run_dir, "job.json")):
+        replace_synced(Path(run_dir, "job.json"), content.encode())
 
 
 def seed_everything(seed: int) -> None:

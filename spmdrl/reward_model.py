@@ -1,4 +1,4 @@
-"""Reward models: torchrun --nproc-per-node 2 -m spmdrl.reward_model --config cfg.py
+"""Reward models: python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.reward_model --config cfg.py
 
 Trains a sequence classifier with one output on pairs of a better and a worse answer. Options:
 --dry-run checks everything that needs no engine and prints the plan; any field of the config is set
@@ -16,9 +16,10 @@ import fire
 
 from spmdrl.cli import arguments
 from spmdrl.config import ConfigError, RewardTrainingConfig
-from spmdrl.exits import exit_config
+from spmdrl.exits import GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
+from spmdrl.output import keep_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,32 +29,39 @@ if TYPE_CHECKING:
     from spmdrl.types import Batch
 
 
-def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
+def main(
+    config: str = "", dry_run: bool = False, ranks: int = 0, show_config: bool = False,
+    **overrides: Any,
+) -> None:  # fmt: skip
     """Trains on the preferences of a data set.
 
     Args:
         config: a Python file that defines `config = RewardTrainingConfig(...)`
         dry_run: check, print the plan and a pair of each data set, and stop
         ranks: with --dry-run, plan for so many ranks instead of those that run
+        show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
-    if asks_for_help(overrides, __doc__, RewardTrainingConfig):
+    if asks_for_help(overrides, main, RewardTrainingConfig):
         return
+    GUARD.install()
+    keep_output()
     try:
-        value, dry_run, ranks = arguments(RewardTrainingConfig, config, dry_run, ranks, overrides)
+        value, dry = arguments(RewardTrainingConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     before_torch()
     from spmdrl.plan_supervised import (
         check_reward_training,  # torch comes in here, see spmdrl/ppo.py
     )
-    from spmdrl.program import started
+    from spmdrl.program import notes_last, started
     from spmdrl.supervised import show_plan, train
 
-    with started(value) as runtime:
-        check_reward_training(value, ranks or runtime.topology.world)
-        if dry_run:
-            show_plan(task(value), value, runtime, ranks or runtime.topology.world)
+    with started(value) as runtime, notes_last(dry.run):
+        world = dry.ranks or runtime.topology.world
+        check_reward_training(value, world)
+        if dry.run:
+            show_plan(task(value), value, runtime, world, dry.show_config)
         else:
             train(task(value), value, runtime)
 
@@ -67,11 +75,22 @@ def task(config: RewardTrainingConfig) -> Task:
     padding = load_hf_config(config.model).get_text_config().pad_token_id
     return Task(
         name="reward_model", kind="reward",
-        load=partial(PreferenceDataset.load, pad_token_id=padding),
+        load=partial(
+            PreferenceDataset.load, pad_token_id=padding, append_eos=eos_is_appended(config)
+        ),
         loss_fn=partial(pair_loss, center_coef=config.center_coef),
         measure=partial(measure, center_coef=config.center_coef),
-        summary=dict, shown=("reward_model/loss", "reward_model/accuracy"), row_sequences=2,
+        summary=dict, notes={"append_eos": eos_is_appended(config)},
+        shown=("reward_model/loss", "reward_model/accuracy"), row_sequences=2,
     )  # fmt: skip
+
+
+def eos_is_appended(config: RewardTrainingConfig) -> bool:
+    """Whether EOS is put behind rows that are strings."""
+    from spmdrl.rewards.model import appends_eos
+
+    asked = config.data.append_eos
+    return appends_eos(config.model) if asked is None else asked
 
 
 def measure(model: TrainEngine, batch: Batch, center_coef: float) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ class Trainer:
     name: str
     topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
+    started_from: str | None = None  # digest of weights that another engine gave it at the start
     skipped: int = 0  # updates, for a loss or a gradient that is not finite
     skipped_in_a_row: int = 0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.data import report_blind, report_escaped
+from spmdrl.data import report_blind, report_escaped, report_left_out, sum_by_name
 from spmdrl.files import BAD_ROW, Files, measure_rows
 from spmdrl.topology import Topology
 from spmdrl.types import Batch
@@ -25,6 +26,7 @@ NO_ROOM = 2**62  # a length that no row has: of one that is left out for its len
 class Rows(Protocol):
     """The usable rows of some files, the same on every rank."""
 
+    files: Files
     measured: Measured
     sight: Sight | None  # of their images, where any row has one
 
@@ -49,6 +51,8 @@ class Measured:
     num_bad: int  # rows that cannot be used and were left out (on_bad_row="skip")
     num_escaped: int  # rows whose text names control tokens, which were made ordinary text
     num_illustrated: int  # rows with images
+    # by name, rows that hold something which the chat template does not write (spmdrl/left_out.py)
+    left_out: Mapping[str, int]
 
 
 class Size(NamedTuple):
@@ -58,6 +62,7 @@ class Size(NamedTuple):
     escaped: bool  # whether its text names control tokens, which were made ordinary text
     illustrated: bool = False  # whether it has images
     blind: bool = False  # whether it says where an image stands, and has none
+    left_out: frozenset[str] = frozenset()  # names of what it holds and its text does not
 
 
 def measure(
@@ -73,11 +78,13 @@ def measure(
     a bad row.
     """
     counts = np.zeros(3)  # of this rank's rows: escaped, illustrated, blind
+    missing: Counter[str] = Counter()
 
     def length(row: dict[str, Any], path: Path) -> int:
         nonlocal counts
         found = size(row, path.parent)
-        counts += found[1:]
+        counts += found.escaped, found.illustrated, found.blind
+        missing.update(found.left_out)
         return found.tokens
 
     lengths = measure_rows(files, length, topology, on_bad_row)
@@ -86,8 +93,12 @@ def measure(
     num_escaped, num_illustrated, num_blind = map(round, everyone.tolist())
     report_escaped(num_escaped, len(files), topology)
     report_blind(num_blind, len(files), topology)
+    gathered: list[Any] = [None] * topology.world
+    dist.all_gather_object(gathered, missing, group=topology.group)
+    left_out = sum_by_name(gathered)
+    report_left_out(left_out, len(files), topology)
     rows = np.flatnonzero((lengths != BAD_ROW) & (lengths != NO_ROOM))
     return Measured(
         rows, lengths[rows], int((lengths > longest).sum()), int((lengths == BAD_ROW).sum()),
-        num_escaped, num_illustrated,
+        num_escaped, num_illustrated, left_out,
     )  # fmt: skip

@@ -39,8 +39,14 @@ def lock_run_dir(run_dir: Path, topology: Topology) -> int | None:
 
 def take(run_dir: Path) -> tuple[int | None, str | None]:
     """(file descriptor, what is wrong)."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    fd = os.open(Path(run_dir, NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(Path(run_dir, NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        return (
+            None,
+            f"run_dir={str(run_dir)!r}: cannot make {Path(run_dir, NAME)}: {error.strerror}",
+        )
     end = time.monotonic() + PATIENCE_S
     while True:
         try:

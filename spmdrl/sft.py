@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: torchrun --nproc-per-node 2 -m spmdrl.sft --config cfg.py
+"""Supervised fine-tuning: python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.sft --config cfg.py
 
 Also runs as python -m spmdrl.sft. Options: --dry-run checks everything that needs no engine and
 prints the plan; any field of the config is set by its dotted name. Writes the model to config.out
@@ -15,9 +15,10 @@ import fire
 
 from spmdrl.cli import arguments
 from spmdrl.config import ConfigError, SftConfig
-from spmdrl.exits import exit_config
+from spmdrl.exits import GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
+from spmdrl.output import keep_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,30 +28,37 @@ if TYPE_CHECKING:
     from spmdrl.types import Batch
 
 
-def main(config: str = "", dry_run: bool = False, ranks: int = 0, **overrides: Any) -> None:
+def main(
+    config: str = "", dry_run: bool = False, ranks: int = 0, show_config: bool = False,
+    **overrides: Any,
+) -> None:  # fmt: skip
     """Trains on the responses of a data set.
 
     Args:
         config: a Python file that defines `config = SftConfig(...)`
         dry_run: check, print the plan and an example of each data set, and stop
         ranks: with --dry-run, plan for so many ranks instead of those that run
+        show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
-    if asks_for_help(overrides, __doc__, SftConfig):
+    if asks_for_help(overrides, main, SftConfig):
         return
+    GUARD.install()
+    keep_output()
     try:
-        value, dry_run, ranks = arguments(SftConfig, config, dry_run, ranks, overrides)
+        value, dry = arguments(SftConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     before_torch()
     from spmdrl.plan_supervised import check_sft  # torch comes in here, see spmdrl/ppo.py
-    from spmdrl.program import started
+    from spmdrl.program import notes_last, started
     from spmdrl.supervised import show_plan, train
 
-    with started(value) as runtime:
-        check_sft(value, ranks or runtime.topology.world)
-        if dry_run:
-            show_plan(task(), value, runtime, ranks or runtime.topology.world)
+    with started(value) as runtime, notes_last(dry.run):
+        world = dry.ranks or runtime.topology.world
+        check_sft(value, world)
+        if dry.run:
+            show_plan(task(), value, runtime, world, dry.show_config)
         else:
             train(task(), value, runtime)
 

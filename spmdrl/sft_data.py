@@ -14,8 +14,18 @@ import torch
 
 from spmdrl.chat import Encoder
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.data import check_prompt, sees_none
-from spmdrl.files import MISSING, BadRow, Files, bad_field, load_together, lookup, without_nulls
+from spmdrl.data import check_prompt, sees_none, unread_tools
+from spmdrl.files import (
+    MISSING,
+    BadRow,
+    Files,
+    bad_field,
+    columns_at,
+    load_together,
+    lookup,
+    without_nulls,
+)
+from spmdrl.left_out import IDS, calls_of
 from spmdrl.packing import empty_batch
 from spmdrl.rows import NO_ROOM, Measured, Size, measure
 from spmdrl.topology import Topology
@@ -89,7 +99,7 @@ class SftDataset:
                 "not learn to stop. Set eos_token in its tokenizer_config.json."
             )
         keys = (config.prompt_key, config.response_key, "messages")
-        columns = (*(key.split(".")[0] for key in keys), "images", "image")
+        columns = (*columns_at(*keys), "images", "image", "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
         reader = SftReader(encoder, config, vision)
@@ -101,7 +111,8 @@ class SftDataset:
             # A prompt without room for a response is told from a row that is only cut.
             has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
             tokens = len(found.ids) if has_room else NO_ROOM
-            return Size(tokens, found.escaped, bool(found.images), found.blind)
+            missing = frozenset(reader.left_out(row, found.images) if has_room else ())
+            return Size(tokens, found.escaped, bool(found.images), found.blind, missing)
 
         measured = measure(files, size, topology, config.max_tokens, config.on_bad_row)
         usable = len(files) - measured.num_bad
@@ -193,6 +204,18 @@ class SftReader:
             escaped=asked.escaped or answer.escaped, blind=blind,
         )  # fmt: skip
 
+    def left_out(self, row: dict[str, Any], images: Sequence[Picture]) -> set[str]:
+        """Names of what the row holds and its text does not. Raises BadRow, ConfigError."""
+        chat, response = self.asked_and_said(row)
+        if isinstance(chat, str):
+            return set()
+        found = self.encoder.left_out(self.seen(chat, images), asks=response is not None)
+        if response is not None and lookup(row, self.config.response_key) is MISSING:
+            said = without_nulls(row["messages"][-1])  # its content is learnt, and nothing else
+            others = said.keys() - {"role", "content"} - IDS
+            found |= {f"{said['role']}.{key}" for key in others if said[key]}
+        return found | unread_tools(row, self.encoder)
+
     def images(self, row: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
         """Raises BadRow, ConfigError."""
         found = pictures_of(row.get("images"), folder)
@@ -209,6 +232,12 @@ class SftReader:
             chat = messages_of(row, self.vision is not None)
             if self.config.turns == "all":
                 return chat, None
+            for key in calls_of(chat[-1]):
+                raise BadRow(
+                    f"field 'messages[{len(chat) - 1}].{key}': data.turns='last' learns the "
+                    "content of the last turn alone, so what it calls would not be learnt. Set "
+                    "data.turns='all', under a chat template that writes calls"
+                )
             return chat[:-1], chat[-1]["content"]
         prompt, response = prompt_and_response(row, response, self.config, self.vision is not None)
         if isinstance(prompt, str) and self.encoder.tokenizer.chat_template is not None:

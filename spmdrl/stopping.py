@@ -68,8 +68,10 @@ class Stopping:
         self.armed, self.grace_s = grace_s > 0, grace_s
 
     def _listen(self) -> None:
+        poll = select.poll()  # select.select knows no descriptor above 1023
+        poll.register(self.pipe, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self.pipe], [], [], 0.2)
+            ready = poll.poll(200)
             for number in os.read(self.pipe, 64) if ready else b"":
                 if number in SIGNALS:
                     self._on(signal.Signals(number))

@@ -7,8 +7,8 @@ Task says what tells one program from another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,25 @@ from torch import Tensor
 
 from spmdrl import checkpoint
 from spmdrl.algo.checks import require
-from spmdrl.cli import as_source
+from spmdrl.cli import as_source, shown_config
 from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import SftDataConfig, SupervisedConfig
-from spmdrl.data import PromptOrder
-from spmdrl.describe import describe_supervised
+from spmdrl.data import PromptOrder, left_out_lines
+from spmdrl.describe import describe_supervised, least_checkpoint_bytes
 from spmdrl.engines import build_engine
 from spmdrl.engines.engine import LossFn, TrainEngine
 from spmdrl.engines.fsdp import FsdpEngine
 from spmdrl.engines.lora import save_adapter
 from spmdrl.engines.models import load_hf_config, vocab_size_of
-from spmdrl.export import write_weights
+from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hf_export import write_weights
 from spmdrl.metrics import RunLog, memory_of_process
 from spmdrl.packing import partition, sequence_work
 from spmdrl.profiling import Profiler
-from spmdrl.program import Runtime, load_tokenizer
-from spmdrl.resume import find_start, take_folder
+from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.roles import Trainer
+from spmdrl.room import check_room_for_checkpoint
 from spmdrl.rows import Rows
 from spmdrl.saver import Saver, check_metric
 from spmdrl.step import update
@@ -62,6 +64,8 @@ class Task:
     summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
     shown: tuple[str, ...]  # metrics in the line of a step
     row_sequences: int  # of at most config.data.max_tokens, in a row
+    # what the model's config.json is to say of how it was trained, if it is true
+    notes: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,17 +81,24 @@ class Run:
     order: PromptOrder
     tokenizer: Any
     spans: SpanLog
+    identity: dict[str, Any] | None = None  # see spmdrl/identity.py; for checkpoints
 
 
 def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     """Steps over shuffled batches; the loss is a mean over the batch's unmasked tokens."""
     profiled = Profiler(config, runtime)
+    with runtime.phases("check folders"):
+        if runtime.is_main and config.checkpoint.every_steps > 0:
+            least = least_checkpoint_bytes({"actor": config.actor}, config.model, task.kind)
+            check_room_for_checkpoint(runtime.run_dir, least)
     run = build(task, config, runtime)
     phases, steps = runtime.phases, config.steps
     done, log = resume(run)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver)
     phases.on_change = log.phase
+    keep_what_stands()
+    heap = Heap()
     if run.held_out and done == 0:
         log.write(0, evaluate(run, run.held_out, 0, log))
     run.spans.report(done)  # of what comes before the first step
@@ -96,6 +107,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
         log.begin_step(step)
         with profiled(step):
             metrics = one_step(run, step)
+        heap.after_step()
         if step % max(steps // 20, 1) == 0 or step == steps:
             log.step_line(step, metrics, task.shown)
         ending.vote(step)
@@ -108,6 +120,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
                 saver.wait()  # raises
         log.write(step, metrics)
         if saver and ending.saves:
+            log.sync()
             save(run, saver, step, metrics, ending)
         run.spans.note(step)
         if ending.stops:
@@ -132,6 +145,8 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:
     actor = Trainer("actor", ranks, engine)
     if task.kind == "reward":
         name_padding(actor.model.pretrained[0], tokenizer)
+    for name, value in task.notes.items():
+        note(actor.model.pretrained[0], name, value)
     return Run(
         task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
     )
@@ -142,6 +157,14 @@ def name_padding(hf: Any, tokenizer: Any) -> None:
     text = hf.get_text_config()
     if text.pad_token_id is None:
         text.pad_token_id = tokenizer.pad_token_id
+
+
+def note(hf: Any, name: str, value: bool) -> None:
+    """Writes it into a config, or takes out what the model said before."""
+    if value:
+        setattr(hf, name, value)
+    elif hasattr(hf, name):
+        delattr(hf, name)
 
 
 def load_data(
@@ -170,21 +193,28 @@ def load_data(
 
 def resume(run: Run) -> tuple[int, RunLog]:
     """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
-    config, runtime, done = run.config, run.runtime, 0
+    config, runtime, topology, done = run.config, run.runtime, run.runtime.topology, 0
     with runtime.phases("resume"):
         start = find_start(config, runtime)
+        seen = [run.rows.files] if run.rows.sight is not None else []
+        same = compare(config, runtime, start, run.tokenizer, seen)
+        run.identity, goes_on = same.identity, True
         if start.folder is not None:
             saved = checkpoint.load(start.folder, {"actor": run.actor.model}, runtime.topology)
             done = saved["step"]
-            run.order.load_state_dict(saved["order"])
+            accepts = "data" in config.checkpoint.accept_changes
+            goes_on = run.order.load_state_dict(saved["order"], accepts)
     with runtime.phases("resume"):
-        take_folder(config, runtime, start, done)
+        aside = take_folder(config, runtime, start, done)
         trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
-    log = RunLog(runtime.run_dir, runtime.is_main, config.steps, trackers, done)
-    topology = runtime.topology
-    run.spans.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
-    if start.folder is not None:
-        log.line(f"resumed from {start.folder}: {done} steps done")
+        log = RunLog(
+            runtime.run_dir, runtime.is_main, config.steps, trackers, done, runtime.phases.alone
+        )
+        run.spans.trace = TraceFile(
+            runtime.run_dir, topology.rank, topology.host, done, topology.world, aside
+        )
+    for line in opening_lines(config, start, same, done, goes_on):
+        log.line(line)
     return done, log
 
 
@@ -209,7 +239,7 @@ def save(
             check_metric(run.config.checkpoint, metrics)
     facts = {
         "engines": ["actor"], "order": run.order.state_dict(), "config": as_source(run.config),
-        "metrics": metrics,
+        "identity": run.identity, "metrics": metrics,
     }  # fmt: skip
     actor = run.actor.model
     saver.save(step, {"actor": actor}, facts, [*actor.pretrained, run.tokenizer])
@@ -269,6 +299,7 @@ def finish(run: Run, saver: Saver | None, log: RunLog) -> None:
     if saver:
         saver.wait()
     with run.runtime.phases("save"):
+        # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
         export(weights, run, Path(config.out))
         if config.actor.ema:
@@ -307,19 +338,24 @@ def export(gathered: Iterator[tuple[str, Tensor]], run: Run, out: Path) -> None:
     kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
-        for part in (*run.actor.model.pretrained, run.tokenizer):
+        config, *others = run.actor.model.pretrained
+        for part in (config, *others, run.tokenizer):
             part.save_pretrained(out)
-        write_weights(kept, torch.float32, out)
+        write_weights(kept, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
 
 
-def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, ranks: int) -> None:
-    """--dry-run: resolved config, arithmetic, and one example per data set."""
+def show_plan(
+    task: Task, config: SupervisedConfig, runtime: Runtime, ranks: int, show_config: bool
+) -> None:
+    """--dry-run: the config, arithmetic, and one example per data set."""
     tokenizer = load_tokenizer(config.model)
     rows, held_out, _ = load_data(task, config, tokenizer, runtime.topology)
     lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
     if runtime.is_main:
-        plan = describe_supervised(config, ranks, len(rows), task.kind, task.row_sequences)
-        print(as_source(config), plan, *lines, sep="\n")
+        plan = describe_supervised(
+            config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens
+        )
+        print(shown_config(config, show_config), *lines, plan, sep="\n", flush=True)
 
 
 def shown(name: str, rows: Rows) -> list[str]:
@@ -329,5 +365,6 @@ def shown(name: str, rows: Rows) -> list[str]:
         f"{name} data: {len(rows)} rows of {found.num_tokens.sum():,} tokens, the longest "
         f"{found.num_tokens.max()}; {found.num_overlong} over max_tokens, {found.num_bad} bad rows "
         f"left out, {found.num_escaped} with control tokens in their text",
+        *left_out_lines(found.left_out),
         *rows.shown(),
     ]

@@ -21,6 +21,9 @@ from matplotlib.patches import Patch
 
 from spmdrl.config import ConfigError
 from spmdrl.exits import exit_config
+from spmdrl.help import asks_for_help, refuse_unknown
+from spmdrl.output import keep_output
+from spmdrl.paths import check_folder, check_writable
 from spmdrl.trace import WAIT, Line, idle_share, parse, trace_files, trace_path, work_end
 
 SHOWN_STEPS = 3  # unless --steps says which
@@ -78,7 +81,9 @@ class Trace(NamedTuple):
         return idle_share(self.busy_s(rank), self.total_s)
 
 
-def main(run_dir: str, steps: str | None = None, out: str | None = None) -> None:
+def main(
+    run_dir: str = "", steps: str | None = None, out: str | None = None, **others: Any
+) -> None:
     """Draws what each rank of a run did when, and merges the ranks' traces.
 
     Args:
@@ -87,10 +92,18 @@ def main(run_dir: str, steps: str | None = None, out: str | None = None) -> None
         out: a .png, .pdf or .svg, with the events beside it as .json; else timeline.png and
             trace.json in the run's folder
     """
+    keep_output()
+    if asks_for_help(others, main):
+        return
     folder = Path(str(run_dir))
     picture = Path(str(out)) if out is not None else folder / "timeline.png"
     events = picture.with_suffix(".json") if out is not None else folder / "trace.json"
     try:
+        refuse_unknown(others, main)
+        if not str(run_dir):
+            raise ConfigError("RUN_DIR is required: python -m spmdrl.timeline RUN_DIR")
+        check_folder("RUN_DIR", str(run_dir))
+        check_writable("--out" if out is not None else "RUN_DIR", str(picture.parent))
         trace = timeline(folder, None if steps is None else str(steps), picture, events)
     except ConfigError as error:
         exit_config(error)

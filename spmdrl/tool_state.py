@@ -92,14 +92,14 @@ class Objects:
 def remade(cls: Callable[..., T], given: dict[str, Any], before: Sequence[Made]) -> T:
     made = cls(**copy.deepcopy(given))  # the data's are not its to change
     for name, arguments in before:
-        with suppress(Exception, SystemExit):  # which the policy was told then
+        with suppress(BaseException):  # which the policy was told then
             getattr(made, name)(**copy.deepcopy(arguments))
     return made
 
 
 def close(found: Any) -> None:
     if callable(end := getattr(found, CLOSE, None)):
-        with suppress(Exception, SystemExit):  # whoever is served next has no part in it
+        with suppress(BaseException):  # whoever is served next has no part in it
             end()
 
 

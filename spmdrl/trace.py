@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from spmdrl.room import writing
+
 if TYPE_CHECKING:
     from spmdrl.phases import Phases, Span  # imports torch: seconds, for the reader of a trace
 
@@ -37,27 +39,32 @@ class TraceFile:
     """
 
     def __init__(
-        self, run_dir: Path, rank: int, host: str, resume_step: int = 0, world: int | None = None
-    ) -> None:
-        """`world`: the number of ranks that the run has now; None: as many as there are files."""
+        self, run_dir: Path, rank: int, host: str, resume_step: int = 0, world: int | None = None,
+        aside: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`world`: the number of ranks that the run has now; None: as many as there are files.
+        `aside`: the folder in whose trace/ the lines are kept that are dropped here."""
         self.path, self.host, self.num_lines = trace_path(run_dir, rank), host, 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for number, path in trace_files(run_dir).items():
             if number == rank:
-                self.num_lines = cut_back(path, resume_step)
+                self.num_lines = cut_back(path, resume_step, aside)
             elif world is not None and number >= world and number % world == rank:
-                cut_back(path, resume_step)  # each left-over file has one rank that sees to it
+                cut_back(
+                    path, resume_step, aside
+                )  # each left-over file has one rank that sees to it
 
     def write(self, step: int, spans: list[Span]) -> None:
         """Appends a line. A step may come twice (with its checkpoint, say): both lines count."""
         rows = [[name, *(round(t, 6) for t in times)] for name, *times in spans]
-        with self.path.open("a") as f:
-            f.write(json.dumps({"step": step, "host": self.host, "spans": rows}) + "\n")
-        self.num_lines += 1
-        if self.num_lines >= 2 * KEPT_LINES:
-            newest = self.path.read_text().splitlines(keepends=True)[-KEPT_LINES:]
-            rewrite(self.path, newest)
-            self.num_lines = len(newest)
+        with writing(self.path):
+            with self.path.open("a") as f:
+                f.write(json.dumps({"step": step, "host": self.host, "spans": rows}) + "\n")
+            self.num_lines += 1
+            if self.num_lines >= 2 * KEPT_LINES:
+                newest = self.path.read_text().splitlines(keepends=True)[-KEPT_LINES:]
+                rewrite(self.path, newest)
+                self.num_lines = len(newest)
 
 
 class SpanLog:
@@ -66,20 +73,21 @@ class SpanLog:
     def __init__(self, phases: Phases, trace: TraceFile | None = None) -> None:
         self.phases, self.trace = phases, trace
         self.unreported: list[Span] = []
-        self.since = time.time()  # the last report
+        self.since = time.monotonic()  # the last report
 
     def note(self, step: int) -> None:
         """What has ended since the last call."""
         spans = self.phases.take_spans()
         if self.trace is not None:
-            self.trace.write(step, spans)
+            with self.phases.alone("write trace"):
+                self.trace.write(step, spans)
         self.unreported += spans
 
     def report(self, step: int) -> tuple[PhaseSeconds, float]:
         """busy_and_waiting() since the last report, and how many seconds that is."""
         self.note(step)
-        seconds, since_s = busy_and_waiting(self.unreported), time.time() - self.since
-        self.unreported, self.since = [], time.time()
+        seconds, since_s = busy_and_waiting(self.unreported), time.monotonic() - self.since
+        self.unreported, self.since = [], time.monotonic()
         return seconds, since_s
 
 
@@ -93,11 +101,17 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     return {int(path.stem.removeprefix("rank_")): path for path in found}
 
 
-def cut_back(path: Path, resume_step: int) -> int:
-    """Leaves the whole lines of steps up to `resume_step`; their number."""
+def cut_back(path: Path, resume_step: int, aside: Path | None = None) -> int:
+    """Leaves the whole lines of steps up to `resume_step`; their number. The others are appended to
+    a file of the same name in aside/trace."""
     rows = path.read_text(errors="replace").splitlines(keepends=True)
-    parsed = [(row, parse(row)) for row in rows if row.endswith("\n")]
+    parsed = [(row, parse(row) if row.endswith("\n") else None) for row in rows]
     kept = [row for row, line in parsed if line is not None and line.step <= resume_step]
+    later = [row for row, line in parsed if line is not None and line.step > resume_step]
+    if aside is not None and later:
+        Path(aside, "trace").mkdir(exist_ok=True)
+        with Path(aside, "trace", path.name).open("a") as file:
+            file.writelines(later)
     if kept != rows:
         rewrite(path, kept)
     return len(kept)

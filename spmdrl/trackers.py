@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.config import ConfigError, RunConfig
+from spmdrl.room import writing
 
 ENTRY = "wandb_id"  # a file of the run's folder
 
@@ -24,12 +25,15 @@ class Tensorboard:
     def __init__(self, run_dir: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
+        self.run_dir = run_dir
+        with writing(run_dir / "events.out.tfevents.*"):
+            self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        with writing(self.run_dir / "events.out.tfevents.*"):
+            for name, value in metrics.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -55,7 +59,8 @@ class Wandb:
         # wandb's own step never goes back, as a run does that resumes from an earlier checkpoint
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        Path(run_dir, ENTRY).write_text(entry)
+        with writing(Path(run_dir, ENTRY)):
+            Path(run_dir, ENTRY).write_text(entry)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log({"step": step, **metrics})

@@ -12,19 +12,21 @@ import torch.distributed as dist
 
 from spmdrl import checkpoint
 from spmdrl.build import Run, build, check_enough, close, load_dataset
-from spmdrl.cli import as_source
-from spmdrl.collect import Source, collect, evaluate
-from spmdrl.config import PpoConfig
-from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.describe import describe
+from spmdrl.cli import as_source, shown_config
+from spmdrl.collect import Collected, Source, collect, evaluate
+from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.data import PromptDataset, PromptOrder, left_out_lines
+from spmdrl.describe import describe, least_checkpoint_bytes
 from spmdrl.flops import peak_tflops
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
-from spmdrl.placement import place
+from spmdrl.overlap import can_overlap, collect_overlapping
+from spmdrl.placement import place, training_roles
 from spmdrl.profiling import Profiler
-from spmdrl.program import Runtime, keep_what_stands, load_tokenizer
-from spmdrl.resume import find_start, take_folder
+from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.dialogue import Dialogue, has_replies
+from spmdrl.room import check_room_for_checkpoint
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import Lesson, hand_over, learn
 from spmdrl.stopping import Ending
@@ -36,12 +38,18 @@ from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
+EXAMPLES = 8  # prompts of each data set that a dry run scores
 SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
 
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
     """Every rank runs it from the first line to the last."""
     profiled = Profiler(config, runtime)
+    with runtime.phases("check folders"):
+        trained = {name: role for name, role in training_roles(config).items() if name != "ref"}
+        if runtime.is_main and config.checkpoint.every_steps > 0:
+            least = least_checkpoint_bytes(trained, config.model)
+            check_room_for_checkpoint(runtime.run_dir, least)
     run = build(config, runtime)
     roles, phases, steps = run.roles, runtime.phases, config.steps
     done, log = resume(run)
@@ -50,18 +58,20 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     sync(roles, version=done)
     take_weights(roles, done)
     keep_what_stands()
+    heap = Heap()
     for line in roles.weights.describe():
         log.line(line)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver, lag=config.async_steps)
     if run.held_out and done == 0:
-        log.write(0, held_out_accuracy(run, 0, log))
+        log.write(0, held_out_metrics(run, 0, log))
     run.spans.report(done)  # of what comes before the first step
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         log.begin_step(step)
         with profiled(step):
             metrics = one_step(run, step, sync_after=True)
+        heap.after_step()
         if metrics:
             log.step_line(step, metrics, SHOWN)
         if roles.sampling.here:
@@ -77,11 +87,12 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         if saver and (evaluating or ending.failed):
             saver.wait()
         if evaluating:
-            metrics |= held_out_accuracy(run, step, log)
+            metrics |= held_out_metrics(run, step, log)
         if saver:
             metrics |= saver.take_metrics()
         log.write(step, metrics)
         if saver and ending.saves:
+            log.sync()
             save(run, saver, step, metrics, ending)
         run.spans.note(step)
         if ending.stops:
@@ -102,10 +113,9 @@ def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
     roles, started_at, collected = run.roles, time.perf_counter(), None
     ahead = run.config.async_steps > 0
     if roles.sampling.here:
-        collected = collect(roles, Source(run.take, run.prompts.by_id), step)
+        collected = collect_step(run, step)
         run.samples = collected.asked
         show_samples(run, f"step_{step}", collected.asked)
-        collected.facts = {"order": run.order.state_dict()}
         if ahead:  # the trainers are elsewhere in time
             collected.facts["reports"] = reports(run, step, roles.sampling)
     lesson = hand_over(roles, collected, step)
@@ -122,6 +132,27 @@ def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
     return metrics | utilisation(run, lesson, metrics)
 
 
+def collect_step(run: Run, step: int) -> Collected:
+    """On the ranks that sample or score; facts["order"]: where the data stood for this step."""
+    roles, source = run.roles, Source(run.take, run.prompts.by_id)
+    if can_overlap(roles):
+        collected, run.asked = collect_overlapping(
+            roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
+        )
+        return collected
+    collected = collect(roles, source, step)
+    collected.facts = {"order": run.order.state_dict()}
+    return collected
+
+
+def ends_here(run: Run, step: int) -> bool:
+    """Whether all ranks meet after this step, so that none may be ahead of it: at the end, and
+    where the run evaluates or saves."""
+    config = run.config
+    evaluates = bool(run.held_out) and is_due(step, config.eval_every)
+    return step == config.steps or evaluates or is_due(step, config.checkpoint.every_steps)
+
+
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -132,24 +163,33 @@ def resume(run: Run) -> tuple[int, RunLog]:
     topology, done = runtime.topology, 0
     with runtime.phases("resume"):
         start = find_start(config, runtime)
+        seen = [run.prompts.files] if run.prompts.vision is not None else []
+        same = compare(config, runtime, start, run.roles.tokenizer, seen)
+        run.identity, goes_on = same.identity, True
         if start.folder is not None:
             saved = checkpoint.load(start.folder, run.engines, topology)
             done = saved["step"]
-            run.order.load_state_dict(saved["order"])
-            restore(run, saved, start.folder)
+            accepts = "data" in config.checkpoint.accept_changes
+            goes_on = run.order.load_state_dict(saved["order"], accepts)
+            restore(run, saved, start.folder, goes_on and not same.has_other_data)
     with runtime.phases("resume"):
-        take_folder(config, runtime, start, done)
+        aside = take_folder(config, runtime, start, done)
     with runtime.phases("resume"):  # of a folder that nothing is moved out of any more
         trackers = open_trackers(config, runtime.run_dir, done) if run.is_log else []
-    log = RunLog(runtime.run_dir, run.is_log, config.steps, trackers, done)
-    run.spans.trace = TraceFile(runtime.run_dir, topology.rank, topology.host, done, topology.world)
-    if start.folder is not None:
-        log.line(f"resumed from {start.folder}: {done} steps done")
+        log = RunLog(
+            runtime.run_dir, run.is_log, config.steps, trackers, done, runtime.phases.alone
+        )
+        run.spans.trace = TraceFile(
+            runtime.run_dir, topology.rank, topology.host, done, topology.world, aside
+        )
+    for line in opening_lines(config, start, same, done, goes_on):
+        log.line(line)
     return done, log
 
 
-def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
-    """What the algorithm carries from step to step; a coefficient where it did and does adapt."""
+def restore(run: Run, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
+    """What the algorithm carries from step to step; a coefficient where it did and does adapt.
+    Answers that were begun are gone on with where the prompts are the same."""
     roles = run.roles
     algo, sampling = roles.config.algo, roles.sampling
     adaptive = saved.get("adaptive", {})
@@ -166,7 +206,9 @@ def restore(run: Run, saved: dict[str, Any], folder: Path) -> None:
             per_turn=roles.config.rewards.per_turn,
         )  # fmt: skip
     shares = sorted(folder.glob("leftover_*.pt"))
-    if roles.leftover is not None and shares:
+    if shares and not same_data:
+        logger.warning("the data is not what it was: what %s had begun is not asked again", folder)
+    elif roles.leftover is not None and shares:
         roles.leftover.load(
             shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world
         )
@@ -198,6 +240,7 @@ def save(
         "engines": sorted(trainer.name for trainer in roles.trainers if trainer.name != "ref"),
         "order": run.order.state_dict(),
         "config": as_source(run.config),
+        "identity": run.identity,
         "metrics": metrics,
         "adaptive": {
             "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
@@ -216,7 +259,7 @@ def save(
     saver.save(step, run.engines, facts, parts, own, writer)
 
 
-def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
+def held_out_metrics(run: Run, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
     told: list[Any] = [None]
     if roles.sampling.here:
@@ -226,7 +269,7 @@ def held_out_accuracy(run: Run, step: int, log: RunLog) -> dict[str, float]:
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
     metrics = told[0]
-    scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "accuracy" in k)
+    scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k.endswith("/reward"))
     log.line(f"step {step}/{run.config.steps} | held out: {scores} ({len(run.held_out)} prompts)")
     return metrics
 
@@ -236,7 +279,9 @@ def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
         return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
     with run.roles.phases("log samples", run.roles.sampling):
-        write_samples(path, samples, run.config.log_samples, run.roles.sampling)
+        write_samples(
+            path, samples, run.config.log_samples, run.roles.sampling, has_replies(run.config)
+        )
 
 
 def reports(run: Run, step: int, topology: Topology) -> list[dict[str, Any]]:
@@ -275,27 +320,28 @@ def utilisation(run: Run, lesson: Lesson, metrics: dict[str, float]) -> dict[str
     return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}
 
 
-def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
-    """--dry-run: resolved config, arithmetic, and one scored sample per data set."""
-
+def show_plan(config: PpoConfig, runtime: Runtime, ranks: int, show_config: bool) -> None:
+    """--dry-run: the config, arithmetic, and one scored sample per data set."""
     scorers = place(config, ranks).roles["reward"]
     rewards = RewardRunner(config.reward, config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
-    lines, num_prompts = [], 0
+    lines, num_prompts, lengths = [], 0, None
     for name, paths in sets.items():
         if paths is None:
             continue
         dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
         if name == "train":
-            num_prompts = len(dataset)
+            num_prompts, lengths = len(dataset), dataset.num_tokens
             check_enough(config, num_prompts)
             PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
         lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
-                  *image_lines(dataset), *scored_example(dataset.prompt(0), rewards)]  # fmt: skip
+                  *left_out_lines(dataset.left_out), *image_lines(dataset),
+                  *held_out_lines(name, len(dataset), config),
+                  *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip
     rewards.close()
     if has_replies(config):
         sampling = place(config, ranks).roles["rollout"]
@@ -303,7 +349,8 @@ def dry_run(config: PpoConfig, runtime: Runtime, ranks: int) -> None:
         lines += dialogue.lines()
         dialogue.close()
     if runtime.is_main:
-        print(as_source(config), describe(config, ranks, num_prompts), *lines, sep="\n")
+        plan = describe(config, ranks, num_prompts, lengths)
+        print(shown_config(config, show_config), *lines, plan, sep="\n", flush=True)
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:
@@ -313,18 +360,68 @@ def image_lines(dataset: PromptDataset) -> list[str]:
     return [f"  images: at most {most.per_prompt} in a prompt, and {most.tokens} tokens in one"]
 
 
-def scored_example(prompt: Prompt, rewards: Any) -> list[str]:
-    """Scores the ground truth as if it were the answer."""
-    shown = f"  prompt {prompt.id} ({prompt.data_source}): ...{prompt.text[-200:]!r}"
-    if prompt.ground_truth is None:
-        return [shown, "  no ground truth, and its reward asks for none"]
-    if "model_score" in rewards.reward_of(prompt.data_source).arguments:
+def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:
+    """What an evaluation asks."""
+    if name != "eval":
+        return []
+    asked = min(num_prompts, config.data.max_eval_prompts or num_prompts)
+    return [f"  {asked} of them asked at each evaluation, {asked * config.eval_samples} answers"]
+
+
+def examples_of(dataset: PromptDataset) -> list[Prompt]:
+    """The first prompt and others at equal distances."""
+    step = max(len(dataset) // EXAMPLES, 1)
+    return [dataset.prompt(i) for i in range(0, len(dataset), step)][:EXAMPLES]
+
+
+def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -> list[str]:
+    """Scores each ground truth as if it were the answer, and shows the first.
+
+    Raises ConfigError where the reward fails on more of them than a step may have invalid samples.
+    """
+    first = prompts[0]
+    shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
+    asks = {
+        source: "model_score" in rewards.reward_of(source).arguments
+        for source in {prompt.data_source for prompt in prompts}
+    }
+    samples = [
+        answered_rightly(prompt)
+        for prompt in prompts
+        if prompt.ground_truth is not None and not asks[prompt.data_source]
+    ]
+    rewards.score(samples)
+    failed = [sample for sample in samples if sample.invalid is not None]
+    if failed:
+        told = (
+            f"the reward fails on {len(failed)} of {len(samples)} ground truths given as answers; "
+            f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
+            f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
+        )
+        if len(failed) > config.max_invalid_fraction * len(samples):
+            raise ConfigError(told)
+        logger.warning(told)
+    if asks[first.data_source]:
         return [shown, "  its reward asks a model, which a dry run does not load"]
+    if first.ground_truth is None:
+        return [shown, "  no ground truth, and its reward asks for none"]
+    sample = samples[0]
+    verdict = f"{sample.reward:g}" if sample.invalid is None else "none, it fails"
+    if sample.reward == 0:
+        verdict += " (right only if the grader wants more than the bare answer)"
+    return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def answered_rightly(prompt: Prompt) -> Sample:
+    """With the ground truth as the answer."""
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     sample.messages = [{"role": "assistant", "content": answer}]
-    rewards.score([sample])
-    verdict = f"{sample.reward:g}" if sample.invalid is None else f"invalid: {sample.invalid}"
-    if sample.reward == 0:
-        verdict += " (right only if the grader wants more than the bare answer)"
-    return [shown, f"  reward of its ground truth {answer!r} as the answer: {verdict}"]
+    return sample
+
+
+def last_line(reason: str | None) -> str:
+    """Of a traceback what was raised, and where in the user's code."""
+    lines = (reason or "").strip().splitlines() or [""]
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return lines[-1] + (f" ({places[-1]})" if places else "")

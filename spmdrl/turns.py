@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from spmdrl.chat import MARGIN, TEMPLATE_ERRORS, Encoder, render_chat
 from spmdrl.files import BadRow
+from spmdrl.left_out import calls_left_out
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -45,6 +46,7 @@ def encode_turns(chat: list[dict[str, Any]], encoder: Encoder) -> Turns:
     tokenizer = encoder.tokenizer
     marked, names = encoder.marked(chat, "messages")
     text = render_chat(marked, tokenizer, encoder.config.chat_template_kwargs, asks=False)
+    require_calls(chat, encoder)
     says_itself = GENERATION.search(template_of(encoder)) is not None
     spans = generation_spans(marked, encoder) if says_itself else turn_spans(marked, text, encoder)
     if len(text) > 2 * encoder.size:
@@ -64,6 +66,18 @@ def encode_turns(chat: list[dict[str, Any]], encoder: Encoder) -> Turns:
     if says_nothing or not (says_itself or ids[-1] in encoder.control_ids):
         ids, learnt = [*ids, int(tokenizer.eos_token_id)], [*learnt, 1]
     return Turns(ids, learnt, bool(names))
+
+
+def require_calls(chat: list[dict[str, Any]], encoder: Encoder) -> None:
+    """Raises BadRow where the template leaves out calls of the assistant: what would be learnt in
+    their place is an empty turn."""
+    kwargs = encoder.config.chat_template_kwargs
+    missing = calls_left_out(chat, lambda c: render_chat(c, encoder.tokenizer, kwargs, asks=False))
+    if missing:
+        raise BadRow(
+            f"field 'messages': the chat template leaves out {', '.join(sorted(missing))}, so what "
+            "the assistant calls would not be learnt. Give the tokenizer a template that writes it"
+        )
 
 
 def turn_spans(chat: list[dict[str, Any]], text: str, encoder: Encoder) -> Spans:

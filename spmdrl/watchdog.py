@@ -14,11 +14,9 @@ import faulthandler
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +27,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from spmdrl.exits import FAILED, leave_word, say, write_story
+from spmdrl.exits import FAILED, is_of_this_start, leave_word, say, write_story
+from spmdrl.limits import kills_for_memory, memory_limits
+from spmdrl.page import Page
 from spmdrl.tether import Anchor, Tether
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
-DIED = "its process {} ended without a word: killed, or out of memory (see dmesg)"
+DIED = "its process {} ended without a word: {}"
 ENDED = (
     "its process {} ended and told nobody why: killed, out of memory (see dmesg), or as its own "
     "output says"
@@ -70,16 +70,17 @@ class Beat:
     pid: int
     host: str
     phase: str
+    page: int = -1  # file descriptor of the rank's Page; -1: it has none
 
     @classmethod
     def read(cls, text: str) -> Beat | None:
         if text in ("", "bye"):
             return None
-        count, pid, host, phase = text.split(" ", 3)
-        return cls(int(count), int(pid), host, phase)
+        count, pid, page, host, phase = text.split(" ", 4)
+        return cls(int(count), int(pid), host, phase, int(page))
 
     def __str__(self) -> str:
-        return f"{self.count} {self.pid} {self.host} {self.phase}"
+        return f"{self.count} {self.pid} {self.page} {self.host} {self.phase}"
 
 
 class Watchdog:
@@ -89,26 +90,34 @@ class Watchdog:
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
-    host the store, is on this host. master: the store's address and port, in a job of many hosts.
+    host the store, is on this host. first_here: the first rank of this host, whose page says if a
+    story has been told on it. master: the store's address and port, in a job of many hosts.
+    at_once: a failure of this rank is printed when it is reported, not when the rank ends.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
         lost_s: float = 20.0, neighbour: int | None = None, near_store: bool = False,
-        master: tuple[str, int] | None = None,
+        master: tuple[str, int] | None = None, first_here: int | None = None,
+        at_once: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
         self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
-        self.near_store = near_store
+        self.near_store, self.at_once = near_store, at_once
         self.host = socket.gethostname()
         self.phase, self.phase_since = "start", time.monotonic()
+        self.page = Page()
+        self.page.write_phase(self.phase)
+        self.first_here = rank if first_here is None else first_here
+        self.pages = {rank: self.page}  # by rank: of the neighbour and of first_here as well
+        self.beating = threading.Lock()  # a beat with an older phase must not come after a newer
+        self.count = 0  # of beats
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
         self.woke = time.monotonic()
         self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
         self.own: dict[str, Any] | None = None  # why this rank is about to end by itself
-        nonce = store.compare_set("nonce", "", secrets.token_hex(8)).decode()  # of this attempt
-        self.claim = Path(tempfile.gettempdir(), f"spmdrl_told_{self.host}_{nonce}")
+        self.kills = kills_for_memory()  # before this run
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
@@ -128,7 +137,22 @@ class Watchdog:
         self.guard.start()
 
     def progress(self, phase: str) -> None:
-        self.phase, self.phase_since = phase, time.monotonic()
+        """This rank gets on. The name of a new phase is written at once: it may die of it."""
+        is_new, self.phase, self.phase_since = phase != self.phase, phase, time.monotonic()
+        if not is_new:
+            return
+        self.page.write_phase(phase)
+        if self.neighbour is None and self.world > 1:  # nobody on this host reads the page
+            with suppress(RuntimeError):  # a store that is gone is the guard's to tell
+                self.beat()
+
+    def beat(self) -> Beat:
+        """Gives a sign of life."""
+        with self.beating:
+            self.count += 1
+            own = Beat(self.count, os.getpid(), self.host, self.phase, self.page.fd)
+            self.store.set(f"beat/{self.rank}", str(own))
+        return own
 
     @property
     def heard(self) -> bool:
@@ -152,12 +176,15 @@ class Watchdog:
         with suppress(RuntimeError):
             self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
         own = story["rank"] == self.rank  # who has ended may have written more than others know
-        if own or not Path(self.folder, f"rank_{story['rank']}.json").exists():
+        path = Path(self.folder, f"rank_{story['rank']}.json")
+        if own or not (path.exists() and is_of_this_start(path)):
             write_story(story, self.folder)
+        if self.at_once and self.first in (None, story):
+            self.announce(story)
         return self.first or story  # the store's rank may have left since: what was heard counts
 
-    def tell(self, story: dict[str, Any]) -> None:
-        """Prints the story on one rank only, and leaves it where torchrun looks for it."""
+    def announce(self, story: dict[str, Any]) -> None:
+        """Prints the story unless another rank has, and leaves it where torchrun looks for it."""
         text = leave_word(story, self.folder)
         try:
             first = self.store.add("claims", 1) == 1
@@ -168,9 +195,13 @@ class Watchdog:
                 self._claim()
         if first:
             say(text)
-        with suppress(RuntimeError):
-            if first:
+            with suppress(RuntimeError):
                 self.store.set("told", "1")
+
+    def tell(self, story: dict[str, Any]) -> None:
+        """Announces the story, and waits until it has been said."""
+        self.announce(story)
+        with suppress(RuntimeError):
             wait_for(lambda: self.store.check(["told"]), 2.0)
             # others may be about to tell it too, and this rank may take the store along
             wait_for(lambda: self.store.add("claims", 0) >= self.world, 1.0)
@@ -183,27 +214,28 @@ class Watchdog:
         for end in (self.tether, self.anchor):  # who watches this rank has its goodbye by now
             if end is not None:
                 end.close()
+        for page in self.pages.values():
+            page.close()
 
     def _watch(self) -> None:
-        count, story_since = 0, None
+        story_since = None
         told, others, others_since = self.phase_since, b"", time.monotonic()
         peer = (self.rank + 1) % self.world
         peer_text, peer_since = "", time.monotonic()
         while not self.done.wait(PERIOD_S):
             try:
-                count += 1
-                own = Beat(count, os.getpid(), self.host, self.phase)
-                self.store.set(f"beat/{self.rank}", str(own))
+                own = self.beat()
                 if self.first is None and self.store.check(["story"]):
                     self.first = json.loads(self.store.get("story"))
                 ended_for = self._tether_ended_for(peer)  # before its beat, which may be a goodbye
                 text = self._beat_of(peer)
                 limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
-                if not self.near_store and (count % 2 or self.head is None):
+                if not self.near_store and (self.count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
                 if self.neighbour is not None:
                     self.beside = Beat.read(self._beat_of(self.neighbour))
-                if self.phase_since != told and count % 8 == 0:
+                self._open_pages()
+                if self.phase_since != told and self.count % 8 == 0:
                     told = self.phase_since
                     self.store.set("progress", f"{self.rank} {told}")
                 elif time.monotonic() - self.phase_since > self.stall_s / 2:
@@ -215,7 +247,7 @@ class Watchdog:
                 if peer == 0 and self.tether is not None:  # whose store it is
                     self.felt |= self.tether.ended_for() > 0
                 if self.beside is not None and self._state(self.beside) in GONE:
-                    died = DIED.format(self.beside.pid)
+                    died = DIED.format(self.beside.pid, self._why_killed())
                     self._end_alone(self._lost(self.neighbour, self.beside, died))
                 continue
             before, now = self.reached, time.monotonic()
@@ -234,7 +266,7 @@ class Watchdog:
             silent_s = now - peer_since
             ended = text != "bye" and ended_for > ENDED_S and (beat is None or silent_s > ENDED_S)
             if self.beside is not None and self._state(self.beside) in GONE:
-                died = DIED.format(self.beside.pid)
+                died = DIED.format(self.beside.pid, self._why_killed())
                 self.report(self._lost(self.neighbour, self.beside, died))
             elif silent_s > limit_s:
                 silent = f"no sign of life for {silent_s:.0f} s"
@@ -265,12 +297,28 @@ class Watchdog:
         key = f"beat/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
+    def _open_pages(self) -> None:
+        for rank in {self.neighbour, self.first_here} - self.pages.keys() - {None}:
+            assert rank is not None
+            beat = Beat.read(self._beat_of(rank))
+            page = Page.of(beat.pid, beat.page) if beat and beat.host == self.host else None
+            if page is not None:
+                self.pages[rank] = page
+
+    def _why_killed(self) -> str:
+        kills = kills_for_memory() - self.kills
+        if kills > 0:
+            known = f"killed by the kernel, which ran out of memory ({kills} processes in all)"
+        else:
+            known = "killed, or out of memory (see dmesg)"
+        return "; ".join([known, *memory_limits()])
+
     def _state(self, beat: Beat) -> str:
         """Of a rank's process on this host, as ps has it; "" where there is none, ? elsewhere."""
         if beat.host != self.host:
             return "?"
         try:
-            stat = Path(f"/proc/{beat.pid}/stat").read_text()
+            stat = Path(f"/proc/{beat.pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return ""
         return stat.rpartition(")")[2].split()[0]
@@ -284,6 +332,8 @@ class Watchdog:
 
     def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
         host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
+        if rank in self.pages and beat is not None:
+            phase = self.pages[rank].phase
         return {"rank": rank, "host": host, "phase": phase, "cause": cause, "exit_code": FAILED,
                 "pid": pid, "by": self.host,
                 "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
@@ -329,13 +379,8 @@ class Watchdog:
 
     def _claim(self) -> bool:
         """Whether this rank is the first of its host that tells a story of this attempt."""
-        try:
-            os.close(os.open(self.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        except OSError:  # the disk may be what is wrong
-            return True
-        return True
+        page = self.pages.get(self.first_here)
+        return page is None or page.claim()
 
     def _end(self, story: dict[str, Any]) -> None:
         if STALLED in story["cause"]:

@@ -193,8 +193,11 @@ def grpo_passk(trs: list[Trajectory]) -> Rows:
     return broadcast(trs, group_scores(trs, score))
 
 
-def gdpo(trs: list[Trajectory], weights: dict[str, float]) -> Rows:
-    """A = W(sum_k w_k (R_k - mu_gk) / (sigma_gk + 1e-6)): each reward key normalised alone."""
+def gdpo(trs: list[Trajectory], weights: dict[str, float], over: str = "tokens") -> Rows:
+    """A = W(sum_k w_k (R_k - mu_gk) / (sigma_gk + 1e-6)): each reward key normalised alone.
+
+    over: "samples": W is over the valid samples, each of which counts once.
+    """
 
     def score(i: int, members: list[int]) -> float:
         out = 0.0
@@ -204,7 +207,12 @@ def gdpo(trs: list[Trajectory], weights: dict[str, float]) -> Rows:
             out += weight * (trs[i].keys[key] - mean(rewards)) / (sigma + 1e-6)
         return out
 
-    return whitened(trs, broadcast(trs, group_scores(trs, score)))
+    scores = group_scores(trs, score)
+    if over == "samples":
+        valid = [x for x, tr in zip(scores, trs, strict=True) if tr.valid]
+        mu, sigma = mean(valid), math.sqrt(variance(valid))
+        return broadcast(trs, [(x - mu) / (sigma + 1e-8) for x in scores])
+    return whitened(trs, broadcast(trs, scores))
 
 
 def reinforce(trs: list[Trajectory], gamma: float) -> Rows:
@@ -272,17 +280,24 @@ def otb_positions(tr: Trajectory, by_turn: bool) -> dict[int, int]:
     return {t - tr.prompt_len: t for t in tokens}
 
 
-def otb_weights(tr: Trajectory) -> list[float]:
-    """W_t = sum_{j<=t} (1 - 2 pi_j + sum_v pi_j(v)^2) over policy tokens."""
+def otb_weights(tr: Trajectory, correction: list[float] | None) -> list[float]:
+    """W_t = sum_{j<=t} c_j^2 (1 - 2 pi_j + sum_v pi_j(v)^2) over policy tokens.
+
+    c_j is the weight of a rollout correction, 1 without one.
+    """
     out, w = [0.0] * len(tr.mask), 0.0
     for t in policy_tokens(tr):
-        w += 1.0 - 2.0 * math.exp(tr.logprobs[t]) + tr.pi2[t]
+        c = 1.0 if correction is None else correction[t]
+        w += c * c * (1.0 - 2.0 * math.exp(tr.logprobs[t]) + tr.pi2[t])
         out[t] = w
     return out
 
 
 def optimal_token_baseline(
-    trs: list[Trajectory], by_turn: bool = False, zero_tail: bool = False
+    trs: list[Trajectory],
+    by_turn: bool = False,
+    zero_tail: bool = False,
+    corrections: Rows | None = None,
 ) -> Rows:
     """A_t = G_t - B_t, B_t = sum_g G_t W_t / (sum_g W_t + 1e-8) at the same position.
 
@@ -290,7 +305,9 @@ def optimal_token_baseline(
     of the second longest member (where only the longest one is left).
     """
     to_go = [returns_to_go(tr, tr.rewards, 1.0) for tr in trs]
-    weights = [otb_weights(tr) for tr in trs]
+    weights = [
+        otb_weights(tr, None if corrections is None else corrections[i]) for i, tr in enumerate(trs)
+    ]
     places = [otb_positions(tr, by_turn) for tr in trs]
     out = zeros(trs)
     for members in groups(trs).values():

@@ -62,6 +62,17 @@ async def sleep_there(seconds: float) -> str:
     return "slept"
 
 
+async def tell_there(file: str) -> None:
+    with open(file, "w") as told:
+        told.write("runs")
+    try:
+        await asyncio.sleep(1000)
+    except asyncio.CancelledError:
+        with open(file, "w") as told:
+            told.write("cancelled")
+        raise
+
+
 async def block(seconds: float) -> None:
     time.sleep(seconds)
 

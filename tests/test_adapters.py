@@ -67,12 +67,12 @@ def test_what_can_be_is_not(qwen3):
 
 
 def test_experts_are_not_sent_as_adapters(tmp_path):
-    from transformers import Qwen3MoeConfig
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
              "num_attention_heads": 2, "num_experts": 4, "moe_intermediate_size": 32,
-             "vocab_size": 98, "num_key_value_heads": 2}  # fmt: skip
-    Qwen3MoeConfig(**sizes).save_pretrained(tmp_path)
+             "vocab_size": 98, "num_key_value_heads": 2, "eos_token_id": 1}  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(tmp_path)
     check(config_of(tmp_path, actor=LORA), 1)
     with pytest.raises(ConfigError, match="this one has experts"):
         check(config_of(tmp_path, **APART), 1)

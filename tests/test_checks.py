@@ -7,7 +7,7 @@ import pytest
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
 from spmdrl.algo.checks import READERS, check_algo
-from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES
 from spmdrl.config import (
     Advantage,
     AlgoConfig,
@@ -61,7 +61,12 @@ NONSENSE = [
     ({"policy_loss": "sppo"}, ["win_rate"]),
     ({"advantage": "win_rate"}, ["sppo"]),
     ({"advantage": "reinforce_plus_plus", "policy_loss": "geo_mean"}, ["one per token"]),
-    ({"policy_loss": "gspo", "aggregation": "token_mean"}, ["seq_mean_token_mean"]),
+    ({"policy_loss": "geo_mean", "aggregation": "token_mean"}, ["seq_mean_token_mean"]),
+    ({"seq_mean_over": "all"}, ["seq_mean_over='all'", "no effect", "divide by sequences"]),
+    ({"whiten_over": "samples"}, ["whiten_over='samples'", "no effect", "gdpo"]),
+    ({"kl_cut": 10.0}, ["kl_cut=10.0", "no effect", "kl_coef above 0"]),
+    ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_cut": 10.0}, ["kl_cut=10.0", "k3"]),
+    ({"kl_coef": 0.1, "kl_cut": 0.0}, ["kl_cut=0.0", "above 0"]),
     ({"policy_loss": "kl_cov"}, ["one update per rollout"]),
     ({"critic_warmup_steps": 3}, ["critic_warmup_steps=3", "nothing learns"]),
     ({"advantage": "gae", "roles": CRITIC, "lam": 0.9, "lam_critic": 1.0, "lam_alpha": 0.05},
@@ -167,6 +172,10 @@ SENSE = [
     {"policy_loss": "cispo", "clip_low": 10.0, "clip_high": 4.0},
     {"policy_loss": "dppo_kl", "clip_low": 1.5},
     {"policy_loss": "gspo", "aggregation": len},
+    *[{"policy_loss": "gspo", "aggregation": name} for name in AGGREGATIONS],
+    {"policy_loss": "gspo", "seq_mean_over": "all"},
+    {"advantage": "reinforce_plus_plus_baseline", "whiten_over": "samples"},
+    {"kl_coef": 0.1, "kl_cut": 10.0, "kl_in": "reward"},
     {"correction": on(high=0.4)},
     {"policy_loss": "geo_mean", "correction": on(level="geometric")},
     {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward", "kl_target": 0.1},

@@ -1,13 +1,15 @@
 """Config files and overrides: what is typed wrong is named, with the place and the remedy."""
 
 import dataclasses
+import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
-from spmdrl.cli import as_source, fingerprint, load_config, override
+from spmdrl.cli import as_source, changed_fields, fingerprint, load_config, override
 from spmdrl.config import (
     ConfigError,
     DataConfig,
@@ -15,8 +17,10 @@ from spmdrl.config import (
     PpoConfig,
     RewardTrainingConfig,
     SftConfig,
+    SftDataConfig,
     TrainConfig,
 )
+from spmdrl.help import config_lines
 
 GOOD = """
 from spmdrl.config import *
@@ -53,7 +57,10 @@ def test_overrides_reach_nested_fields_and_keep_types(write):
     ("overrides", "words"),
     [
         ({"stepz": 2}, ["--stepz", "PpoConfig has no field 'stepz'", "nearest: steps"]),
-        ({"actor.optim.lrr": 2}, ["OptimConfig has no field 'lrr'", "lr"]),
+        ({"actor.optim.lrr": 2}, ["OptimConfig has no field 'lrr'", "nearest: actor.optim.lr"]),
+        ({"actor.lr": 2}, ["TrainConfig has no field 'lr'", "nearest: actor.optim.lr"]),
+        ({"max_tokens": 2}, ["no field 'max_tokens'", "nearest: rollout.max_tokens"]),
+        ({"temprature": 2}, ["no field 'temprature'", "rollout.temperature"]),
         ({"steps": "many"}, ["--steps", "expected int", "str 'many'"]),
         ({"steps": True}, ["expected int", "bool True"]),
         ({"actor.optim.lr": "fast"}, ["--actor.optim.lr", "expected float"]),
@@ -209,6 +216,59 @@ def test_a_wrong_key_costs_no_import_of_torch(write, program):
     assert "Traceback" not in done.stderr
 
 
+def test_a_comment_is_of_one_field():
+    """Help takes what stands above a field and behind it: a comment behind one that went on in the
+    next line would be told of the next field."""
+    kinds, seen = [PpoConfig, SftConfig, RewardTrainingConfig], set()
+    while kinds:
+        kind = kinds.pop()
+        seen.add(kind)
+        kinds += [k for k in groups_of(kind) if k not in seen]
+        above = False
+        for row in inspect.getsource(kind).splitlines():
+            code, mark, _ = row.strip().partition("# ")
+            if code.partition(":")[0] in {f.name for f in dataclasses.fields(kind)}:
+                assert not (above and mark), f"{kind.__name__}.{code}: comments above and behind"
+            above = bool(mark) and not code
+    assert len(seen) > 15
+
+
+def groups_of(kind):
+    hints = typing.get_type_hints(kind).values()
+    found = [inner for hint in hints for inner in (hint, *typing.get_args(hint))]
+    return [k for k in found if isinstance(k, type) and dataclasses.is_dataclass(k)]
+
+
+def test_help_says_of_a_field_what_stands_beside_it():
+    text = "\n".join(config_lines(PpoConfig))
+    for name, words in {
+        "static_split": "engine e takes a fixed share and nothing moves between engines: for GPU",
+        "oversample": "ask so many times the prompts, stop when prompts_per_step are complete",
+        "greedy_baseline": "ask each prompt once more, greedily",
+        "level": "of the weight. token: rho; sequence: the product",
+        "mode": "truncate: min(weight, high) (TIS); mask",
+        "low": 'bound of "mask"',
+    }.items():
+        told = text.partition(f"\n  {name}: ")[2].split("\n")[1].strip()
+        assert told.startswith(words), (name, told)
+
+
+def test_only_what_differs_from_the_defaults_is_shown():
+    config = PpoConfig(
+        "m", DataConfig("t"), "gsm8k", critic=TrainConfig(), prm=TrainConfig(fsdp=2),
+        actor=TrainConfig(optim=OptimConfig(lr=0.5)),
+    )  # fmt: skip
+    assert changed_fields(config) == [
+        "model='m'", "data.train='t'", "reward='gsm8k'", "actor.optim.lr=0.5",
+        "critic=TrainConfig()", "prm.fsdp=2",
+    ]  # fmt: skip
+    sft = SftConfig("m", SftDataConfig("t"), "o")
+    assert changed_fields(sft) == ["model='m'", "data.train='t'", "out='o'"]
+    assert changed_fields(dataclasses.replace(sft, actor=TrainConfig())) == [
+        "model='m'", "data.train='t'", "out='o'", "actor.optim.lr=1e-06",
+    ]  # fmt: skip
+
+
 def test_a_name_that_is_nearly_right_is_put_right():
     with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
         override(PpoConfig("m", DataConfig("t"), "gsm8k"), "algo.aggregation", "token-mean")
@@ -227,5 +287,6 @@ def test_help_names_every_option(module, flag):
     assert "| torch\n" not in done.stderr  # help comes at once
     for field in (*dataclasses.fields(CONFIGS[module]), *dataclasses.fields(OptimConfig)):
         assert f"\n  {field.name}: " in done.stdout, field.name
-    assert "--actor.optim." in done.stdout and "torchrun --nproc-per-node" in done.stdout
+    assert "--actor.optim." in done.stdout and "spmdrl.launch --nproc-per-node" in done.stdout
+    assert "--show_config" in done.stdout
     assert "\n  every_steps: int = " in done.stdout and "of the older ones, by the" in done.stdout

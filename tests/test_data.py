@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from transformers import AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
 from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.rewards.functions import gsm8k
+from spmdrl.files import Files
+from spmdrl.rewards.functions import graded_gsm8k, gsm8k
+from spmdrl.rewards.truths import truth_checker
 from spmdrl.sft_data import SftDataset
 from spmdrl.topology import Topology
 
@@ -549,8 +552,11 @@ def test_resume_refuses_another_order():
         (PromptOrder(10, 3, seed=6), "seed=5, this run has seed=6"),
         (PromptOrder(10, 3, seed=5, shuffle=False), "shuffle=True"),
     ]:
-        with pytest.raises(ConfigError, match=word):
+        with pytest.raises(ConfigError, match=word) as error:
             other.load_state_dict(state)
+        assert "--checkpoint.accept_changes data" in str(error.value)
+        assert not other.load_state_dict(state | {"epoch": 3, "offset": 6}, may_differ=True)
+        assert (other.epoch, other.offset) == (4, 0)
 
 
 def test_step_larger_than_the_data():
@@ -607,3 +613,79 @@ def test_the_config_for_8_gpus_adds_up():
     assert isinstance(config, PpoConfig)
     assert config.steps == 2 * (7473 // config.data.prompts_per_step)  # two epochs
     assert config.data.prompts_per_step * config.rollout.n == 8 * config.rollout.max_num_seqs
+
+
+def raw(**changes):
+    return {"question": "2+3?", "answer": "so 5 #### 5", "extra_info": {"q": "1+1?"}} | changes
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_columns_are_read_by_their_keys(topology, tokenizer, tmp_path, kind):
+    path = write(tmp_path / f"raw.{kind}", [raw(), raw(question="3+4?", answer="7")])
+    settings = {"prompt_key": "question", "ground_truth_key": "answer"}
+    data = load(topology, tokenizer, path, **settings)
+    first, second = data.prompt(0), data.prompt(1)
+    assert (first.text, first.ground_truth, first.data_source) == ("2+3?", "so 5 #### 5", "raw")
+    assert (second.text, second.ground_truth) == ("3+4?", "7")
+    nested = load(topology, tokenizer, path, **settings | {"prompt_key": "extra_info.q"})
+    assert nested.prompt(0).text == "1+1?"
+    dotted = write(tmp_path / f"dotted.{kind}", [{"a.b": "2+3?", "c.d": "5", "data_source": "x"}])
+    data = load(topology, tokenizer, dotted, prompt_key="a.b", ground_truth_key="c.d")
+    assert (data.prompt(0).text, data.prompt(0).ground_truth) == ("2+3?", "5")
+    assert data.data_sources == ("x",)
+    with pytest.raises(ConfigError, match=r"data\.prompt_key.*examples/gsm8k/prepare\.py"):
+        load(topology, tokenizer, path)
+    with pytest.raises(ConfigError, match="field 'final': missing; the row has question"):
+        load(topology, tokenizer, path, **settings | {"ground_truth_key": "final"})
+
+
+def test_a_chat_that_is_the_text_of_a_list_is_refused(topology, tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "2+3?"}]
+    for text in (json.dumps(chat), " " + json.dumps(chat, indent=1), str(chat)):
+        path = write(tmp_path / "text.jsonl", [row(prompt=text)])
+        with pytest.raises(ConfigError, match=r"field 'prompt': .*the text of a list"):
+            load(topology, tokenizer, path)
+    path = write(tmp_path / "text.jsonl", [row(prompt='[{"x": 1}] is a list of')])
+    assert load(topology, tokenizer, path).prompt(0).text.startswith('[{"x"')
+
+
+def test_truths_that_the_reward_cannot_read_are_found_when_the_data_is_loaded(
+    topology, tokenizer, tmp_path
+):
+    tests = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+    for reward, good, bad, words in (
+        ("code", tests, "5", "the reward 'code': .*has no tests"),
+        ("code", "assert f(1) == 2", '{"inputs": [], "outputs": []}', "'inputs' and 'outputs'"),
+        ("gsm8k", "so #### 1,000", "many", "the reward 'gsm8k': 'many' is not a number"),
+        ({"openai/gsm8k": "gsm8k"}, "5", "x", "'x' is not a number"),
+        (partial(graded_gsm8k, method="flexible"), "5", "x", "'x' is not a number"),
+    ):
+        wrong = {"wrong_truth": truth_checker(reward)}
+        path = write(tmp_path / "t.jsonl", [row(reward_model={"ground_truth": good})])
+        config = DataConfig(str(path))
+        assert len(PromptDataset.load(str(path), tokenizer, config, topology, **wrong)) == 1
+        path = write(tmp_path / "t.jsonl", [row(reward_model={"ground_truth": bad})])
+        with pytest.raises(ConfigError, match=f"field 'reward_model.ground_truth': .*{words}"):
+            PromptDataset.load(str(path), tokenizer, config, topology, **wrong)
+    assert truth_checker(lambda response: 1.0)("x", "anything") is None
+
+
+def test_parquet_columns_of_arrows_view_types(topology, tokenizer, tmp_path):
+    """Of which Arrow takes no rows by number."""
+    view = pa.string_view()
+    truth = pa.StructArray.from_arrays([pa.array(["1", "2", "3"], view)], ["ground_truth"])
+    table = pa.table({
+        "prompt": [row()["prompt"]] * 3, "data_source": pa.array(["a", "b", "a"], view),
+        "reward_model": truth, "extra_info": pa.array([{"n": n} for n in range(3)]),
+    })  # fmt: skip
+    path = tmp_path / "views.parquet"
+    pq.write_table(table, path)
+    assert pq.read_schema(path).field("data_source").type == view
+    data = load(topology, tokenizer, str(path))
+    assert [data.prompt(i).ground_truth for i in range(3)] == ["1", "2", "3"]
+    assert data.prompt(1).extra_info == {"n": 1} and data.data_sources == ("a", "b")
+    plain = write(tmp_path / "plain.parquet", [row()])
+    files = Files.open((str(path), plain), ("prompt", "data_source"))
+    shares = [list(files.share(rank, 2)) for rank in range(2)]
+    assert [found["data_source"] for _, found in shares[0]] == ["a", "a"]
+    assert [found["data_source"] for _, found in shares[1]] == ["b", "openai/gsm8k"]

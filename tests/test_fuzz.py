@@ -292,7 +292,7 @@ def test_any_command_line(model, tmp_path_factory, argv):
         patch.setattr(ppo, "exit_config", stop)
         patch.setattr("spmdrl.program.started", lambda config: Started())
         patch.setattr("spmdrl.trainer.train", lambda config, runtime: seen.append(config))
-        patch.setattr("spmdrl.trainer.dry_run", lambda config, r, ranks: seen.append(config))
+        patch.setattr("spmdrl.trainer.show_plan", lambda config, *others: seen.append(config))
         try:
             fire.Fire(ppo.main, command=["--config", str(path), *argv])
         except Stopped as stopped:

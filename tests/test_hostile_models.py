@@ -12,10 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_qwen3
+from transformers import Gemma3Config
 
-from spmdrl.config import ConfigError, PpoConfig, SftConfig, SftDataConfig, TrainConfig
+from spmdrl.config import (
+    ConfigError,
+    DataConfig,
+    PpoConfig,
+    RolloutConfig,
+    SftConfig,
+    SftDataConfig,
+    TrainConfig,
+)
 from spmdrl.engines.megatron_names import Folder
 from spmdrl.engines.models import build_model, load_hf_config
+from spmdrl.engines.stored_dtype import as_stored
+from spmdrl.model_files import eos_token_ids, missing_shards
+from spmdrl.plan import check
 from spmdrl.plan_supervised import check_sft
 from spmdrl.program import load_tokenizer
 from spmdrl.remote_code import allow_code, code_files, has_foreign_code
@@ -240,3 +252,98 @@ def test_broken_tokenizers(qwen3_copy):
 
 def test_the_option_is_off():
     assert not PpoConfig("m", None, "r").trust_remote_code
+
+
+def rl(folder: Path, **rollout: object) -> PpoConfig:
+    return PpoConfig(
+        str(folder), DataConfig("t", max_prompt_tokens=64), "gsm8k",
+        rollout=RolloutConfig(max_tokens=64, **rollout),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "words"),
+    [
+        ({"eos_token_id": "<eos>"}, {}, "generation_config.json has eos_token_id='<eos>'"),
+        ({"eos_token_id": [2, "<eos>"]}, {}, r"eos_token_id=\[2, '<eos>'\]"),
+        ({"eos_token_id": 5000}, {}, "eos_token_id=5000.*the model has 94 tokens"),
+        ({"eos_token_id": None}, {"eos_token_id": -1}, "config.json has eos_token_id=-1"),
+        ({"eos_token_id": None}, {"eos_token_id": None}, "no answer would end before"),
+        ({"eos_token_id": []}, {"eos_token_id": []}, "no answer would end before"),
+    ],
+)
+def test_an_end_that_no_answer_can_have_is_found_before_the_first_step(
+    qwen3_copy, generation, config, words
+):
+    edit(qwen3_copy / "generation_config.json", **generation)
+    edit(qwen3_copy / "config.json", **config)
+    with pytest.raises(ConfigError, match=words):
+        check(rl(qwen3_copy), 1)
+    if "no answer" in words:
+        check(rl(qwen3_copy, stop=("\n",)), 1)
+        check(rl(qwen3_copy, stop_token_ids=(7,)), 1)
+        check(rl(qwen3_copy, ignore_eos=True), 1)
+        edit(qwen3_copy / "config.json", eos_token_id=2)
+        if generation["eos_token_id"] is None:
+            assert eos_token_ids(str(qwen3_copy)) == (2,)
+
+
+def test_architectures_of_another_family_are_refused(qwen3_copy):
+    for said, words in (
+        (["LlamaForCausalLM"], r"model_type='qwen3' and architectures=\['LlamaForCausalLM'\]"),
+        (["BertModel"], "which is of .*bert"),
+        (["Qwen3ForSequenceClassification"], "a classifier, which writes no text"),
+    ):
+        edit(qwen3_copy / "config.json", architectures=said)
+        for checked in (lambda: check(rl(qwen3_copy), 1), lambda: check_sft(sft(qwen3_copy), 1)):
+            with pytest.raises(ConfigError, match=words):
+                checked()
+
+
+def test_weights_that_are_none_are_found_before_they_are_read(qwen3_copy):
+    file = qwen3_copy / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for dtype, word in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"})
+        for checked in (lambda: check(rl(qwen3_copy), 1), lambda: check_sft(sft(qwen3_copy), 1)):
+            with pytest.raises(ConfigError, match=f"up_proj.weight is of {word}.*quantization"):
+                checked()
+    save_file(weights | {"positions": torch.arange(3)}, file, {"format": "pt"})
+    check(rl(qwen3_copy), 1)
+    Path(qwen3_copy, "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
+    shard = file.rename(qwen3_copy / "model-00002-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks model-00001-of-00002\.safetensors, which"):
+        check(rl(qwen3_copy), 1)
+    shard.rename(file)
+    Path(qwen3_copy, "model.safetensors.index.json").unlink()
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        check(rl(qwen3_copy), 1)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"has no weights: no \*\.safetensors"):
+        check_sft(sft(qwen3_copy), 1)
+
+
+def test_a_model_of_several_parts_ends_where_its_own_config_says(tmp_path):
+    """As Gemma 3's, whose text config is silent."""
+    text = {"vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = Gemma3Config(text_config=text, eos_token_id=[1, 106])
+    config.save_pretrained(tmp_path)
+    assert eos_token_ids(str(tmp_path)) == (1, 106)
+
+
+def test_what_is_saved_as_floats_is_not_called_quantized(qwen3_copy):
+    edit(qwen3_copy / "config.json", quantization_config={"quant_method": "fp8"})
+    saved = as_stored(load_hf_config(str(qwen3_copy)), torch.bfloat16)
+    assert saved.dtype == torch.bfloat16
+    assert "quantization_config" not in saved.to_dict()
+
+
+def test_one_file_of_weights_is_read_before_an_index_that_is_left(qwen3_copy):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    Path(qwen3_copy, "model.safetensors.index.json").write_text(json.dumps(index))
+    assert missing_shards("model", qwen3_copy) == []
+    assert "model.embed_tokens.weight" in Folder(qwen3_copy).files

@@ -12,6 +12,7 @@ from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import token_rewards
 from spmdrl.algo.correction import rejection_keep
 from spmdrl.config import AlgoConfig, CorrectionConfig
+from spmdrl.packing import empty_batch
 from spmdrl.types import Batch
 
 SEEDS = range(5)
@@ -159,6 +160,58 @@ def test_kl_estimator_and_its_gradient(name):
         (want_grad,) = torch.autograd.grad(want, x)
         torch.testing.assert_close(got[i].detach(), want.detach())
         torch.testing.assert_close(grad[i], want_grad)
+
+
+@pytest.mark.parametrize("name", ["k3", "k3+"])
+def test_k3_may_be_cut_and_what_is_above_is_counted(name):
+    """q/p of e^10, of e^2.6 (9.9), e^2.7 (11.2) and e^-1: only what is above 10 is cut."""
+    ref = torch.tensor([-0.5, -0.1, -0.1, -2.0]).double()
+    new = (ref - torch.tensor([10.0, 2.6, 2.7, -1.0]).double()).requires_grad_()
+    batch = empty_batch(torch.tensor([4]))
+    batch.loss_mask, batch.loss_weights = torch.ones(4).double(), torch.ones(4).double()
+    batch.advantages, batch.rollout_logprobs = torch.zeros(4).double(), new.detach()
+    batch.ref_logprobs = ref
+    found = {}
+    for cut in (None, 10.0):
+        algo = AlgoConfig(kl_coef=1.0, kl_estimator=name, kl_cut=cut)
+        loss, sums = objectives.policy_objective(algo)(new, torch.zeros(4).double(), batch)
+        (found[cut],) = torch.autograd.grad(loss, new)
+        assert float(sums["ref_kl_cut"]) == 2
+        values = [math.exp(x) - 1 - x for x in (10.0, 2.6, 2.7, -1.0)]
+        want = math.fsum(values if cut is None else [min(x, 10.0) for x in values])
+        assert float(sums["ref_kl"]) == pytest.approx(want)
+    plain = torch.tensor([1 - math.exp(x) for x in (10.0, 2.6, 2.7, -1.0)]).double()
+    squared = -torch.tensor([10.0, 2.6, 2.7, -1.0]).double()
+    torch.testing.assert_close(found[None], plain if name == "k3" else squared, rtol=1e-6, atol=0)
+    kept = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
+    want_cut = plain * kept if name == "k3" else squared
+    torch.testing.assert_close(found[10.0], want_cut, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", losses.AGGREGATIONS)
+def test_sequence_ratios_take_any_aggregation(name):
+    """The gradient is that of one clipped ratio per sequence that stands on all of its tokens."""
+    trs, batch, new = case_of(1, per_sequence=True)
+    algo = AlgoConfig(policy_loss="gspo", aggregation=name, **NARROW)
+    counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
+    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
+    loss, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    (got,) = torch.autograd.grad(loss, new)
+    rows = leaves(rows_of(new.detach(), batch))
+    advantages = rows_of(batch.advantages, batch)
+    terms = [[torch.tensor(0.0).double()] * len(row) for row in rows]
+    for i, tr in enumerate(trs):
+        chosen = reference.policy_tokens(tr)
+        if chosen:
+            log_ratio = sum(rows[i][t] - tr.logprobs[t] for t in chosen) / len(chosen)
+            ratio, a = log_ratio.exp(), advantages[i][chosen[0]]
+            term = -torch.minimum(ratio * a, ratio.clamp(0.9, 1.15) * a)
+            for t in chosen:
+                terms[i][t] = term
+    want = reference.aggregate(name, terms, trs, norm_length=12)
+    torch.testing.assert_close(loss.detach(), want.detach(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(got, flat_gradients([[want]], rows), rtol=1e-6, atol=1e-9)
+    assert float(got.abs().max()) > 1e-3
 
 
 def test_kl_estimators_in_expectation():

@@ -9,6 +9,7 @@ from spmdrl.config import (
     CheckpointConfig,
     ConfigError,
     DataConfig,
+    LoraConfig,
     OptimConfig,
     PpoConfig,
     RewardConfig,
@@ -90,7 +91,7 @@ CASES = [
     ({"rollout": rollout(temperature=0.001)}, 1, ["temperature=0.001", "0.01"]),
     ({"rollout": rollout(min_tokens=60)}, 1, ["min_tokens=60", "max_tokens=50"]),
     ({"rollout": rollout(top_p=1.5)}, 1, ["top_p=1.5"]),
-    ({"checkpoint": CheckpointConfig(keep_best=1)}, 1, ["nothing is evaluated", "'eval/accuracy'"]),
+    ({"checkpoint": CheckpointConfig(keep_best=1)}, 1, ["nothing is evaluated", "'eval/reward'"]),
     (
         {"checkpoint": CheckpointConfig(keep_best=1, best_metric="reward/mean", every_steps=0)},
         1,
@@ -109,6 +110,24 @@ CASES = [
     ({"rollout": rollout(quantization="fp8")}, 1, ["rollout.quantization='fp8'"]),
     ({"rollout": rollout(quantization="fp8", engine="hf")}, 1, ["set rollout.engine='vllm'"]),
     ({"steps": 0}, 1, ["steps=0"]),
+    (
+        {"actor": TrainConfig(lora=LoraConfig(target_modules=()))},
+        1,
+        ["target_modules=()", "no layer"],
+    ),
+    ({"actor": TrainConfig(optim=OptimConfig(lr=1e10))}, 1, ["actor.optim.lr=", "at most 1000"]),
+    ({"actor": TrainConfig(optim=OptimConfig(eps=1e-300))}, 1, ["actor.optim.eps", "1e-30"]),
+    (
+        {"actor": TrainConfig(optim=OptimConfig(lr=1e-3, weight_decay=1e4))},
+        1,
+        ["actor.optim.weight_decay=10000 x lr=0.001 is 10"],
+    ),
+    ({"lost_timeout_s": 0.001}, 1, ["lost_timeout_s=0.001", "at least 2"]),
+    ({"stall_timeout_s": 0.1}, 1, ["stall_timeout_s=0.1", "at least 5"]),
+    ({"start_timeout_s": 0.1}, 1, ["start_timeout_s=0.1", "at least 5"]),
+    ({"rewards": RewardConfig(timeout_s=1e-4)}, 1, ["rewards.timeout_s=0.0001", "at least 0.01"]),
+    ({"data": data(prompt_key=" ")}, 1, ["data.prompt_key=' ' is no name"]),
+    ({"data": data(ground_truth_key="")}, 1, ["data.ground_truth_key='' is no name"]),
     ({"algo": AlgoConfig(dual_clip=0.5)}, 1, ["dual_clip=0.5"]),
     ({"algo": AlgoConfig(kl_coef=-0.1)}, 1, ["kl_coef=-0.1"]),
     ({"algo": AlgoConfig(kl_coef=0.1, kl_estimator="k1")}, 1, ["gradient of 0", "k3"]),
@@ -177,6 +196,13 @@ def test_a_reward_per_turn_is_of_a_function_of_ones_own(qwen3):
         qwen3, rewards=RewardConfig(per_turn=True), reward=reward, algo=AlgoConfig("reinforce")
     )
     assert "a reward for each turn, on its last token" in describe(tokens, 1, 100)
+    algo = AlgoConfig(
+        "reinforce_plus_plus_baseline", whiten_over="samples", kl_coef=0.1, kl_cut=10.0,
+        aggregation="seq_mean_token_mean", seq_mean_over="all",
+    )  # fmt: skip
+    shown = describe(config_of(qwen3, algo=algo), 1, 100)
+    for words in ("whitened over all valid samples", "k3 is cut at 10.0", "one over all, those"):
+        assert words in shown
     with pytest.raises(ConfigError, match="'gsm8k' scores a sample as a whole"):
         check_held_out(config_of(qwen3, rewards=RewardConfig(per_turn=True)), 1)
 
@@ -271,13 +297,54 @@ def test_sft_is_checked_too(qwen3):
         ({"actor": TrainConfig(offload_params=True)}, "offload_params has no effect.*only one"),
         ({"actor": TrainConfig(offload_optimizer=True)}, "offload_optimizer has no effect"),
         ({"checkpoint": CheckpointConfig(best_is="smallest")}, "best_is='smallest' has no effect"),
-        ({"checkpoint": best()}, "'eval/accuracy', which fine-tuning has not"),
+        ({"checkpoint": best()}, "'eval/reward', which fine-tuning has not"),
         ({"checkpoint": by_eval}, "nothing is evaluated while the run goes on"),
         ({"data": evaluated, "checkpoint": by_eval, "eval_every": 0}, "nothing is evaluated"),
         ({"data": evaluated, "checkpoint": best(best_metric="eval/loss")}, "keep the worst"),
     ]:
         with pytest.raises(ConfigError, match=words):
             check_sft(sft(**changes), 2)
+
+
+def optimizer(**changes):
+    return {"actor": TrainConfig(optim=OptimConfig(**changes))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (optimizer(lr=0.0), "actor.optim.lr=0: nothing is learnt"),
+        (optimizer(lr=0.5), "actor.optim.lr=0.5 is far above"),
+        (optimizer(warmup_steps=400, lr=1e-3), "has 100 optimizer steps: it ends at lr=0.00025"),
+        ({"checkpoint": CheckpointConfig(every_steps=0)}, "nothing of what is learnt is kept"),
+        ({"data": data(eval="./t")}, "is in data.train and in data.eval"),
+        (
+            {
+                "algo": AlgoConfig(advantage="gae", critic_warmup_steps=100),
+                "critic": TrainConfig(),
+            },
+            "the actor is not trained",
+        ),
+        ({}, None),
+        (optimizer(warmup_steps=100), None),
+    ],
+)
+def test_what_may_be_meant_is_a_warning(qwen3, caplog, changes, words):
+    check(config_of(qwen3, **changes), 1)
+    assert (words in caplog.text) if words else not caplog.text
+
+
+def test_fine_tuning_is_warned_too(qwen3, caplog):
+    optim = OptimConfig(lr=0.0, warmup_steps=11)
+    check_sft(
+        SftConfig(
+            str(qwen3), SftDataConfig("t", eval="t", max_tokens=64), "o", steps=10,
+            actor=TrainConfig(optim=optim),
+        ),
+        1,
+    )  # fmt: skip
+    for words in ("lr=0: nothing", "the run has 10 optimizer steps", "in data.train and in"):
+        assert words in caplog.text
 
 
 def test_degrees():

@@ -14,7 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import save_qwen3, save_tokenizer
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from spmdrl.algo.preference import bradley_terry, pair_loss
 from spmdrl.config import (
@@ -270,10 +275,11 @@ def test_what_cannot_work_is_refused(qwen3, tmp_path):
     BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
     two = classifier_config(str(qwen3))
     two.num_labels = 2
-    two.save_pretrained(tmp_path / "two")
+    AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
     check_reward_training(reward_model(**best("eval/accuracy", "largest")), 2)
     check_reward_training(reward_model(**best("reward_model/loss", "smallest")), 2)
     for changes, words in [
+        (best("eval/reward", "largest"), "has not.*'eval/accuracy' with best_is='largest'"),
         ({"actor": TrainConfig(engine="megatron")}, "'megatron' has no reward models"),
         ({"actor": TrainConfig(lora=LoraConfig())}, "leave actor.lora out"),
         ({"actor": TrainConfig(offload_params=True)}, "offload_params has no effect"),

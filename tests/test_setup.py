@@ -141,13 +141,13 @@ def test_readme_names_what_exists() -> None:
 
 # A recorded run: three steps, evaluated before the first and after the last.
 METRICS = [
-    {"step": 0, "eval/accuracy": 0.25},
+    {"step": 0, "eval/reward": 0.25},
     {"step": 1, "reward/mean": 0.2, "time/rollout_s": 1.0, "time/update_actor_s": 3.0,
      "time/step_s": 4.0, "throughput/tokens_per_s": 100.0},
     {"step": 2, "reward/mean": 0.5, "time/rollout_s": 1.0, "time/update_actor_s": 1.0,
      "time/step_s": 2.0, "throughput/tokens_per_s": 250.0},
     {"step": 3, "reward/mean": 0.75, "time/rollout_s": 0.5, "time/update_actor_s": 1.0,
-     "time/step_s": 2.0, "throughput/tokens_per_s": 150.0, "eval/accuracy": 0.9375},
+     "time/step_s": 2.0, "throughput/tokens_per_s": 150.0, "eval/reward": 0.9375},
 ]  # fmt: skip
 
 
@@ -297,3 +297,19 @@ def test_large_tensors_of_cpu_jobs_lie_in_large_pages():
     on_gpus = Path("/dev/nvidiactl").exists()
     assert asked == ("None" if on_gpus else "1")
     assert on_gpus or int(mib) > 100  # of 128
+
+
+QUIET = """
+from spmdrl.imports import before_torch, show_torchao
+before_torch()
+import transformers
+show_torchao()
+from torchao.optim import AdamW8bit
+"""
+
+
+def test_what_other_packages_would_say_at_their_import_is_not_shown():
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

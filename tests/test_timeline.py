@@ -328,7 +328,9 @@ def test_the_program_writes_both_files(run_dir):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["nowhere"], "no trace in"),
+        (["nowhere"], "no such folder"),
+        (["run", "--step", "3"], "--step: there is no such flag; nearest: --steps"),
+        (["run", "--out", "/proc/picture.png"], "--out='/proc': '/proc' cannot be written to"),
         (["run", "--steps", "30:40"], "steps 30 to 40"),
         (["run", "--out", "picture"], ".png"),
     ],

@@ -102,8 +102,11 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
     ]  # fmt: skip
     fields = {"host": socket.gethostname(), "phase": "rollout", "details": "", "exit_code": FAILED}
     first = {"rank": 0, "cause": "OSError: disk on fire", **fields}
-    ranks = [Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9) for r in range(3)]
+    ranks = [
+        Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, first_here=0) for r in range(3)
+    ]
     try:
+        wait_until(lambda: all(0 in rank.pages for rank in ranks), 10)
         assert ranks[0].report(first) == first
         if told:
             ranks[0].tell(first)
@@ -125,7 +128,6 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
             rank.done.set()
             rank.thread.join()
             rank.guard.join()
-            rank.claim.unlink(missing_ok=True)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_0.json"]
     assert capfd.readouterr().err.count("disk on fire") == 1
 
@@ -182,6 +184,49 @@ def test_a_rank_that_was_leaving_does_not_say_that_the_store_left_first(tmp_path
             assert b"no rendezvous store" not in rank.stderr.read()
         finally:
             rank.kill()
+
+
+STRUCK = """
+import os, signal, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from spmdrl.watchdog import Watchdog
+port, neighbour = int(sys.argv[1]), eval(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+rank = Watchdog(store, 1, 2, Path(sys.argv[3]), 1e9, lost_s=1e9, neighbour=neighbour)
+sys.stdin.readline()
+for phase in ("rollout", "update_actor"):
+    rank.progress(phase)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_rank_that_is_killed_as_a_phase_begins_is_told_with_that_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """It has given no sign of life since. A neighbour on its host reads it from the page, one on
+    another host from the store."""
+    monkeypatch.setattr(watchdog, "PERIOD_S", 0.5)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    beside = None if alone else 1
+    rank = Watchdog(client, 0, 2, tmp_path, 1e9, lost_s=3.0 if alone else 1e9, neighbour=beside)
+    arguments = [str(server.port), "None" if alone else "0", str(tmp_path)]
+    peer = subprocess.Popen([sys.executable, "-c", STRUCK, *arguments], stdin=subprocess.PIPE)
+    try:
+        wait_until(lambda: client.check(["beat/1"]) and (alone or 1 in rank.pages), 30)
+        assert peer.stdin is not None
+        peer.stdin.write(b"\n")
+        peer.stdin.flush()
+        peer.wait(10)
+        story = story_of(rank, time.monotonic() + 10)
+        assert (story["rank"], story["phase"]) == (1, "update_actor"), story
+    finally:
+        peer.kill()
+        rank.done.set()
+        rank.thread.join()
+        rank.close()
 
 
 PEER = """

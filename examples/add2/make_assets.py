@@ -13,7 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from spmdrl.imports import before_torch
+
+before_torch()
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.,:\n#"

@@ -229,7 +229,7 @@ def read_result(name: str, run_dir: Path, num_steps: int) -> Result | None:
     rows = read_metrics(path) if path.exists() else []
     if not rows or rows[-1]["step"] != num_steps:
         return None
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    accuracies = [row["eval/reward"] for row in rows if "eval/reward" in row]
     steps = [row for row in rows if "time/step_s" in row]
     reward = mean(row["reward/mean"] for row in steps[-LAST_STEPS:])
     step_s = median(row["time/step_s"] for row in steps)

@@ -1,6 +1,6 @@
 """Makes everything the arithmetic example needs: a small Qwen3 with random weights, and the data.
 
-    python examples/arithmetic/make_assets.py [--out runs/arithmetic] [--seed 0]
+    python examples/arithmetic/make_assets.py [--out runs/arithmetic] [--seed 0] [--large]
 
 The task is addition of two numbers below 50, one character a token, with the units first, which is
 how one adds on paper: "17+25=" is answered "24". Two questions in three need a carry. The solved
@@ -9,6 +9,8 @@ the other third right; what it takes to learn the carry is a reward. `train.parq
 questions for that, `eval.parquet` 256 that are in neither of the two. `preferences.parquet` has
 a right and a wrong answer to every question but these 256, twice; these are in
 `preferences_eval.parquet`.
+
+--large: a model of 109 million weights instead, to watch memory, and sums of 2 to 40 numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +18,18 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging
+
+from spmdrl.imports import before_torch
+
+before_torch()
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 NUMBERS = 50  # operands are 0 .. 49
 NUM_HELD_OUT = 256
@@ -31,6 +38,7 @@ WRONG_ANSWERS = 2  # to each question, of the preferences
 FORGOTTEN = 0.7  # share of the solved examples with a carry in which it is forgotten
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+="
+LARGE_VOCAB = 16384
 
 
 def make_assets(out: Path, seed: int) -> None:
@@ -48,6 +56,17 @@ def make_assets(out: Path, seed: int) -> None:
     asked = sorted(set(all_pairs()) - set(held_out))
     write_preferences(out / "preferences.parquet", asked * WRONG_ANSWERS, draw)
     write_preferences(out / "preferences_eval.parquet", held_out, draw)
+
+
+def make_large(out: Path, seed: int) -> None:
+    """Writes model/ and train.parquet: 500 sums, so that no two steps have the same lengths."""
+    out.mkdir(parents=True, exist_ok=True)
+    save_large_model(out / "model", seed)
+    draw = random.Random(seed)
+    sums = [[draw.randrange(NUMBERS) for _ in range(draw.randint(2, 40))] for _ in range(500)]
+    rows = [row_of(i, "+".join(map(str, terms)) + "=", str(sum(terms)))
+            for i, terms in enumerate(sums)]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), out / "train.parquet")
 
 
 def all_pairs() -> list[tuple[int, int]]:
@@ -98,17 +117,21 @@ def write_rows(
     """verl's schema; with `responses` a column that only fine-tuning reads."""
     rows = []
     for index, (a, b) in enumerate(pairs):
-        row = {
-            "data_source": "arithmetic",
-            "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": answer(a, b)},
-            "extra_info": {"index": index},
-        }
+        row = row_of(index, f"{a:02d}+{b:02d}=", answer(a, b))
         if responses is not None:
             row["response"] = responses[index]
         rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def row_of(index: int, question: str, truth: str) -> dict[str, Any]:
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index},
+    }
 
 
 def save_model(folder: Path, seed: int) -> None:
@@ -126,9 +149,28 @@ def save_model(folder: Path, seed: int) -> None:
     save_tokenizer(folder)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """The chat template concatenates the contents of the turns and adds nothing."""
+def save_large_model(folder: Path, seed: int) -> None:
+    """Random float32 weights, 109 million, in the proportions of models of that size."""
+    config = Qwen3Config(
+        vocab_size=LARGE_VOCAB, hidden_size=768, intermediate_size=2304, num_hidden_layers=14,
+        num_attention_heads=12, num_key_value_heads=4, head_dim=64, max_position_embeddings=256,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    save_tokenizer(folder, LARGE_VOCAB)
+
+
+def save_tokenizer(folder: Path, size: int = 0) -> None:
+    """The chat template concatenates the contents of the turns and adds nothing.
+
+    size: of the vocabulary at least; words that no text has fill it up.
+    """
     vocab = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocab |= {f"<{i}>": i for i in range(len(vocab), size)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -144,7 +186,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="assets of the arithmetic example")
     parser.add_argument("--out", type=Path, default=Path("runs/arithmetic"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", action="store_true", help="109 million weights, longer sums")
     args = parser.parse_args()
     logging.disable_progress_bar()
-    make_assets(args.out, args.seed)
+    (make_large if args.large else make_assets)(args.out, args.seed)
     print(f"the model and its data are in {args.out}")

@@ -114,7 +114,7 @@ def summarise(rows: list[Row], seconds: dict[str, float]) -> dict[str, Any]:
 
     wall_s counts the two training commands from launch to exit, start-up and evaluation included.
     """
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    accuracies = [row["eval/reward"] for row in rows if "eval/reward" in row]
     steps = [row for row in rows if "time/step_s" in row]
     tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in steps)
     return {
@@ -144,7 +144,7 @@ def reward_figure(rows: list[Row], title: str) -> Figure:
     axes = figure.add_subplot()
     for key, label, style in (
         ("reward/mean", "train reward (sampled)", "-"),
-        ("eval/accuracy", "held-out accuracy (greedy)", "o-"),
+        ("eval/reward", "held-out accuracy (greedy)", "o-"),
     ):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), style, label=label)

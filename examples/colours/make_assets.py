@@ -21,13 +21,17 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
+
+from spmdrl.imports import before_torch
+
+before_torch()
+from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
-from transformers.utils import logging
+from transformers.utils import logging  # noqa: E402
 
 COLOURS = {"r": (210, 40, 40), "g": (40, 190, 60), "b": (50, 60, 220), "y": (220, 210, 50)}
 NUM_TRAIN, NUM_EVAL = 1024, 128

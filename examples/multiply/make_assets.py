@@ -23,8 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging
+
+from spmdrl.imports import before_torch
+
+before_torch()
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 NUMBERS = range(10, 60)
 NUM_HELD_OUT = 256

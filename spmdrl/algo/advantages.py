@@ -58,6 +58,7 @@ class Tokens:
     logprobs: Tensor | None = None  # of the policy that the step starts from
     pi_squared: Tensor | None = None
     process: Tensor | None = None  # implicit process reward of each token
+    weights: Tensor | None = None  # of a rollout correction with a level
     group_sums: Tensor | None = None  # of optimal_token_baseline, over all ranks
 
     def own(self, of_outcomes: Tensor) -> Tensor:
@@ -199,8 +200,9 @@ def prime(t: Tokens, algo: AlgoConfig) -> Tensor:
 def optimal_token_baseline(t: Tokens, algo: AlgoConfig) -> Tensor:
     """G_t - B_t, B_t = sum_g G_t W_t / sum_g W_t over the group's samples that reach position t.
 
-    W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi(v)^2) is the energy of the scores up to t, G_t the
-    undiscounted return-to-go. t.group_sums holds the two sums and the number of samples, (size, 3).
+    W_t = sum_{j <= t} w_j^2 (1 - 2 pi_j + sum_v pi(v)^2) is the energy of the scores up to t, with
+    w_j the weight of a rollout correction or 1, G_t the undiscounted return-to-go. t.group_sums
+    holds the two sums and the number of samples, (size, 3).
     With otb_zero_tail B_t is 0 where only one sample of the group still goes on, else there A = 0.
     Source: https://richardli.xyz/optimal-token-baseline (2025).
     """
@@ -232,6 +234,8 @@ def token_baseline_sums(t: Tokens, by_turn: bool, width: int) -> Tensor:
     assert t.logprobs is not None and t.pi_squared is not None
     cu_seqlens = lengths_to_cu_seqlens(t.seq_lens)
     energy = (1 - 2 * t.logprobs.exp() + t.pi_squared).double()
+    if t.weights is not None:
+        energy = energy * t.weights.double() ** 2
     weights = scan.running_sum(energy, t.mask, cu_seqlens)
     to_go = scan.returns_to_go(t.rewards, t.mask, cu_seqlens, 1.0)
     rows = torch.stack([to_go * weights, weights, torch.ones_like(weights)], 1) * t.mask[:, None]

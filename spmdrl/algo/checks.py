@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, SEQUENCE_LOSSES, aggregation_of
+from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, aggregation_of
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, PpoConfig
 
 CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
@@ -62,6 +62,18 @@ READERS: Readers = {
         "aggregation seq_mean_token_sum_norm",
         lambda a: aggregation_of(a) == "seq_mean_token_sum_norm",
     ),
+    "seq_mean_over": (
+        "aggregation seq_mean_..., which divide by sequences",
+        lambda a: str(aggregation_of(a)).startswith("seq_mean") or not named(aggregation_of(a)),
+    ),
+    "whiten_over": (
+        "advantage gdpo, reinforce_plus_plus_baseline, which are whitened and of whole samples",
+        lambda a: estimator_of(a).whiten and estimator_of(a).sees == "outcomes",
+    ),
+    "kl_cut": (
+        "kl_estimator 'k3' and 'k3+' with kl_coef above 0",
+        lambda a: a.kl_coef > 0 and a.kl_estimator in ("k3", "k3+"),
+    ),
     "reward_coef": (
         "kl_in='reward' with kl_coef above 0, beside which it weighs the reward",
         lambda a: a.kl_coef > 0 and a.kl_in == "reward",
@@ -99,7 +111,7 @@ def check_ranges(algo: AlgoConfig) -> None:
     positive = (
         "lam_alpha", "prime_beta", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
         "cov_kl_coef", "dppo_ratio_cap", "dro_beta", "sppo_beta", "norm_length", "value_clip",
-        "kl_target", "kl_horizon", "entropy_delta", "overlong_penalty", "filter_power",
+        "kl_cut", "kl_target", "kl_horizon", "entropy_delta", "overlong_penalty", "filter_power",
     )  # fmt: skip
     for name in positive:
         value = getattr(algo, name)
@@ -231,7 +243,7 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
     name = algo.policy_loss
-    if named(name) and name in SEQUENCE_LOSSES:
+    if named(name) and name in ("geo_mean", "sppo"):
         chosen = aggregation_of(algo)
         require(
             chosen == "seq_mean_token_mean" or not named(chosen),

@@ -30,10 +30,14 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log q/p: unbiased, never negative."""
+def k3(logprobs: Tensor, ref_logprobs: Tensor, cut: float | None = None) -> Tensor:
+    """q/p - 1 - log q/p: unbiased, never negative; log q/p is bounded to -20..20.
+
+    cut: the value is at most this, and a token whose value would be higher has no gradient.
+    """
     log_ratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return log_ratio.exp() - 1 - log_ratio
+    value = log_ratio.exp() - 1 - log_ratio
+    return value if cut is None else value.clamp(max=cut)
 
 
 def with_gradient_of_k2(estimator: KlEstimate, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -47,6 +51,15 @@ ESTIMATORS: dict[str, KlEstimate] = {
     "k1+": partial(with_gradient_of_k2, k1), "abs+": partial(with_gradient_of_k2, absolute),
     "k2+": partial(with_gradient_of_k2, k2), "k3+": partial(with_gradient_of_k2, k3),
 }  # fmt: skip
+
+
+USUAL_CUT = 10.0  # what tokens are counted against where k3 is not cut; verl's
+
+
+def above_cut(logprobs: Tensor, ref_logprobs: Tensor, cut: float | None) -> Tensor:
+    """(num_tokens,) float32: 1 where the value of k3 is above `cut`; None: above USUAL_CUT."""
+    value = k3(logprobs.detach(), ref_logprobs)
+    return (value > (USUAL_CUT if cut is None else cut)).float()
 
 
 def next_kl_coef(coef: float, kl: float, target: float, horizon: int, num_samples: int) -> float:

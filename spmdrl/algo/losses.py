@@ -150,7 +150,7 @@ POLICY_LOSSES = {
     "clip_cov": clip_cov, "kl_cov": kl_cov, "geo_mean": geo_mean, "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl, "dro": dro, "sppo": sppo, "reinforce": reinforce,
 }  # fmt: skip
-SEQUENCE_LOSSES = frozenset({"gspo", "geo_mean", "sppo"})  # one term per sequence
+SEQUENCE_LOSSES = frozenset({"gspo", "geo_mean", "sppo"})  # of sequences: see aggregation_of
 SELECTING_LOSSES = frozenset({"clip_cov", "kl_cov"})  # act on tokens chosen over the mini-batch
 NO_RATIO = frozenset({"gpg", "reinforce"})
 

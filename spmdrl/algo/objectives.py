@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from spmdrl_kernels import policy_loss
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.correction import correction_weights, rejection_keep
-from spmdrl.algo.kl import ESTIMATORS, k1, k3
+from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import POLICY_LOSSES, SELECTING_LOSSES, Loss, value_loss
 from spmdrl.config import AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
@@ -43,7 +44,8 @@ def policy_objective(
         if terms is not None:  # on a GPU the rest is one pass over memory
             inputs = kernel_inputs(mb, weights)
             if policy_loss.fits(logprobs, entropy, inputs):
-                return policy_loss.policy_loss(logprobs, entropy, inputs, terms)
+                loss, sums = policy_loss.policy_loss(logprobs, entropy, inputs, terms)
+                return loss, sums | tokens_above_cut(logprobs, mb, algo)
         losses, metrics = token_loss(logprobs, old, mb, algo)
         losses = losses if weights is None else losses * weights
         if kl_coef and algo.kl_in == "loss":
@@ -67,13 +69,16 @@ def policy_objective(
             sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
-        return loss, sums
+        return loss, sums | tokens_above_cut(logprobs, mb, algo)
 
     return objective
 
 
 def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
-    """What spmdrl_kernels.policy_loss is asked for; None where a function is the user's own."""
+    """What spmdrl_kernels.policy_loss is asked for; None where a function is the user's own, or the
+    KL is cut, which it does not do."""
+    if algo.kl_cut is not None:
+        return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
         return None
     loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
@@ -126,7 +131,23 @@ def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoCon
 
 def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
     chosen = algo.kl_estimator
+    if algo.kl_cut is not None:  # algo/checks.py refuses it with other estimators
+        plain = partial(k3, cut=algo.kl_cut)
+        return partial(with_gradient_of_k2, plain) if chosen == "k3+" else plain
     return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
+
+
+def tokens_above_cut(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> dict[str, Tensor]:
+    """ref_kl_cut: how many tokens have a k3 above algo.kl_cut, or above 10 where it is None."""
+    if mb.ref_logprobs is None or not has_cut(algo):
+        return {}
+    above = above_cut(logprobs, mb.ref_logprobs, algo.kl_cut)
+    return {"ref_kl_cut": over_tokens("ref_kl_cut", above, mb.loss_mask)}
+
+
+def has_cut(algo: AlgoConfig) -> bool:
+    """Whether the KL is k3's, of which single tokens may be huge."""
+    return isinstance(algo.kl_estimator, str) and algo.kl_estimator in ("k3", "k3+")
 
 
 def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, Tensor]:

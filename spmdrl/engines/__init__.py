@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 def build_engine(
     kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
-    job: Topology | None = None, strict: bool = False,
+    job: Topology | None = None, strict: bool = False, load_weights: bool = True,
 ) -> TrainEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
     kind: "policy", "value", of fsdp also "reward", which is frozen or trained on pairs; topology:
     with the axes of topology.train_degrees(config); job: all ranks, where torch.distributed's own
-    group cannot take CPU tensors. strict: see FsdpEngine.
+    group cannot take CPU tensors. strict: see FsdpEngine. load_weights: without it only the
+    model's config is read, and `take_weights` is to follow.
     Collective over the job: ranks outside of the topology get None.
     """
     engine: TrainEngine | None = None
@@ -28,12 +29,12 @@ def build_engine(
         from spmdrl.engines.megatron import MegatronEngine
         from spmdrl.engines.megatron_parts import build_parts
 
-        parts = build_parts(kind, model, config, topology, frozen)
+        parts = build_parts(kind, model, config, topology, frozen, load_weights)
         engine = MegatronEngine(parts, config, topology)
     elif topology.here:
         from spmdrl.engines.fsdp import FsdpEngine
 
-        engine = FsdpEngine(kind, model, config, topology, frozen, strict)
+        engine = FsdpEngine(kind, model, config, topology, frozen, strict, load_weights)
     level_group_count(job.control if job is not None else None)
     return engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +74,14 @@ class TrainEngine(Protocol):
         """(Hugging Face name, full tensor) of every weight on every rank, one at a time.
 
         Takes the memory of one tensor and bucket_bytes. Collective until it is exhausted.
+        """
+        ...
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Starts from these: (Hugging Face name, full tensor) of all but a value head, adapters.
+
+        Before the first update, of an engine that was built without weights. Raises ConfigError
+        where one is missing.
         """
         ...
 

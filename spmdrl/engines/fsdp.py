@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,14 @@ from spmdrl.engines.models import (
     TokenValue,
     build_model,
     decoder_layers,
+    load_hf_config,
+    require_given,
 )
 from spmdrl.engines.muon import hidden_matrices
 from spmdrl.engines.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.engines.staging import HostCopies, StagedShards, stage
+from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.engines.strict import make_strict
 from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
 from spmdrl.remote_code import code_files
@@ -53,12 +56,11 @@ from spmdrl.types import Batch, PolicyStats
 from spmdrl.vision import ProcessorFiles, Scene, Sight, sees_images
 from spmdrl.weights.names import checkpoint_parts
 from spmdrl.weights.reshard import gathered
-from spmdrl.weights.shards import Shards, shards_by_part
+from spmdrl.weights.shards import Shards, fill, shards_by_part
 
 HEADS: dict[str, type[nn.Module]] = {
     "policy": TokenPolicy, "value": TokenValue, "reward": TokenReward,
 }  # fmt: skip
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +83,23 @@ class FsdpEngine:
 
     def __init__(
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
-        strict: bool = False,
+        strict: bool = False, load_weights: bool = True,
     ) -> None:  # fmt: skip
+        """load_weights: without it they are anything, until `take_weights`."""
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, Team.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         if kind == "reward":
             hf = build_classifier(model, topology.rank == 0)
         else:
-            hf = build_model(model, topology.rank == 0, has_head=kind != "value")
+            full = topology.rank == 0 and load_weights
+            hf = build_model(model, full, has_head=kind != "value")
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         generation = [hf.generation_config] if kind != "reward" else []
-        self.pretrained = [hf.config, *generation, *code_files(hf.config)]
+        stored = stored_dtype(load_hf_config(model), model)
+        self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
         if sees_images(hf.config):
             self.pretrained.append(ProcessorFiles(model))
         self.sight: Sight | None = None  # of the images in a run's data, where there are any
@@ -269,6 +274,11 @@ class FsdpEngine:
         weights = dict(self.module.named_parameters()) | self.average
         shards = self._shards_of(weights, merged=True)
         yield from gathered(shards, dtype, bucket_bytes, self.topology)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))
+        if self.average:
+            ema.restart(self.average, self.trained)
 
     def offload(self) -> None:
         if self.config.offload_params:

@@ -159,6 +159,11 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
     if lora.target_modules == "all-linear":
         return linear
     targets = tuple(lora.target_modules)
+    if not targets:
+        raise ConfigError(
+            "lora.target_modules=() adapts no layer, so nothing would be trained: leave it at "
+            "'all-linear', or name layers, e.g. ('q_proj', 'v_proj')"
+        )
     for target in targets:
         if not any(is_target(name, (target,)) for name in linear):
             leaves = sorted({name.rpartition(".")[2] for name in linear})
@@ -275,7 +280,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 def read_base(folder: Path) -> dict[str, Any] | None:
     """What a role's folder of a checkpoint says of its adapters; None where it has the model."""
     file = Path(folder, BASE_FILE)
-    return json.loads(file.read_text()) if file.is_file() else None
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def check_base(adapters: Adapters | None, folder: Path, topology: Topology) -> None:

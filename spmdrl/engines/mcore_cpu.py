@@ -80,6 +80,8 @@ def install() -> bool:
     dispatcher: Any = _import("transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _as_host_value
     _patch_uneven_collectives(_import("tensor_parallel.mappings"))
+    layer_wise: Any = _import("optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
+    layer_wise.allgather_params = layer_wise.broadcast_params  # gloo gathers equal sizes only
     mcore_fixes.install()
     _installed = True
     return True

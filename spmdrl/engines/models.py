@@ -7,17 +7,13 @@ shards, so that no more than one rank ever holds a full copy.
 from __future__ import annotations
 
 import logging
-import socket
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from pickle import PickleError
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 import torch.nn as nn
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
@@ -26,13 +22,13 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
 from spmdrl.engines import attention
+from spmdrl.paths import check_model_path
 from spmdrl.remote_code import UNREADABLE, reason_of
 from spmdrl.vision import Scene, auto_class, sees_images
 
 logger = logging.getLogger(__name__)
 
 
-MAX_PATH = 4096  # Linux
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -134,18 +130,7 @@ def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
 
 def load_hf_config(model: str) -> PreTrainedConfig:
     """Raises ConfigError where there is no such model, or only its own code could load it."""
-    if len(model) > MAX_PATH or "\0" in model:
-        raise ConfigError(f"model: {model[:60]!r}... is no path and no hub id")
-    if Path(model).is_dir() and not Path(model, "config.json").is_file():
-        raise ConfigError(
-            f"model: {model!r} has no config.json; is it a Hugging Face model folder?"
-        )
-    if not Path(model).exists() and (model.startswith(("/", ".", "~")) or model.count("/") != 1):
-        raise ConfigError(f"model: no such folder: {model!r} (and not a hub id like owner/name)")
-    if not Path(model).is_dir() and not on_hub(model):
-        raise ConfigError(
-            f"model: {model!r} is no folder here, is not cached, and the hub cannot be reached"
-        )
+    check_model_path("model", model)
     try:
         hf = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except UNREADABLE as error:
@@ -161,23 +146,6 @@ def load_hf_config(model: str) -> PreTrainedConfig:
 def vocab_size_of(model: str) -> int:
     """Rows of its embedding: no token may have a higher id. Raises ConfigError."""
     return load_hf_config(model).get_text_config().vocab_size
-
-
-def on_hub(model: str) -> bool:
-    """Whether there is any use in asking the hub; transformers would try for half a minute."""
-    try:
-        validate_repo_id(model)
-    except HFValidationError as error:
-        raise ConfigError(f"model: {model!r} is no folder here, and no hub id: {error}") from error
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return True
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
 
 
 def build_model(
@@ -246,6 +214,15 @@ def load_model(
     return hf
 
 
+def blank(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with weights of any value: only its config is read."""
+    config = load_hf_config(model)
+    with no_init_weights():
+        hf = auto_class(config).from_config(config, dtype=dtype)
+    hf.tie_weights()
+    return hf
+
+
 def output_names(hf: PreTrainedModel) -> list[str]:
     """Of the parameters of the output embedding, or of a classifier's score."""
     head = hf.get_output_embeddings() or getattr(hf, "score", None)
@@ -270,6 +247,16 @@ def require_finite(hf: PreTrainedModel, model: str) -> None:
         # the sum alone would do, but for weights whose finite sum overflows
         if not parameter.sum().isfinite() and not parameter.isfinite().all():
             raise ConfigError(f"model: {model!r}: {name} has values that are not finite numbers")
+
+
+def require_given(named: Iterable[str], given: Collection[str]) -> None:
+    """Raises ConfigError where a weight is in neither, but for a value head and adapters."""
+    left = sorted(
+        name for name in named
+        if name not in given and not name.startswith("value_head.") and ".lora_" not in name
+    )  # fmt: skip
+    if left:
+        raise ConfigError(f"the model that it is to start from has no weights for {some_of(left)}")
 
 
 def some_of(names: list[str]) -> str:

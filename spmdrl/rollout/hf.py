@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.engines.models import place_images
+from spmdrl.model_files import eos_token_ids
 from spmdrl.rollout import hf_strict
 from spmdrl.rollout.engine import (
     Answer,
@@ -27,7 +28,6 @@ from spmdrl.rollout.engine import (
     generate,
 )
 from spmdrl.rollout.noise import gumbel, mix, preserved_rng
-from spmdrl.rollout.sampling import eos_token_ids
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 from spmdrl.vision import Looks
@@ -54,7 +54,7 @@ class HfEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False, looks: Looks | None = None,
+        strict: bool = False, looks: Looks | None = None, load_weights: bool = True,
     ) -> None:  # fmt: skip
         """strict: see hf_strict.py. looks: which images prompts have, where the model sees any.
 
@@ -62,7 +62,7 @@ class HfEngine:
         """
         from transformers import AutoTokenizer
 
-        from spmdrl.engines.models import load_model
+        from spmdrl.engines.models import blank, load_model
 
         if config.tensor_parallel != 1:
             raise ConfigError(
@@ -73,7 +73,7 @@ class HfEngine:
         self.config, self.max_model_len, self.looks = config, max_model_len, looks
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
-            loaded: Any = load_model(model, dtype=dtype)
+            loaded: Any = load_model(model, dtype=dtype) if load_weights else blank(model, dtype)
         self.model = loaded.to(self.device).eval()
         self.log_softmax: Callable[[Tensor], Tensor] = partial(torch.log_softmax, dim=-1)
         if strict:

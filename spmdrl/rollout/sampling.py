@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -100,6 +101,7 @@ def sample_questions(
     tokenizer: Any,
     dialogue: Dialogue | None = None,
     enough: int | None = None,
+    until: Callable[[], bool] | None = None,
     **hooks: Any,
 ) -> tuple[list[Sample], list[Question]]:
     """(samples that ended on this engine, questions that are left: the same on every rank).
@@ -108,16 +110,16 @@ def sample_questions(
     either among the left ones, begun or not, or a sample on exactly one leader. enough: as many
     complete groups end the round, over all engines; None: all do. A group is complete when all its
     questions of this round are answered, so one that an earlier round had partly answered needs
-    only the rest. dialogue: on leaders, where an answer may have several turns. hooks: see
-    Scheduler.run.
+    only the rest. until: may end the round before, see Scheduler.run. dialogue: on leaders, where
+    an answer may have several turns. hooks: see Scheduler.run.
     """
     requests = [as_request(question) for question in questions]
     goal = Goal([question.group for question in questions], enough)
     others = None
     if dialogue is not None:
         others = dialogue.about([(q.prompt, q.index) for q in questions], params)
-    outcome = scheduler.run(requests, params, goal, others=others, **hooks)
-    left = {} if enough is None else share(outcome.unfinished, scheduler.topology)
+    outcome = scheduler.run(requests, params, goal, others=others, until=until, **hooks)
+    left = {} if enough is None and until is None else share(outcome.unfinished, scheduler.topology)
     ended = sorted(outcome.finished.items())
     samples = as_samples([questions[i] for i, _ in ended], [c for _, c in ended], tokenizer)
     return samples, [
@@ -175,20 +177,3 @@ def completion_of(sample: Sample) -> Completion:
         sample.response_ids, sample.rollout_logprobs, sample.finish_reason, sample.policy_version,
         replies_of(sample.messages),
     )  # fmt: skip
-
-
-def eos_token_ids(model: str) -> tuple[int, ...]:
-    """What ends a sequence: of generation_config.json, else of config.json."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the file is optional
-        found = None
-    if found is None:
-        found = (
-            AutoConfig.from_pretrained(model, trust_remote_code=False)
-            .get_text_config()
-            .eos_token_id
-        )
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)

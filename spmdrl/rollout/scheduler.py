@@ -82,8 +82,12 @@ class Scheduler:
         between_bursts: Callable[[], None] = lambda: None,
         new_weights: Callable[[], bool] = lambda: False,
         load_weights: Callable[[], None] = lambda: None,
+        until: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Completes the requests, the same list on every rank. Collective over the topology.
+
+        until: asked on the leaders between bursts; once it has been True on each of them the round
+        ends, and what is not finished is in Outcome.unfinished.
 
         others: on leaders; None: an answer has one turn.
         between_bursts: called on every rank after each burst that got on. new_weights: on rank 0
@@ -102,6 +106,7 @@ class Scheduler:
                 goal or Goal(),
                 new_weights,
                 Nobody() if others is None else others,
+                until,
             )
         over = False
         try:
@@ -206,7 +211,9 @@ class Desk:
         goal: Goal,
         new_weights: Callable[[], bool],
         others: Others,
+        until: Callable[[], bool] | None = None,
     ) -> None:
+        self.until, self.has_said = until, False  # that `until` is True here
         self.store: Any = store  # its stub knows no bytes
         self.num_requests, self.goal = num_requests, goal
         self.engine, self.me = scheduler.engine, scheduler.number
@@ -276,6 +283,9 @@ class Desk:
 
     def read_log(self) -> int:
         """Engine 0 first writes what there is to be told. Raises where another engine failed."""
+        if self.until is not None and not self.has_said and self.until():
+            self.has_said = True
+            self.store.add("until", 1)
         if self.me == 0:
             if self.is_over():
                 self.store.add("log", 1)
@@ -287,6 +297,8 @@ class Desk:
         return log
 
     def is_over(self) -> bool:
+        if self.has_said and self.store.add("until", 0) == self.num_engines:
+            return True
         if self.goal.enough is None:
             return self.done == self.num_requests
         return self.store.add("complete", 0) >= self.goal.enough
@@ -411,7 +423,14 @@ class Desk:
         """Deletes the round's keys, once nobody reads them any more."""
         if self.num_engines == 1 or self.me == 0:
             groups = self.goal.missing if self.goal.enough is not None else ()
-            for key in ("next", "done", "log", "complete", *(f"group/{g}" for g in groups)):
+            for key in (
+                "next",
+                "done",
+                "log",
+                "complete",
+                "until",
+                *(f"group/{g}" for g in groups),
+            ):
                 self.store.delete_key(key)
         self.store.delete_key(f"load/{self.me}")
         self.store.delete_key(f"ask/{self.me}")

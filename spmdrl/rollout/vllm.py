@@ -22,6 +22,7 @@ from torch import Tensor
 
 from spmdrl.collectives import world_of
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.model_files import eos_token_ids
 from spmdrl.rollout import vllm_cpu, vllm_fp8, vllm_lora, vllm_strict, vllm_vision
 from spmdrl.rollout.engine import (
     Answer,
@@ -32,8 +33,13 @@ from spmdrl.rollout.engine import (
     check_lengths,
     generate,
 )
-from spmdrl.rollout.sampling import eos_token_ids, seed_of_continuation
-from spmdrl.rollout.vllm_core import build_core, destroy_vllm_groups, preserved_process
+from spmdrl.rollout.sampling import seed_of_continuation
+from spmdrl.rollout.vllm_core import (
+    build_core,
+    destroy_vllm_groups,
+    import_vllm,
+    preserved_process,
+)
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.topology import Topology
 from spmdrl.vision import Looks
@@ -49,6 +55,7 @@ class VllmEngine:
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool = False, lora: LoraConfig | None = None, looks: Looks | None = None,
+        load_weights: bool = True,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see vllm_strict.py.
 
@@ -79,16 +86,18 @@ class VllmEngine:
         VllmEngine.live += 1
         with ExitStack() as undo:
             undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
-            with preserved_process(), patches, world_of(group):
-                self.core = build_core(
-                    model, config, max_model_len, group, topology.device, strict, lora, looks
-                )
+            with preserved_process():
+                import_vllm()
+                with patches, world_of(group):
+                    self.core = build_core(
+                        model, config, max_model_len, group, topology.device, strict, lora, looks,
+                        load_weights,
+                    )  # fmt: skip
             if self.on_cpu:
-                vllm_cpu.unlink_shared_memory()
                 vllm_cpu.gather_only_sampled(self.runner)
                 self.noise = vllm_cpu.AddressedNoise(self.runner)
             self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
-            if self.in_fp8:
+            if self.in_fp8 and load_weights:
                 self.load_quantized()
             if strict:
                 vllm_strict.make_strict(self)

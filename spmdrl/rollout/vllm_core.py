@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import gc
+import importlib
 import logging
 import os
 import secrets
+import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,6 +54,19 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
             raise ConfigError(f"rollout.engine_args has {name!r}; {hint}")
 
 
+def import_vllm() -> None:
+    """Raises ConfigError where vLLM is installed and cannot be imported."""
+    try:
+        importlib.import_module("vllm.v1.engine.core")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # of a library it loads
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"rollout.engine='vllm', but vLLM cannot be imported: {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno}). Install it as docs/install.md says, or use "
+            "rollout.engine='hf'"
+        ) from error
+
+
 def build_core(
     model: str,
     config: RolloutConfig,
@@ -60,12 +76,14 @@ def build_core(
     strict: bool = False,
     lora: LoraConfig | None = None,
     looks: Looks | None = None,
+    load_weights: bool = True,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
 
     on_cpu = device.type == "cpu"
+    blank = {} if load_weights or config.quantization == "fp8" else {"load_format": "dummy"}
     args = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -86,7 +104,7 @@ def build_core(
         use_tqdm_on_load=False,
         moe_backend=moe_backend(model, on_cpu),
         # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
-        **({"block_size": 32} if on_cpu else {}) | dict(config.engine_args),
+        **({"block_size": 32} if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
@@ -172,9 +190,11 @@ def register_architecture(model: str) -> None:
 
 
 def destroy_vllm_groups() -> None:
-    """vLLM's own process groups, made beside the caller's."""
-    from vllm.distributed import parallel_state
-
+    """vLLM's own process groups, made beside the caller's. Imports nothing: where vLLM could not be
+    imported, that is what the user is to read."""
+    parallel_state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is None:
+        return
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

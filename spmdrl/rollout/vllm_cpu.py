@@ -29,7 +29,8 @@ NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a 
 def unlink_shared_memory() -> None:
     """Of the tensor-parallel groups that were built: all ranks have mapped it, and keep it so.
 
-    vLLM would leave its names in /dev/shm behind, also after a run that ended well.
+    vLLM would leave its names in /dev/shm behind, 4 MiB for each rank. To be called before the
+    environment is what it was: VLLM_DIST_IDENT, by which vLLM names the memory, is vLLM's own.
     """
     mine = os.environ.get("VLLM_DIST_IDENT")
     for path in Path("/dev/shm").glob(f"{glob.escape(mine)}-*-cpushm_*") if mine else ():
@@ -76,6 +77,7 @@ def patched_construction() -> Iterator[None]:
     try:
         yield
     finally:
+        unlink_shared_memory()
         utils.dispatch_cpu_unquantized_gemm = pack
         experts.process_weights_after_loading = process_experts
         for kernel, process in fp8.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, combinations
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -85,6 +85,20 @@ def _shards_of_part(weight: Tensor, part: Part) -> Shards:
         return [view(lies, within, common).view(sizes(box))]
 
     return Shards(part.shape, (box,), local, weight=weight)
+
+
+@torch.no_grad()
+def fill(named: Mapping[str, Shards], weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Copies full tensors into the parts of them that this rank holds; the names that were given.
+
+    weights: (name, full tensor), one at a time; those that are not in `named` are passed over.
+    """
+    held, given = lying(named), set()
+    for name, full in weights:
+        given.add(name)
+        for box, part in held.get(name, ()):
+            part.copy_(view(full, whole(full.shape), box))
+    return given
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.config import WeightsConfig
 from spmdrl.engines.engine import TrainEngine
-from spmdrl.engines.fsdp import DTYPES
+from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.engine import RolloutEngine
 from spmdrl.topology import Topology
 from spmdrl.weights.boxes import Box, numel, view, whole

@@ -25,7 +25,7 @@ from tiny import save_qwen3
 from spmdrl import checkpoint
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
 from spmdrl.engines.models import build_model
-from spmdrl.export import load_full
+from spmdrl.hf_export import load_full
 from spmdrl.phases import PhaseError, Phases
 from spmdrl.saver import Saver, check_metric
 
@@ -251,13 +251,13 @@ def kept_on(topology, model, root):
 
 
 @pytest.mark.parametrize(("name", "metrics", "refused"), [
-    ("eval/accuracy", {"sft/loss": 1.0}, False),  # not evaluated in this step
-    ("eval/accuracy", {"eval/acc": 1.0, "reward/mean": 0.0}, True),
+    ("eval/reward", {"sft/loss": 1.0}, False),  # not evaluated in this step
+    ("eval/reward", {"eval/acc": 1.0, "reward/mean": 0.0}, True),
     ("reward/mean", {"eval/acc": 1.0, "reward/mean": 0.0}, False),
     ("sft/lost", {"sft/loss": 1.0}, True),
     # there may be none where samples have no reward
-    ("eval/accuracy", {"eval/reward/invalid": 3.0, "reward/mean": 0.0}, False),
-    ("eval/accuracy", {"eval/reward/invalid": 0.0, "reward/invalid": 2.0}, True),
+    ("eval/reward", {"eval/reward/invalid": 3.0, "reward/mean": 0.0}, False),
+    ("eval/reward", {"eval/reward/invalid": 0.0, "reward/invalid": 2.0}, True),
     ("reward/mean", {"reward/invalid": 2.0}, False),
 ])  # fmt: skip
 def test_a_metric_that_does_not_exist_is_named_with_those_that_do(name, metrics, refused):

@@ -43,6 +43,10 @@ ESTIMATORS = {
         {"reward_keys": {"format": 0.3, "correct": 1.0}},
         lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}),
     ),
+    "gdpo of samples": (
+        {"reward_keys": {"format": 0.3, "correct": 1.0}, "whiten_over": "samples"},
+        lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}, over="samples"),
+    ),
     "reinforce": ({"gamma": 0.9}, lambda t: reference.reinforce(t, 0.9)),
     "reinforce without return": ({"gamma": 0.0}, lambda t: reference.reinforce(t, 0.0)),
     "reinforce of half the reward": (
@@ -65,6 +69,18 @@ ESTIMATORS = {
         {"otb_zero_tail": True},
         lambda t: reference.optimal_token_baseline(t, True, True),
     ),
+    "optimal_token_baseline with weights of tokens": (
+        {"correction": CorrectionConfig(level="token", high=1.3)},
+        lambda t: reference.optimal_token_baseline(
+            t, corrections=reference.rollout_weights(t, "token", "truncate", 0.5, 1.3, False)
+        ),
+    ),
+    "tir_optimal_token_baseline with weights of sequences": (
+        {"correction": CorrectionConfig(level="sequence", mode="mask", high=1.5, normalize=True)},
+        lambda t: reference.optimal_token_baseline(
+            t, True, corrections=reference.rollout_weights(t, "sequence", "mask", 0.5, 1.5, True)
+        ),
+    ),
     "prime": ({"gamma": 0.9}, lambda t: reference.prime(t, 0.9)),
     "win_rate": ({}, reference.win_rate),
 }
@@ -77,7 +93,7 @@ def config_of(case):
 
 def estimates_on(topology, cases):
     """{(case, seed): (sequence numbers, advantages, returns, metrics)} of this rank."""
-    from spmdrl.credit import add_advantages
+    from spmdrl.credit import add_advantages, add_correction
 
     results = {}
     for case in cases:
@@ -90,6 +106,8 @@ def estimates_on(topology, cases):
                 batch.prm_logprobs = None
             half = len(mine) // 2  # two mini-batches: statistics are of the step
             parts = [batch.select(list(range(half))), batch.select(list(range(half, len(mine))))]
+            if config_of(case).algo.correction.level != "off":
+                add_correction(parts, config_of(case).algo, topology)
             metrics = add_advantages(parts, config_of(case), 0.0, topology)
             advantages = torch.cat([p.advantages for p in parts])
             returns = None if parts[0].returns is None else torch.cat([p.returns for p in parts])
@@ -346,19 +364,32 @@ def kept_of_the_counts_on(topology):
     from spmdrl.credit import add_advantages, add_correction
 
     correction = CorrectionConfig(reject={"token_k1": (0.7, 1.5)})
-    algo = AlgoConfig(aggregation="seq_mean_token_mean", correction=correction)
+    trs, sums = random_trajectories(4), {}
+    for name in ("seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"):
+        for over in ("trained", "all"):
+            algo = AlgoConfig(aggregation=name, seq_mean_over=over, correction=correction)
+            batch = batch_of(trs).select(list(range(topology.rank, len(trs), topology.world)))
+            batch.prm_logprobs = None
+            add_correction([batch], algo, topology)
+            add_advantages([batch], replace(BASE, algo=algo), 0.0, topology)
+            assert torch.equal(batch.loss_weights > 0, batch.kept > 0)
+            sums[name, over] = float(batch.loss_weights.sum())
+    return sums
+
+
+def test_the_losss_divisor_counts_what_is_kept_or_all_sequences(runs):
     trs = random_trajectories(4)
-    batch = batch_of(trs).select(list(range(topology.rank, len(trs), topology.world)))
-    batch.prm_logprobs = None
-    add_correction([batch], algo, topology)
-    add_advantages([batch], replace(BASE, algo=algo), 0.0, topology)
-    assert torch.equal(batch.loss_weights > 0, batch.kept > 0)
-    return float(batch.loss_weights.sum())
-
-
-def test_the_losss_divisor_counts_what_is_kept(runs):
+    keep = reference.reject(trs, {"token_k1": (0.7, 1.5)})
+    trained = sum(any(row) for row in keep)
+    assert 10 < trained < len(trs) == 19
     for world in (1, 2):
-        assert sum(runs[world]["kept"]) == pytest.approx(1, abs=1e-6)
+        totals = Counter()
+        for sums in runs[world]["kept"]:
+            totals.update(sums)
+        assert totals["seq_mean_token_mean", "trained"] == pytest.approx(1, abs=1e-6)
+        for (name, over), total in totals.items():
+            if over == "all":  # the same sums, divided by all
+                assert total * 19 == pytest.approx(totals[name, "trained"] * trained, rel=1e-5)
 
 
 def tokens_on(topology, fraction):

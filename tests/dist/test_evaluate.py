@@ -23,7 +23,8 @@ SAMPLED = CONFIG.replace(
     if truth == 11 or (truth % 3 == 0 and sample_index == 1):
         raise ValueError("not for this one")
     read = str(sum(map(ord, response)) % 3)
-    return {"score": float(read == "1"), "pred": f"answer {read}"}
+    right = float(read == "1")
+    return {"score": right, "pred": f"answer {read}", "accuracy": right, "half": right / 2}
 """,
 ).replace("eval_every=0", "eval_every=1, eval_samples=4, eval_temperature=1.0, eval_top_k=30")
 WORSE = CONFIG.replace(
@@ -87,7 +88,9 @@ def test_the_metrics_are_those_of_the_samples(folder, trained):
     assert got["eval/prompts_without_reward"] == 2
     valid = [p for p in prompts.values() if p]
     rewards = [[reward for reward, _ in answers] for answers in valid]
-    assert got["eval/accuracy"] == pytest.approx(fmean(r for own in rewards for r in own))
+    assert got["eval/reward"] == pytest.approx(fmean(r for own in rewards for r in own))
+    assert got["eval/reward/accuracy"] == got["eval/reward"] == 2 * got["eval/reward/half"]
+    assert not [name for name in got if name.endswith(("eval/accuracy", "/std"))]
     assert got["eval/mean@4"] == pytest.approx(fmean(map(fmean, rewards)))
     assert got["eval/std@4"] == pytest.approx(fmean(map(pstdev, rewards)))
     for k in (2, 4):
@@ -103,7 +106,7 @@ def test_the_metrics_are_those_of_the_samples(folder, trained):
     assert got["eval/maj@4"] == pytest.approx(fmean(right))
     assert got["eval/worst@4"] < got["eval/mean@4"] < got["eval/best@4"]
     for source in "ab":
-        assert {f"eval/{source}/{name}" for name in ("accuracy", "mean@4", "maj@2", "pass@4")} <= (
+        assert {f"eval/{source}/{name}" for name in ("reward", "mean@4", "maj@2", "pass@4")} <= (
             got.keys()
         )
 
@@ -123,13 +126,13 @@ def test_a_checkpoint_gives_what_the_run_gave(folder, trained):
     before = sorted(folder.joinpath("run").rglob("*"))
     args = ("--checkpoint", "run/checkpoints/step_00000001")
     output = evaluated(folder, 2, *args, program=torchrun)
-    assert "Warning" not in output and "Traceback" not in output
+    assert not any(word in output for word in ("Warning", "Traceback", "not as in the run"))
     evaluated(folder, 1, "--eval_samples", "1", "--eval_temperature", "0.0", "--eval_top_k", "0")
     sampled, greedy = metrics_of(folder / "run_eval")
     assert held_out(sampled) == held_out(trained[1]) != held_out(trained[0])
     assert held_out(greedy).keys() == {
-        "eval/accuracy", "eval/a/accuracy", "eval/b/accuracy", "eval/reward/invalid",
-        "eval/response/mean_tokens",
+        "eval/reward", "eval/a/reward", "eval/b/reward", "eval/reward/invalid",
+        "eval/reward/accuracy", "eval/reward/half", "eval/response/mean_tokens",
     }  # fmt: skip
     counts = [len(rows_of(folder / "run_eval" / row["samples"])) for row in (sampled, greedy)]
     assert counts == [40, 10]

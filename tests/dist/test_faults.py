@@ -40,7 +40,7 @@ if os.environ["RANK"] == "1":
 SITES = {
     "data": ("data", "spmdrl.data", "PromptDataset.prompt"),
     "rollout": ("rollout", "spmdrl.collect", "sample_questions"),
-    "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.score"),
+    "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.finish"),
     "checkpoint": ("checkpoint", "torch", "save"),
     "checkpoint, meanwhile": ("checkpoint", "spmdrl.saver", "sealed"),
     # amid training the other rank is inside a collective that never completes
@@ -75,6 +75,41 @@ def test_an_exception_on_one_rank_ends_all_with_one_story(folder, site):
     assert "in boom" in report["details"]
     # torchrun's own summary, the last thing on the terminal, says it too
     assert story in done.output.split("Root Cause")[-1]
+
+
+EARLY = """
+import os, sys
+def end(*args, **kwargs):
+    {call}
+import spmdrl.algo.objectives
+spmdrl.algo.objectives.masked_max = end
+"""
+ENDS = {
+    "os._exit(0)": "os._exit(0) was called before the run had ended",
+    "sys.exit(0)": "SystemExit: 0",
+    "raise KeyboardInterrupt": "KeyboardInterrupt:",
+}
+
+
+@pytest.mark.parametrize("call", ENDS)
+def test_code_0_says_that_all_steps_are_done(folder, call):
+    """Where a function of the user's ends every rank at once, nobody is left to miss them."""
+    Path(folder, "cfg.py").write_text(CONFIG + EARLY.format(call=call))
+    done = torchrun(folder, 2, "--config", "cfg.py", "--data.eval", "None")
+    assert done.code == 1
+    told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
+    assert len(told) == 1, done.output[-4000:]
+    assert f"failed in phase 'update_actor': {ENDS[call]}" in told[0]
+    reports = list(Path(folder, "run/errors").glob("rank_*.json"))
+    assert reports and all("in end\n" in json.loads(r.read_text())["details"] for r in reports)
+
+
+def test_a_config_file_that_ends_the_process_is_no_success(folder):
+    Path(folder, "cfg.py").write_text("import os\nos._exit(0)\n")
+    done = torchrun(folder, 1, "--config", "cfg.py")
+    assert done.code == 1
+    assert "os._exit(0) was called before the run had ended" in done.output
+    assert 'cfg.py", line 2' in done.output
 
 
 @pytest.mark.parametrize("store", ["agent's", "rank 0's"])
@@ -112,6 +147,22 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
     told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank ")]
     assert len(told) == 1 and told[0].startswith("spmdrl: rank 1 on "), done.output[-4000:]
     assert f"its process {victim} ended without a word" in told[0]
+
+
+def test_a_vllm_that_cannot_be_imported_is_the_story(folder):
+    """And not what cleans up after it, which must not import it again."""
+    Path(folder, "vllm").mkdir()
+    broken = "raise ImportError('libcudart.so.99: cannot open shared object file')"
+    Path(folder, "vllm", "__init__.py").write_text(broken)
+    done = subprocess.run(
+        [sys.executable, "-m", "spmdrl.ppo", "--config", "cfg.py", "--rollout.engine", "vllm"],
+        cwd=folder, timeout=120, text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    [told] = re.findall("spmdrl: (config error: .*)", done.stderr)
+    assert "vLLM cannot be imported: ImportError: libcudart.so.99: cannot open shared" in told
+    assert "vllm/__init__.py:1" in told and "rollout.engine='hf'" in told
+    assert "Traceback" not in done.stderr
 
 
 SLOW = """
@@ -155,20 +206,29 @@ def test_a_rank_alone_on_its_host_is_missed_within_ten_seconds(folder, rank, whe
 
 HELD = """
 import os, time
+def is_held():
+    if os.path.exists("run/checkpoints/step_00000004"):
+        return not os.path.exists("go")
+    rows = open("run/metrics.jsonl").readlines() if os.path.exists("run/metrics.jsonl") else []
+    return len(rows) > 2 and not os.path.exists("killed")
 def reward(response, ground_truth):
-    while os.path.exists("run/checkpoints/step_00000004") and not os.path.exists("go"):
+    while is_held():
         time.sleep(0.05)
     return float(len(response))
 """
 
 
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
-    """By torchrun, without a hand and without --resume; no step is lost and none is there twice."""
+    """By torchrun, without a hand and without --resume; no step is lost and none is there twice.
+    Once before anything is saved, and once after."""
     Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", HELD + "\nconfig ="))
     proc = start(
         folder, 2, *ENDLESS, "--steps", "12", "--checkpoint.every_steps", "4",
-        "--eval_every", "4", before=["--max-restarts", "1"],
+        "--eval_every", "4", before=["--max-restarts", "2"],
     )  # fmt: skip
+    wait_for(folder, "step 2/12", proc)
+    os.kill(pids_of(proc.pid)[1], signal.SIGKILL)
+    Path(folder, "killed").touch()
     wait_for(folder, "saved run/checkpoints/step_00000004", proc)
     os.kill(pids_of(proc.pid)[1], signal.SIGKILL)
     Path(folder, "go").touch()
@@ -404,6 +464,22 @@ def test_too_many_invalid_rewards_stop_the_run_and_are_shown(folder):
     assert "line 5, in reward" in rows[-1]["invalid"]
 
 
+def test_rewards_that_all_hang_stop_the_run_before_all_have_timed_out(folder):
+    """17 of 32 decide it, wherever they are scored; with one worker a rank 16 wait in turn."""
+    text = CONFIG.replace(
+        "    return float(", "    import time; time.sleep(1000)\n    return float("
+    )
+    text = text.replace("RewardConfig(workers=1)", "RewardConfig(workers=1, timeout_s=1)")
+    Path(folder, "cfg.py").write_text(text)
+    done = torchrun(folder, 2, "--config", "cfg.py", "--data.eval", "None")
+    assert done.code == 1
+    assert re.search("1[78] of 32 samples have no reward", done.output), done.output[-4000:]
+    assert "before all are scored" in done.output
+    lines = [line for line in done.output.splitlines() if "a reward timed out" in line]
+    assert len(lines) == 3 and "timeout_s=1), number 1 of" in "".join(lines)
+    assert not Path(folder, "run/samples/step_1.jsonl").exists()
+
+
 def test_invalid_samples_are_masked_and_counted(folder):
     text = CONFIG.replace(
         "    return", "    if ground_truth == '5':\n        raise KeyError('five')\n    return"
@@ -440,12 +516,27 @@ def test_config_errors_are_said_once_before_any_engine(folder, args, words):
 def test_dry_run_prints_the_plan(folder):
     done = torchrun(folder, 2, "--config", "cfg.py", "--dry-run", "--ranks", "4")
     assert done.code == 0, done.output
-    for words in ("prompts_per_step=8,", "8 prompts x 4 samples = 32 samples a step",
+    for words in ("data.prompts_per_step=8\n", "8 prompts x 4 samples = 32 samples a step",
                   "actor    ranks 0-3: dp 1 x fsdp 4", "M parameters; weights 0.00, gradients",
                   "reward of its ground truth '2' as the answer: 1.01",
                   "reward of its ground truth '11' as the answer: 1.02"):  # fmt: skip
         assert done.output.count(words) == 1, (words, done.output)
     assert not Path(folder, "run/metrics.jsonl").exists()
+    assert done.output.rstrip().endswith(  # whatever the launcher says before
+        "warning: checkpoint.every_steps=0: nothing of what is learnt is kept"
+    )
+    assert "warning" not in done.output.partition("actor    ranks 0-3")[0]
+    assert "10 of them asked at each evaluation, 10 answers" in done.output
+    text = CONFIG.replace("    return", "    raise KeyError('no tests')\n    return")
+    Path(folder, "broken.py").write_text(text)
+    done = torchrun(folder, 1, "--config", "broken.py", "--dry-run", "--show_config")
+    assert "config error: the reward fails on 8 of 8 ground truths given as answers" in done.output
+    assert "KeyError: 'no tests' (File " in done.output and "broken.py" in done.output
+    assert "exitcode  : 2" in done.output
+    few = ("--dry-run", "--show_config", "--data.max_eval_prompts", "3", "--eval_samples", "2")
+    done = torchrun(folder, 1, "--config", "cfg.py", *few, "--eval_temperature", "1.0")
+    assert "    stall_timeout_s=1800.0,\n" in done.output, done.output
+    assert "3 of them asked at each evaluation, 6 answers" in done.output
     more = ("--rollout.oversample", "50", "--algo.correction.level", "token")
     done = torchrun(folder, 1, "--config", "cfg.py", "--dry-run", *more)
     assert done.code != 0 and "x rollout.oversample=50" in done.output, done.output

@@ -115,6 +115,16 @@ OPTIONS = {
     "seq_mean_token_sum": {"aggregation": "seq_mean_token_sum"},
     "seq_mean_token_mean": {"aggregation": "seq_mean_token_mean"},
     "seq_mean_token_sum_norm": {"aggregation": "seq_mean_token_sum_norm", "norm_length": 40},
+    "seq_mean over all": {
+        "aggregation": "seq_mean_token_mean", "seq_mean_over": "all",
+        "correction": CorrectionConfig(reject={"token_k1": (0.8, 1.3)})},
+    "gspo by tokens": {"policy_loss": "gspo", "aggregation": "token_mean"},
+    "gdpo of samples": {"advantage": "gdpo", "whiten_over": "samples"},
+    "cut k3": {"kl_coef": 0.1, "kl_estimator": "k3", "kl_cut": 0.01},
+    "cut k3 in reward": {
+        "advantage": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_cut": 0.01},
+    "token baseline with weights": {
+        "advantage": "optimal_token_baseline", "correction": CorrectionConfig(level="token")},
     "per turn": {"advantage": "reinforce_plus_plus", "gamma": 0.9, "per_turn": True},
     "per turn by group": {"advantage": "tir_optimal_token_baseline", "per_turn": True},
     "per turn replayed": {

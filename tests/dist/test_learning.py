@@ -32,13 +32,13 @@ def arithmetic(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_held_out_accuracy_at_least_doubles(arithmetic, name):
+def test_held_out_reward_at_least_doubles(arithmetic, name):
     config, *overrides = ALGORITHMS[name]
     run = ["--config", str(config), "--run_dir", name, *overrides, *BUDGET]
     done = train(arithmetic, 2, *run)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / name)
-    before, after = rows[0]["eval/accuracy"], rows[-1]["eval/accuracy"]
+    before, after = rows[0]["eval/reward"], rows[-1]["eval/reward"]
     assert 0.05 < before < 0.45
     assert after >= 2 * before, (before, after)
     assert rows[1]["actor/ratio_max"] >= 1.0

@@ -61,7 +61,7 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.export import export, export_adapter
+    from spmdrl.hf_export import export, export_adapter
 
     checkpoint = folder / "whole/checkpoints/step_00000002"
     export(checkpoint, folder / "merged", "float32")
@@ -82,7 +82,7 @@ def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     got = metrics_of(folder / "run_eval")[0]
-    assert got["eval/accuracy"] == pytest.approx(whole[-1]["eval/accuracy"])
+    assert got["eval/reward"] == pytest.approx(whole[-1]["eval/reward"])
 
 
 def test_vllm_takes_adapters_while_it_samples_ahead(folder):

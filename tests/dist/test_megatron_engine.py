@@ -352,7 +352,7 @@ SAME_AGAIN = [
 
 
 def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
-    from spmdrl.export import load_full
+    from spmdrl.hf_export import load_full
 
     moved = [(steady(saved), steady(loaded), count) for saved, loaded, count in SAVED_AND_LOADED]
     pairs = moved + SAME_AGAIN

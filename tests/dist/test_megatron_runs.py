@@ -121,7 +121,7 @@ def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     got = metrics_of(folder / "run_eval")[0]
-    assert got["eval/accuracy"] == pytest.approx(whole[-1]["eval/accuracy"])
+    assert got["eval/reward"] == pytest.approx(whole[-1]["eval/reward"])
     assert got["step"] == 4
 
 
@@ -130,7 +130,7 @@ import os, pickle, sys, torch
 from pathlib import Path
 from spmdrl import checkpoint
 from spmdrl.config import ConfigError
-from spmdrl.export import load_full
+from spmdrl.hf_export import load_full
 
 class Evil:
     def __reduce__(self):

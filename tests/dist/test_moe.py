@@ -247,7 +247,7 @@ def runs(models, tmp_path_factory):
 
 
 def export(checkpoint, out):
-    from spmdrl.export import export
+    from spmdrl.hf_export import export
 
     export(checkpoint, out, "float32")
 

@@ -75,7 +75,8 @@ def load_weights(folder):
 
 
 def test_the_average_of_a_run_is_exported(run_folder, monkeypatch):
-    from spmdrl.export import load_full, main
+    from spmdrl.export import main
+    from spmdrl.hf_export import load_full
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # main sets it
     steps = [run_folder / f"run/checkpoints/step_0000000{n}" for n in (1, 2)]
@@ -101,7 +102,8 @@ def test_a_run_does_not_resume_with_another_optimizer(run_folder):
 
 def test_an_average_that_is_not_there(run_folder, tmp_path):
     from spmdrl import checkpoint
-    from spmdrl.export import check_flags, load_full
+    from spmdrl.export import check_flags
+    from spmdrl.hf_export import load_full
 
     folder = tmp_path / "step"
     Path(folder, "actor").mkdir(parents=True)

@@ -105,8 +105,24 @@ def test_fine_tuning_that_goes_on_amid_the_window(rows):
         assert any("cross_entropy" in name for name in functions) == detailed
 
 
+FAILING_UPDATE = """
+import spmdrl.supervised
+true_update, calls = spmdrl.supervised.update, []
+
+def update(*args):
+    calls.append(true_update(*args))
+    if len(calls) == 2:
+        raise FloatingPointError("the second one")
+    return calls[-1]
+
+spmdrl.supervised.update = update
+"""
+
+
 def test_a_step_that_fails_leaves_what_was_recorded(rows):
-    done = sft(rows, "--profile.steps", "2-3", "--actor.optim.lr", "1e14")
+    with Path(rows, "cfg.py").open("a") as file:
+        file.write(FAILING_UPDATE)
+    done = sft(rows, "--profile.steps", "2-3")
     assert done.code == 1 and "failed in phase 'update'" in done.output, done.output[-4000:]
     [name] = traces(rows)
     trace = trace_of(rows, name)

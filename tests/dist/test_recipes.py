@@ -10,7 +10,8 @@ from programs import CONFIG, ROOT, make_arithmetic, metrics_of, train, write_tas
 from safetensors.torch import load_file, save_file
 from tiny import save_qwen3
 
-RECIPES = sorted(p.stem.split("_")[3] for p in Path(ROOT, "configs").glob("*arithmetic*_cpu.py"))
+TINY = Path(ROOT, "configs").glob("qwen3_tiny_arithmetic_*_cpu.py")
+RECIPES = {config.stem.split("_")[3]: config for config in sorted(TINY)}
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
          "0", "--checkpoint.every_steps", "0", "--tensorboard", "False",
          "--data.max_eval_prompts", "8"]  # fmt: skip
@@ -28,8 +29,8 @@ def arithmetic(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in ("sft", "reward")])
 def test_recipe_runs_end_to_end(arithmetic, recipe):
-    (config,) = Path(ROOT, "configs").glob(f"*arithmetic_{recipe}*_cpu.py")
-    done = train(arithmetic, 2, "--config", str(config), "--run_dir", f"run_{recipe}", *SMALL)
+    config = str(RECIPES[recipe])
+    done = train(arithmetic, 2, "--config", config, "--run_dir", f"run_{recipe}", *SMALL)
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / f"run_{recipe}")
     assert [row["step"] for row in rows] == [0, 1, 2]

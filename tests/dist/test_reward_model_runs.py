@@ -89,7 +89,7 @@ def test_scores_are_those_of_transformers(folder, ranks, judge, args):
         assert sample["reward"] == pytest.approx(right, rel=1e-4, abs=1e-4)
     assert len({round(sample["reward"], 3) for sample in samples}) > 8
     rows = metrics_of(folder / name)
-    assert rows[0]["eval/accuracy"] != 0
+    assert rows[0]["eval/reward"] != 0
 
 
 def test_an_evaluation_by_itself_asks_it_too(folder):
@@ -100,7 +100,7 @@ def test_an_evaluation_by_itself_asks_it_too(folder):
     assert done.code == 0, done.output[-4000:]
     [row] = metrics_of(folder / "alone")
     [right, *_] = metrics_of(folder / "one")
-    assert row["eval/accuracy"] == pytest.approx(right["eval/accuracy"], rel=1e-4)
+    assert row["eval/reward"] == pytest.approx(right["eval/reward"], rel=1e-4)
 
 
 def test_a_function_adds_to_what_the_model_says_and_long_samples_are_invalid(folder):

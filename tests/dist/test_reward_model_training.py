@@ -14,7 +14,10 @@ from programs import metrics_of, train, write_task
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from spmdrl.export import export
+from spmdrl.config import RewardModelConfig
+from spmdrl.hf_export import export
+from spmdrl.rewards.model import RewardModel
+from spmdrl.types import Prompt, Sample
 
 CONFIG = """
 from spmdrl.config import *
@@ -196,3 +199,29 @@ def test_dry_run_shows_a_pair(folder):
                   "train data: 17 rows of", "eval data: 13 rows of", "margin 0.5:",
                   "    chosen   '17+2=1919'\n    rejected '17+2=18!18!18!'"):  # fmt: skip
         assert words in done.output, (words, done.output)
+
+
+def test_eos_behind_strings_is_noted_for_whoever_scores(folder):
+    texts = {"chosen": "5", "rejected": "6!<eos>"}  # the second has its own
+    rows = [{"prompt": f"{n}+{n % 5}=", **texts} for n in range(6)]
+    Path(folder, "strings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    strings = ("--data.train", "strings.jsonl", "--data.eval", "strings.jsonl", "--steps", "1",
+               "--data.margin_key", "None", "--data.batch_size", "6")  # fmt: skip
+    rows = learn(folder, 1, "eos", *strings, "--data.append_eos", "True",
+                 "--checkpoint.every_steps", "1")  # fmt: skip
+    out = folder / "out_eos"
+    for side, ending in (("chosen", "5<eos>"), ("rejected", "6!<eos>")):
+        right = scores_of(out, [f"{n}+{n % 5}={ending}" for n in range(6)])
+        found = rows[-1][f"eval/{side}_reward"]
+        assert found == pytest.approx(float(right.mean()), rel=1e-4, abs=1e-6)
+    export(folder / "eos/checkpoints/step_00000001", folder / "eos_exported")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    sample = Sample(Prompt(0, [], "a", "5", "2+2="), 0, 0, [], [], [], [], "stop", response="5")
+    for model, want in ((out, "2+2=5<eos>"), (folder / "eos_exported", "2+2=5<eos>"),
+                        (folder / "out_alone", "2+2=5")):  # fmt: skip
+        scorer = RewardModel(RewardModelConfig(str(model)), None, tokenizer)
+        assert tokenizer.decode(scorer.encode(sample)) == want
+    learn(folder, 1, "eos_on", *strings, "--model", "out_eos")
+    assert json.loads((folder / "out_eos_on/config.json").read_text())["append_eos"] is True
+    learn(folder, 1, "eos_off", *strings, "--model", "out_eos", "--data.append_eos", "False")
+    assert "append_eos" not in json.loads((folder / "out_eos_off/config.json").read_text())

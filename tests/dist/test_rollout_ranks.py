@@ -101,6 +101,9 @@ def _update(topology: Any, folders: list[str]) -> list[float]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        shared = [line for line in maps if "cpushm" in line]
+        assert shared and all(line.endswith("(deleted)") for line in shared), shared
         engine.load_weights(model.named_parameters())
         errors.append(worst_error(engine, model, params, n=6))
         engine.sleep()

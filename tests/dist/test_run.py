@@ -45,7 +45,7 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
         assert row["rollout/loss_tokens"] <= 8 * 4 * 8
         phases = sum(row[f"time/{p}_s"] for p in ("rollout", "reward", "update_actor", "sync"))
         assert 0.5 * row["time/step_s"] < phases < row["time/step_s"]
-    assert {"eval/accuracy", "reward/mean"} <= rows[4].keys()
+    assert {"eval/reward", "reward/mean"} <= rows[4].keys()
     samples = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").open()]
     assert len(samples) == 16
     assert samples[0]["prompt"].endswith("=")
@@ -121,7 +121,7 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
     assert rerun.code == 0, rerun.output[-4000:]
     before = metrics_of(folder / "from_export")[0]
     after = metrics_of(folder / "whole")[4]
-    assert before["eval/accuracy"] == pytest.approx(after["eval/accuracy"])
+    assert before["eval/reward"] == pytest.approx(after["eval/reward"])
     again = train(folder, 1, *args, program="spmdrl.export")
     assert again.code == 2, again.output
     assert "already holds a model" in again.output

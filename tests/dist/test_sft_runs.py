@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from programs import finish, metrics_of, pids_of, start, train, wait_for
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from spmdrl.hf_export import export
 from spmdrl.timeline import read_trace
 
 CONFIG = """
@@ -65,6 +67,52 @@ def test_a_signal_stops_and_the_rest_is_bit_for_bit(folder):
     weights = "model.safetensors"
     assert (folder / "out" / weights).read_bytes() == (folder / "out_whole" / weights).read_bytes()
     assert "6 steps done" in sft(folder, 1, "--resume", "auto", "--steps", "7")
+
+
+def tensors_of(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def test_what_is_written_has_the_dtype_of_the_model_unless_another_is_asked_for(folder, qwen3):
+    """A bfloat16 model whose config.json does not say so, trained in float32."""
+    Path(folder, "model").unlink()
+    shutil.copytree(qwen3, folder / "model")
+    AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.bfloat16).save_pretrained(
+        folder / "model"
+    )
+    settings = json.loads(Path(folder, "model/config.json").read_text())
+    assert settings.pop("dtype") == "bfloat16"
+    Path(folder, "model/config.json").write_text(json.dumps(settings))
+    args = ("--steps", "2", "--actor.ema", "0.5")
+    sft(folder, 1, *args)
+    sft(folder, 1, *args, "--out", "wide", "--out_dtype", "float32", "--run_dir", "run_wide")
+    for name in ("", "ema"):
+        half, wide = folder / "out" / name, folder / "wide" / name
+        assert AutoConfig.from_pretrained(half).dtype == torch.bfloat16
+        assert AutoConfig.from_pretrained(wide).dtype == torch.float32
+        exact = tensors_of(wide)
+        assert {t.dtype for t in exact.values()} == {torch.float32}
+        assert any((t != t.bfloat16().float()).any() for t in exact.values())
+        rounded = tensors_of(half)
+        assert rounded.keys() == exact.keys()
+        assert all(torch.equal(rounded[n], t.bfloat16()) for n, t in exact.items())
+        assert AutoModelForCausalLM.from_pretrained(half).dtype == torch.bfloat16
+    checkpoint = folder / "run/checkpoints/step_00000002"
+    export(checkpoint, folder / "exported")
+    export(checkpoint, folder / "exported_ema", ema=True)
+    export(checkpoint, folder / "exported_wide", "float32")
+    for name, same in (("exported", "out"), ("exported_ema", "out/ema"), ("exported_wide", "wide")):
+        found, want = tensors_of(folder / name), tensors_of(folder / same)
+        assert found.keys() == want.keys()
+        assert all(t.dtype == found[n].dtype and torch.equal(t, found[n]) for n, t in want.items())
+        dtypes = [AutoConfig.from_pretrained(folder / where).dtype for where in (name, same)]
+        assert dtypes[0] == dtypes[1]
+    sft(folder, 1, "--steps", "1", "--run_dir", "run_lora", "--out", "merged",
+        "--actor.lora.rank", "2")  # fmt: skip
+    assert {t.dtype for t in tensors_of(folder / "merged").values()} == {torch.bfloat16}
 
 
 CHATS = CONFIG.replace(
@@ -176,7 +224,8 @@ def broken(self, index):
 def test_dry_run_checks_all_and_shows_what_is_learnt(chats):
     done = train(chats, 1, "--config", "cfg.py", "--dry-run", "--ranks", "4", program="spmdrl.sft")
     assert done.code == 0, done.output
-    for words in ("batch_size=5,", "5 rows a step, at most 200 tokens, about 1.25 on each of 4",
+    for words in ("data.batch_size=5\n",
+                  "5 rows a step, at most 200 tokens, about 1.25 on each of 4",
                   "17 rows / 5 = 3 steps an epoch: 3 steps are 0.88 epochs",
                   "actor    ranks 0-3: dp 1 x fsdp 4", "M parameters; weights 0.00, gradients",
                   "train data: 17 rows of", "eval data: 13 rows of",
