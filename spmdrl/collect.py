@@ -45,6 +45,8 @@ class Collected:
     num_groups: int  # the same on every rank
     asked: list[Sample]
     rounds: int = 0
+    num_asked: int = 0  # groups, in all rounds; the same on every rank
+    num_equal: int = 0  # those of them whose answers all have the same reward
     facts: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
 
@@ -242,14 +244,21 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
     group's samples may lie on several ranks.
     """
     with roles.phases("reward", roles.sampling):
-        rewards = [[s.group, s.index, math.nan if s.reward is None else s.reward] for s in samples]
+        rewards = [
+            [s.group, math.nan if s.reward is None else s.reward, s.penalty] for s in samples
+        ]
         table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 3)
         groups: dict[int, list[float]] = {}
-        for group, _, reward in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
-            groups.setdefault(int(group), []).append(reward)
+        penalised: dict[int, list[float]] = {}  # as the algorithm sees them
+        for group, reward, penalty in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
+            valid = [] if math.isnan(reward) else [reward]
+            groups.setdefault(int(group), []).extend(valid)
+            penalised.setdefault(int(group), []).extend(r + penalty for r in valid)
+        result.num_asked += len(groups)
+        result.num_equal += sum(not unequal(rewards) for rewards in penalised.values())
         good = sorted(groups)
         if roles.config.algo.dynamic_sampling:
-            good = [g for g in good if unequal([r for r in groups[g] if not math.isnan(r)])]
+            good = [g for g in good if unequal(groups[g])]
         taken = good[: wanted - result.num_groups]
         number = {group: i for i, group in enumerate(taken, start=result.num_groups)}
         for sample in samples:

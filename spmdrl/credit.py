@@ -137,6 +137,7 @@ def add_advantages(
             advantages, returns = advantages
         moments = summed(token_moments(advantages, tokens.mask), topology)
     metrics = moment_metrics(moments)
+    metrics["advantage/all_zero"] = float(none_differs(metrics, estimator.whiten))
     if estimator.whiten and algo.whiten_over == "tokens":
         advantages = whiten(advantages, tokens.mask, moments)
     sizes = [batch.num_tokens for batch in batches]
@@ -241,6 +242,13 @@ def moment_metrics(moments: Tensor) -> dict[str, float]:
     mean = total / max(count, 1)
     std = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     return {"advantage/mean": mean, "advantage/std": std, "rollout/loss_tokens": count}
+
+
+def none_differs(metrics: dict[str, float], whitened: bool) -> bool:
+    """Whether all advantages are 0 when they are learnt from, by their mean and std before any
+    whitening, which makes 0 of advantages that are all the same."""
+    mean, std = metrics["advantage/mean"], metrics["advantage/std"]
+    return std == 0 and (whitened or mean == 0)
 
 
 # ---- weights of a mini-batch

@@ -26,7 +26,7 @@ from spmdrl.trackers import Tracker
 from spmdrl.types import Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
-RESERVED = ("mean", "std", "invalid", "kl")  # reward/... of our own
+RESERVED = ("mean", "std", "invalid", "kl", "frac_reward_zero_std")  # reward/... of our own
 RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
 
 

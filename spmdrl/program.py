@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -72,6 +72,8 @@ class Runtime:
     stopping: Stopping = field(default_factory=Stopping)  # unless it listens, nothing stops it
     lock: int | None = None  # rank 0's hold on run_dir
     stopped: str = ""  # what there is to say where a signal ended the run in order
+    arguments: tuple[str, ...] = ()  # of the command line
+    at_end: Callable[[], None] = lambda: None  # after the last collective; no rank waits for it
 
     @property
     def is_main(self) -> bool:
@@ -112,7 +114,7 @@ def started(config: Any) -> Iterator[Runtime]:
     stopping.failed = lambda: watchdog.heard
     stopping.on_quit = partial(quit_step, phases, watchdog)
     GUARD.tell = partial(end_early, phases, watchdog)
-    runtime = Runtime(topology, phases, run_dir, stopping)
+    runtime = Runtime(topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]))
     try:
         compare_configs(config, topology)
         with phases("check folders"):
@@ -139,6 +141,7 @@ def started(config: Any) -> Iterator[Runtime]:
     if runtime.stopped:
         leave_for_torchrun(runtime.stopped)
         leave(REQUEUE)
+    runtime.at_end()
     gc.freeze()  # vLLM has undone that of the start, and Python's end would look through it all
 
 

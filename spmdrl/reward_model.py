@@ -68,6 +68,7 @@ def main(
 
 def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.algo.preference import pair_loss
+    from spmdrl.curves import ACCURACY
     from spmdrl.engines.models import load_hf_config
     from spmdrl.preference_data import PreferenceDataset
     from spmdrl.supervised import Task
@@ -81,7 +82,8 @@ def task(config: RewardTrainingConfig) -> Task:
         loss_fn=partial(pair_loss, center_coef=config.center_coef),
         measure=partial(measure, center_coef=config.center_coef),
         summary=dict, notes={"append_eos": eos_is_appended(config)},
-        shown=("reward_model/loss", "reward_model/accuracy"), row_sequences=2,
+        shown=("reward_model/loss", "reward_model/accuracy"), curve=ACCURACY,
+        row_sequences=2,
     )  # fmt: skip
 
 

@@ -64,13 +64,14 @@ def main(
 
 
 def task() -> Task:
+    from spmdrl.curves import LOSS
     from spmdrl.sft_data import SftDataset
     from spmdrl.supervised import Task
 
     return Task(
         name="sft", kind="policy", load=SftDataset.load, loss_fn=cross_entropy,
         measure=negative_logprobs, summary=with_perplexity, shown=("sft/loss", "sft/grad_norm"),
-        row_sequences=1,
+        curve=LOSS, row_sequences=1,
     )  # fmt: skip
 
 

@@ -142,6 +142,9 @@ def deal_out(roles: Roles, collected: Collected, step: int) -> tuple[Batch, Deal
         replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
     check_invalid(collected.asked, roles.config.rewards, sampling)
+    if estimator_of(algo).groups:
+        equal = collected.num_equal / max(collected.num_asked, 1)
+        metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = collected.rounds
         metrics["dynamic_sampling/groups"] = collected.num_groups

@@ -22,6 +22,7 @@ from spmdrl.algo.checks import require
 from spmdrl.cli import as_source, shown_config
 from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import SftDataConfig, SupervisedConfig
+from spmdrl.curves import Curve
 from spmdrl.data import PromptOrder, left_out_lines
 from spmdrl.describe import describe_supervised, least_checkpoint_bytes
 from spmdrl.engines import build_engine
@@ -31,10 +32,12 @@ from spmdrl.engines.lora import save_adapter
 from spmdrl.engines.models import load_hf_config, vocab_size_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hf_export import write_weights
+from spmdrl.learning_signs import signs_of_supervised
 from spmdrl.metrics import RunLog, memory_of_process
 from spmdrl.packing import partition, sequence_work
 from spmdrl.profiling import Profiler
 from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.report import Report
 from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.roles import Trainer
 from spmdrl.room import check_room_for_checkpoint
@@ -63,6 +66,7 @@ class Task:
     measure: Callable[[TrainEngine, Batch], dict[str, Tensor]]
     summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
     shown: tuple[str, ...]  # metrics in the line of a step
+    curve: Curve  # what is to improve
     row_sequences: int  # of at most config.data.max_tokens, in a row
     # what the model's config.json is to say of how it was trained, if it is true
     notes: Mapping[str, bool] = field(default_factory=dict)
@@ -96,11 +100,15 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     done, log = resume(run)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver)
+    signs = signs_of_supervised(config, task.name)
+    report = Report(config, runtime, log, f"spmdrl.{task.name}", task.curve, signs)
     phases.on_change = log.phase
     keep_what_stands()
     heap = Heap()
     if run.held_out and done == 0:
-        log.write(0, evaluate(run, run.held_out, 0, log))
+        metrics = evaluate(run, run.held_out, 0, log)
+        log.write(0, metrics)
+        report.after_step(0, metrics)
     run.spans.report(done)  # of what comes before the first step
     step = done
     for step in range(done + 1, steps + 1):
@@ -119,6 +127,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
             if ending.failed:
                 saver.wait()  # raises
         log.write(step, metrics)
+        report.after_step(step, metrics)
         if saver and ending.saves:
             log.sync()
             save(run, saver, step, metrics, ending)
@@ -131,6 +140,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     ending.close()
     run.spans.note(step)
     log.close()
+    report.at_end(step, ending.stops)
 
 
 def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:

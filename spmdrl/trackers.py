@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from spmdrl.answers import SampleRow, as_markdown, escaped
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.room import writing
 
@@ -17,6 +18,8 @@ ENTRY = "wandb_id"  # a file of the run's folder
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,6 +37,11 @@ class Tensorboard:
             for name, value in metrics.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
+
+    def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
+        """As text, which tensorboard shows as markdown."""
+        with writing(self.run_dir / "events.out.tfevents.*"):
+            self.writer.add_text(name, as_markdown(answers), step)
 
     def close(self) -> None:
         self.writer.close()
@@ -64,6 +72,17 @@ class Wandb:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log({"step": step, **metrics})
+
+    def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
+        """As a table."""
+        import wandb
+
+        data = [
+            [escaped(row["prompt"], "\n\t"), escaped(row["response"], "\n\t"), row["reward"]]
+            for row in answers
+        ]
+        table = wandb.Table(columns=["prompt", "answer", "reward"], data=data)
+        self.run.log({"step": step, name: table})
 
     def close(self) -> None:
         self.run.finish()

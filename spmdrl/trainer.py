@@ -15,14 +15,17 @@ from spmdrl.build import Run, build, check_enough, close, load_dataset
 from spmdrl.cli import as_source, shown_config
 from spmdrl.collect import Collected, Source, collect, evaluate
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.curves import REWARD
 from spmdrl.data import PromptDataset, PromptOrder, left_out_lines
 from spmdrl.describe import describe, least_checkpoint_bytes
 from spmdrl.flops import peak_tflops
+from spmdrl.learning_signs import signs_of_rl
 from spmdrl.metrics import RunLog, memory_of_process, write_samples
 from spmdrl.overlap import can_overlap, collect_overlapping
 from spmdrl.placement import place, training_roles
 from spmdrl.profiling import Profiler
 from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.report import Report
 from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.dialogue import Dialogue, has_replies
@@ -63,8 +66,11 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         log.line(line)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver, lag=config.async_steps)
+    report = Report(config, runtime, log, "spmdrl.ppo", REWARD, signs_of_rl(config))
     if run.held_out and done == 0:
-        log.write(0, held_out_metrics(run, 0, log))
+        metrics = held_out_metrics(run, 0, log)
+        log.write(0, metrics)
+        report.after_step(0, metrics)
     run.spans.report(done)  # of what comes before the first step
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
@@ -91,6 +97,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
         if saver:
             metrics |= saver.take_metrics()
         log.write(step, metrics)
+        report.after_step(step, metrics)
         if saver and ending.saves:
             log.sync()
             save(run, saver, step, metrics, ending)
@@ -106,6 +113,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     run.spans.note(step)
     log.close()
     close(roles)
+    report.at_end(step, ending.stops)
 
 
 def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
