@@ -63,15 +63,15 @@ def find_in_rl(
     config: PpoConfig, rows: Sequence[Row], evaluations: Sequence[Row]
 ) -> dict[str, str]:  # fmt: skip
     found = {
-        "reward": same_reward(rows, config) or small_reward(rows, config),
         "cut": cut_answers(rows, config),
         "tools": unused_tools(rows, config),
         "update": update_without_advantages(rows),
         "rate": no_learning_rate(rows, "actor"),
         "evaluation": same_evaluation(evaluations, "eval/reward"),
     }
-    if found["reward"] is None:
-        found["groups"] = few_signals(rows, config)
+    if config.algo.reward_coef != 0:  # as a teacher alone has it, of whom the reward is no part
+        found["reward"] = same_reward(rows, config) or small_reward(rows, config)
+        found["groups"] = None if found["reward"] else few_signals(rows, config)
     return {name: text for name, text in found.items() if text is not None}
 
 

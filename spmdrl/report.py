@@ -96,5 +96,5 @@ def attempt(what: str, work: Callable[[], None]) -> None:
 def start_of(runtime: Runtime, program: str) -> Start:
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = -(-runtime.topology.world // here)
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or here > 1
     return Start(program, runtime.arguments, here, hosts, launched)

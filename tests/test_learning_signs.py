@@ -81,6 +81,11 @@ def test_rewards_that_cancel_are_a_signal() -> None:
     assert warnings(CONFIG, GOOD | {"reward/mean": 0.0, "reward/std": 1.0}) == []
 
 
+def test_rewards_that_have_no_say_are_not_judged() -> None:
+    config = dataclasses.replace(CONFIG, algo=AlgoConfig(reward_coef=0.0))
+    assert warnings(config, GOOD | {"reward/mean": 0.0, "reward/std": 0.0}) == []
+
+
 def test_tools_that_nobody_calls() -> None:
     row = GOOD | {"tools/calls": 0.0}
     assert warnings(CONFIG, row) == []  # none are there

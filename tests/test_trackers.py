@@ -1,10 +1,12 @@
 """A run in the services that people watch: real wandb, without its server."""
 
+import json
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import CONFIG, set_up, train
@@ -33,7 +35,7 @@ def records_of(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def rows_of(path: Path) -> list[dict[str, float]]:
+def rows_of(path: Path) -> list[dict[str, Any]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = []
@@ -41,7 +43,8 @@ def rows_of(path: Path) -> list[dict[str, float]]:
         record = Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
-            rows.append({i.key or "/".join(i.nested_key): float(i.value_json) for i in items})
+            found = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+            rows.append(found)
     return rows
 
 
@@ -57,6 +60,10 @@ def test_a_run_and_its_resumption_are_one_entry(tmp_path, qwen3, monkeypatch):
     files = sorted(Path(folder, "run/wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     first, second = (rows_of(file) for file in files)
+    tables = [row for row in first + second if "samples/" in str(row)]
+    steps = [row["step"] for row in tables if "samples/train" in str(row)]
+    assert steps == [1, 2, 2, 3]
+    first, second = ([row for row in part if row not in tables] for part in (first, second))
     assert [row["step"] for row in first] == [0, 1, 2]
     assert [row["step"] for row in second] == [2, 3]
     assert all("reward/mean" in row for row in (*first[1:], second[-1]))

@@ -90,6 +90,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds(folder):
     for row in metrics_of(folder / "same")[1:]:
         assert row["dynamic_sampling/groups"] == 0
         assert row["dynamic_sampling/rounds"] == 2
+        assert row["reward/frac_reward_zero_std"] == 1
         assert "actor/loss" not in row  # nothing to learn from, nothing learnt
 
 
@@ -99,7 +100,10 @@ def test_the_greedy_answer_is_the_baseline_of_remax(folder):
     cold = run(folder, 2, "remax_cold", *args, "--rollout.temperature", "0.001")[1]
     assert cold["reward/mean"] in (0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1)
     assert (cold["advantage/mean"], cold["advantage/std"], cold["actor/grad_norm"]) == (0, 0, 0)
+    assert cold["advantage/all_zero"] == 1 and "reward/frac_reward_zero_std" not in cold
+    assert "warning: every advantage of step 1 is 0" in Path(folder, "log").read_text()
     warm = run(folder, 2, "remax_warm", *args)[1]
+    assert warm["advantage/all_zero"] == 0
     assert warm["advantage/std"] > 0
     assert warm["actor/grad_norm"] > 0
 

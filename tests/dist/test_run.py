@@ -1,12 +1,15 @@
 """Whole runs under torchrun with the real vLLM: they train, resume, reshard, export."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from programs import CONFIG, metrics_of, torchrun, train, write_task
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spmdrl.engines.models import load_hf_config
 from spmdrl.flops import Flops
@@ -29,6 +32,7 @@ def uninterrupted(folder):
     done = torchrun(
         folder, 2, "--config", "cfg.py", "--steps", "4", "--run_dir", "whole",
         "--checkpoint.every_steps", "2", "--checkpoint.keep", "5", "--weights.check",
+        "--tensorboard", "True",
         forked=False,  # so a rank's end is Python's, too
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
@@ -43,6 +47,8 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
         assert row["actor/ratio_max"] == 1.0  # one update per rollout
         assert row["actor/logprob_diff_max"] < 1e-4  # fp32 on both sides
         assert row["rollout/loss_tokens"] <= 8 * 4 * 8
+        assert row["reward/frac_reward_zero_std"] * 8 in range(8)  # not all of the 8 groups
+        assert row["advantage/all_zero"] == 0
         phases = sum(row[f"time/{p}_s"] for p in ("rollout", "reward", "update_actor", "sync"))
         assert 0.5 * row["time/step_s"] < phases < row["time/step_s"]
     assert {"eval/reward", "reward/mean"} <= rows[4].keys()
@@ -54,6 +60,31 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
     lines = uninterrupted.output.splitlines()
     assert sum(line.startswith("step 3/4 | reward") for line in lines) == 1
     assert not [line for line in lines if "Warning" in line or "Traceback" in line]
+
+
+def test_a_run_ends_with_a_summary_and_a_picture(folder, uninterrupted):
+    run, rows = folder / "whole", metrics_of(folder / "whole")
+    told = (run / "summary.txt").read_text()
+    assert f"\n{told}" in uninterrupted.output
+    before, after = (f"{rows[step]['eval/reward']:.4g}" for step in (0, 4))
+    assert f"reward on held-out data  {before} (step 0) -> {after} (step 4)" in told
+    assert told.count("\n    answer: ") == 3 and f"{run.name}/samples/eval_4.jsonl" in told
+    assert imread(run / "reward.png").shape[:2] == (540, 960)
+    words = shlex.split(command_of(told, "spmdrl.evaluate"))
+    assert words[:7] == ["python", "-m", "spmdrl.launch", "--nproc-per-node", "2", "-m",
+                         "spmdrl.evaluate"]  # fmt: skip
+    events = EventAccumulator(str(run)).Reload()
+    shown = events.Tensors("samples/eval/text_summary")
+    assert [event.step for event in shown] == [0, 4]
+    assert b"**reward " in shown[-1].tensor_proto.string_val[0]
+    steps = [event.step for event in events.Tensors("samples/train/text_summary")]
+    assert steps == [1, 2, 3, 4]
+
+
+def command_of(told, program):
+    """The command of a summary that starts this program."""
+    [line] = [line for line in told.splitlines() if f"-m {program} " in line]
+    return line
 
 
 def test_resume_is_bit_for_bit(folder, uninterrupted):
@@ -69,6 +100,13 @@ def test_resume_is_bit_for_bit(folder, uninterrupted):
     whole, resumed = metrics_of(folder / "whole"), metrics_of(folder / "resumed")
     assert [r["step"] for r in resumed] == [0, 1, 2, 3, 4]
     assert resumed[3:] == whole[3:]
+    told, before = ((folder / run / "summary.txt").read_text() for run in ("resumed", "whole"))
+    assert (
+        told.splitlines()[3:6]
+        == [  # from step 0 on, which the resumed run did not do
+            line.replace("whole/", "resumed/") for line in before.splitlines()[3:6]
+        ]
+    )
     for rank in (0, 1):
         shard = f"checkpoints/step_00000004/actor/__{rank}_0.distcp"
         assert (folder / "whole" / shard).read_bytes() == (folder / "resumed" / shard).read_bytes()

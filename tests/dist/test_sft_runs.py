@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from programs import finish, metrics_of, pids_of, start, train, wait_for
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -61,9 +62,17 @@ def test_a_signal_stops_and_the_rest_is_bit_for_bit(folder):
     [told] = re.findall(r"spmdrl: stopped after step (\d+) of 6; --resume auto", done.output)
     assert f"step {told}/6 | saved run/checkpoints/step_{int(told):08d}" in done.output
     assert "exitcode  : 75" in done.output
+    assert f"Stopped: {told} of 6 steps done; run folder run" in done.output
+    go_on = "python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.sft --config slow.py"
+    assert f"{go_on} --resume auto" in done.output
     assert not Path(folder, "out").exists()
     assert f"{told} steps done" in sft(folder, 2, "--resume", "auto")
     assert metrics_of(folder / "run") == whole
+    assert imread(folder / "run/loss.png").shape[:2] == (540, 960)
+    losses = [f"{sum(row['sft/loss'] for row in rows) / 3:.4g}" for rows in (whole[:3], whole[3:])]
+    told = Path(folder, "run/summary.txt").read_text()
+    assert "Finished: 6 of 6 steps done; run folder run\n6 steps took " in told
+    assert f"loss in training  {losses[0]} (steps 1 to 3) -> {losses[1]} (steps 4 to 6)" in told
     weights = "model.safetensors"
     assert (folder / "out" / weights).read_bytes() == (folder / "out_whole" / weights).read_bytes()
     assert "6 steps done" in sft(folder, 1, "--resume", "auto", "--steps", "7")
