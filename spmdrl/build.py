@@ -25,6 +25,7 @@ from spmdrl.leftover import Leftover
 from spmdrl.overlap import Asked
 from spmdrl.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.program import Runtime, load_tokenizer
+from spmdrl.progress import PROGRESS, engine_text, model_text
 from spmdrl.replay import ReplayBuffer
 from spmdrl.rewards.model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
@@ -116,6 +117,7 @@ def build(
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
+        PROGRESS.detail(engine_text(config.rollout.engine, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
             load_weights=host is None,
@@ -230,6 +232,7 @@ def build_trainers(
         with runtime.phases(f"build {name}"):
             ranks = places.of(placement.roles[name], **train_degrees(role))
             kind = "value" if name == "critic" else "policy"
+            PROGRESS.detail(model_text(role.model or config.model))
             engine = build_engine(
                 kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
                 strict=config.strict and name == "actor",

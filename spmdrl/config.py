@@ -388,6 +388,8 @@ class PpoConfig:
     wandb: str | None = None  # a project of Weights & Biases
     profile: ProfileConfig | None = None
     log_samples: int = 16  # per step, written to samples/
+    # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
+    show_metrics: tuple[str, ...] = ()
     # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
     # ends the run
     nan_updates: int = 0
@@ -437,6 +439,7 @@ class SftConfig:
     tensorboard: bool = True
     wandb: str | None = None  # a project of Weights & Biases
     profile: ProfileConfig | None = None
+    show_metrics: tuple[str, ...] = ()  # more in the line of a step: ("sft/lr",)
     nan_updates: int = 0  # as of PpoConfig
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
@@ -489,6 +492,7 @@ class RewardTrainingConfig:
     tensorboard: bool = True
     wandb: str | None = None
     profile: ProfileConfig | None = None
+    show_metrics: tuple[str, ...] = ()
     nan_updates: int = 0
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0

@@ -242,6 +242,7 @@ def check_use(config: PpoConfig) -> None:
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
         "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "wandb", "profile",
+        "show_metrics",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),

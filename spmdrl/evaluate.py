@@ -27,6 +27,7 @@ from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 from spmdrl.output import keep_output
 from spmdrl.paths import check_paths, check_writable, missing_checkpoint
+from spmdrl.progress import LIBRARIES, PROGRESS, engine_text
 
 if TYPE_CHECKING:
     from spmdrl.phases import Phases
@@ -56,6 +57,7 @@ def main(
         return
     GUARD.install()
     keep_output()
+    PROGRESS.start(f"reading {config}")
     try:
         dry = dry_flags(dry_run, 0, show_config)
         if "resume" in overrides:
@@ -68,6 +70,7 @@ def main(
         check_paths(value, ("eval",))
     except ConfigError as error:
         exit_config(error)
+    PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.program import notes_last, started  # torch comes in here, see spmdrl/ppo.py
 
@@ -139,10 +142,11 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             rewards.check_sources(dataset.data_sources)
         most = len(prompts) * config.eval_samples
         if dry.run and runtime.is_main:
-            print(shown_config(config, dry.show_config),
-                  f"{len(prompts)} held-out prompts, {most} answers",
-                  *scored_examples(examples_of(dataset), rewards, config.rewards),
-                  sep="\n")  # fmt: skip
+            PROGRESS.line("\n".join([
+                shown_config(config, dry.show_config),
+                f"{len(prompts)} held-out prompts, {most} answers",
+                *scored_examples(examples_of(dataset), rewards, config.rewards),
+            ]))  # fmt: skip
         if dry.run:
             return
         runtime.lock = lock_run_dir(out, topology)
@@ -153,7 +157,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             step = saved["step"]
             if runtime.is_main and isinstance(saved.get("identity"), dict):
                 for difference in of_evaluation(saved["identity"], config):
-                    print(f"not as in the run: {difference.text}", flush=True)
+                    PROGRESS.line(f"not as in the run: {difference.text}")
         sampler = sampler_of(config, model, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
         keep_what_stands()
@@ -175,9 +179,11 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             file.write("\n" * torn + json.dumps(row) + "\n")
         shutil.rmtree(Path(out, "model"), ignore_errors=True)
         width = max(map(len, metrics))
-        print(f"{name}, step {step}: {len(prompts)} prompts, {most} answers",
-              *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
-              f"in {log} and {path}", sep="\n")  # fmt: skip
+        PROGRESS.line("\n".join([
+            f"{name}, step {step}: {len(prompts)} prompts, {most} answers",
+            *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
+            f"in {log} and {path}",
+        ]))  # fmt: skip
 
 
 def next_number(out: Path) -> int:
@@ -229,6 +235,7 @@ def sampler_of(
         if config.trust_remote_code:
             allow_code(model)
         ranks = Topology.build(topology.device, dp=-1, tp=rollout.tensor_parallel)
+        PROGRESS.detail(engine_text(rollout.engine, model))
         engine = build_engine(
             model, rollout, longest, ranks, topology, config.strict, looks=looks
         )  # fmt: skip

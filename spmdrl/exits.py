@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from spmdrl.progress import PROGRESS
+
 FAILED = 1  # a restart may cure it
 BAD_CONFIG = 2  # it will not
 INTERRUPTED = 130
@@ -75,6 +77,7 @@ GUARD = ExitGuard()
 
 def leave(code: int) -> NoReturn:
     """Ends the process now: engines and gloo threads may be in any state."""
+    PROGRESS.stop()
     with suppress(*UNWRITABLE):  # nobody may be reading any more
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,6 +86,7 @@ def leave(code: int) -> NoReturn:
 
 def say(text: str) -> None:
     """To the terminal, if there still is one."""
+    PROGRESS.clear()
     with suppress(*UNWRITABLE):
         print(text, file=sys.stderr, flush=True)
 

@@ -19,6 +19,7 @@ from spmdrl.help import asks_for_help, refuse_unknown
 from spmdrl.imports import before_torch
 from spmdrl.output import keep_output
 from spmdrl.paths import check_folder, check_writable, missing_checkpoint
+from spmdrl.progress import LIBRARIES, PROGRESS
 
 
 def main(
@@ -41,6 +42,7 @@ def main(
     if asks_for_help(others, main):
         return
     keep_output()
+    PROGRESS.start(f"reading {checkpoint}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
         refuse_unknown(others, main)
@@ -52,11 +54,13 @@ def main(
         check_given(str(checkpoint), str(out), str(base))
     except ConfigError as error:
         exit_config(error)
+    PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.hf_export import export, export_adapter  # torch comes in here, see spmdrl/ppo.py
     from spmdrl.remote_code import allow_code
 
     folders = Path(str(checkpoint)), Path(str(out))
+    PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")
     try:
         if trust_remote_code:
             allow_code(str(folders[0] / "hf"))
@@ -66,7 +70,9 @@ def main(
             export(*folders, dtype, ema, str(base))
     except ConfigError as error:
         exit_config(error)
-    print(f"wrote {out}")
+    PROGRESS.now("")
+    PROGRESS.line(f"wrote {out}")
+    PROGRESS.stop()
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

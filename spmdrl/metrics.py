@@ -8,7 +8,6 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.earlier import METRICS
+from spmdrl.progress import PROGRESS
 from spmdrl.room import writing
+from spmdrl.step_line import Shown, field_of, fitted, step_line, unknown
 from spmdrl.topology import Topology
 from spmdrl.trackers import Tracker
 from spmdrl.types import Sample
@@ -45,28 +46,20 @@ class RunLog:
         trackers: Sequence[Tracker] = (),
         resume_step: int = 0,
         named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        show: tuple[str, ...] = (),
     ) -> None:
-        """named: says what the rank does meanwhile (Phases.alone)."""
+        """named: says what the rank does meanwhile (Phases.alone). show: more metrics in the line
+        of a step."""
         self.active, self.run_dir, self.total_steps = active, run_dir, total_steps
         self.start = time.monotonic()
         self.first_step = resume_step
-        self.step_label = ""
-        self.live = active and sys.stdout.isatty()
         self.trackers = trackers
-        self.named = named
+        self.named, self.show, self.has_shown = named, show, False
         if not active:
             return
         with writing(Path(run_dir, METRICS)):
             Path(run_dir, "samples").mkdir(parents=True, exist_ok=True)
             self.metrics = Path(run_dir, METRICS).open("a")
-
-    def phase(self, name: str) -> None:
-        """Shows the running phase on a terminal."""
-        if self.live:
-            print(f"\r\033[K{self.step_label} {name} ...", end="", flush=True)
-
-    def begin_step(self, step: int) -> None:
-        self.step_label = f"step {step}/{self.total_steps}"
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the same for the trackers."""
@@ -94,28 +87,29 @@ class RunLog:
 
     def line(self, text: str) -> None:
         if self.active:
-            # at once: a thread may have another line to say
-            print((f"\r\033[K{text}" if self.live else text) + "\n", end="", flush=True)
+            PROGRESS.line(text)
 
-    def step_line(self, step: int, metrics: dict[str, float], show: tuple[str, ...]) -> None:
-        """`show` metrics, then the step's time by phase, tokens/s and the time that is left."""
+    def step_line(self, step: int, metrics: dict[str, float], shown: Shown) -> None:
+        """At most step_line.COLUMNS wide, with the metrics of config.show_metrics."""
         if not self.active:
             return
+        for line in unknown(self.show, metrics) if not self.has_shown else ():
+            self.line(line)
+        self.has_shown = True
+        more = [field_of(name, metrics) for name in self.show if name in metrics]
+        shown = shown._replace(fields=[*shown.fields, *more])
+        self.line(step_line(step, self.total_steps, shown, metrics, self.left_s(step)))
+
+    def held_out_line(self, step: int, means: Sequence[str], asked: str) -> None:
+        """means: as in "reward 0.91", the first of them that of all; asked: "100 prompts"."""
+        first, *others = means or ["no reward"]
+        shown = Shown(f"held out: {first}", others, [])
+        self.line(fitted(f"step {step}/{self.total_steps}", shown, [asked]))
+
+    def left_s(self, step: int) -> float:
+        """Seconds until the last step, at the pace so far."""
         per_step = (time.monotonic() - self.start) / (step - self.first_step)
-        left = int(per_step * (self.total_steps - step))
-        seconds = {
-            k.removeprefix("time/").removesuffix("_s"): v
-            for k, v in metrics.items()
-            if k.startswith("time/") and k != "time/step_s" and v >= 0.005
-        }
-        parts = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
-        shown = " | ".join(f"{k.split('/')[0]} {metrics[k]:.4g}" if k.endswith("/mean")
-                           else f"{k.split('/')[-1]} {metrics[k]:.4g}"
-                           for k in show if k in metrics)  # fmt: skip
-        self.line(
-            f"step {step}/{self.total_steps} | {shown} | {metrics['time/step_s']:.2f} s ({parts}) "
-            f"| {metrics['throughput/tokens_per_s']:,.0f} tok/s | {left // 60}:{left % 60:02d} left"
-        )
+        return per_step * (self.total_steps - step)
 
     def close(self) -> None:
         if self.active:

@@ -74,14 +74,14 @@ class Phases:
 
     Agreements are made on lines or on topology.control, a group of its own, so that a rank that
     fails amid another group's collective cannot garble it. There the others stay blocked, and the
-    watchdog, which learns of the failure first, ends them. `on_change` hears each phase's name.
+    watchdog, which learns of the failure first, ends them. `shown` tells a user of each phase.
     """
 
     def __init__(
         self, topology: Topology, watchdog: Watchdog | None = None,
-        on_change: Callable[[str], None] | None = None,
+        shown: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
-        self.topology, self.watchdog, self.on_change = topology, watchdog, on_change
+        self.topology, self.watchdog, self.shown = topology, watchdog, shown
         self.name = "start"
         self.mark: Callable[[str], AbstractContextManager[Any]] = nullcontext  # for a profiler
         self.spans: list[Span] = []
@@ -90,20 +90,19 @@ class Phases:
     def __call__(self, name: str, topology: Topology | None = None) -> Iterator[None]:
         """Ends in a collective on `topology` (None: every rank), all of whose ranks must come."""
         self._begin(name)
-        if self.on_change:
-            self.on_change(name)
         start = clock()
         failure: BaseException | None = None
-        try:
-            with self.mark(name):
-                yield
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # noqa: BLE001  raised again on every rank by `agree`
-            failure = error
-        end = clock()
-        with self.mark(f"agree {name}"):
-            self.agree(failure, topology or self.topology)
+        with self.shown(name):
+            try:
+                with self.mark(name):
+                    yield
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # noqa: BLE001  raised again on every rank by `agree`
+                failure = error
+            end = clock()
+            with self.mark(f"agree {name}"):
+                self.agree(failure, topology or self.topology)
         self.spans.append(Span(name, start, end, clock()))
 
     @contextmanager

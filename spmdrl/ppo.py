@@ -16,6 +16,7 @@ from spmdrl.exits import GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 from spmdrl.output import keep_output
+from spmdrl.progress import LIBRARIES, PROGRESS
 
 
 def main(
@@ -35,10 +36,12 @@ def main(
         return
     GUARD.install()
     keep_output()
+    PROGRESS.start(f"reading {config}")
     try:
         value, dry = arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
+    PROGRESS.now(LIBRARIES)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     before_torch()
     from spmdrl.plan import check

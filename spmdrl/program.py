@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from spmdrl.config import ConfigError
 from spmdrl.earlier import replace_synced
 from spmdrl.exits import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.phases import PhaseError, Phases
+from spmdrl.progress import PROGRESS
 from spmdrl.remote_code import UNREADABLE, reason_of
 from spmdrl.rendezvous import FOREVER, Start
 from spmdrl.rewards.worker import PR_SET_PDEATHSIG
@@ -86,6 +86,7 @@ def started(config: Any) -> Iterator[Runtime]:
 
     config: a RunConfig. Exits the process where the body raises.
     """
+    PROGRESS.now("connecting the ranks")
     prepare_environment()
     stopping = Stopping()
     stopping.listen()
@@ -110,7 +111,8 @@ def started(config: Any) -> Iterator[Runtime]:
         first_here=first_here,
     )  # fmt: skip
     start.done()
-    phases = Phases(topology, watchdog)
+    phases = Phases(topology, watchdog, PROGRESS.phase)
+    PROGRESS.now("preparing the run")
     stopping.failed = lambda: watchdog.heard
     stopping.on_quit = partial(quit_step, phases, watchdog)
     GUARD.tell = partial(end_early, phases, watchdog)
@@ -122,6 +124,7 @@ def started(config: Any) -> Iterator[Runtime]:
                 check_room(run_dir, shared_here(config, topology))
         seed_everything(config.seed + topology.rank)
         yield runtime
+        PROGRESS.now("ending the run")
     except PhaseError as error:  # the rank that failed has reported it
         watchdog.tell(asdict(error.story))
         leave(error.story.exit_code)
@@ -138,6 +141,7 @@ def started(config: Any) -> Iterator[Runtime]:
     dist.barrier(group=topology.control)  # the store's host leaves last
     GUARD.all_done()
     dist.destroy_process_group()
+    PROGRESS.stop()
     if runtime.stopped:
         leave_for_torchrun(runtime.stopped)
         leave(REQUEUE)
@@ -190,7 +194,8 @@ def prepare_environment() -> None:
     if "RANK" not in os.environ:  # python -m instead of torchrun
         os.environ.update(alone)
     level = logging.INFO if os.environ["RANK"] == "0" else logging.ERROR
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stdout)
+    lines = LineHandler()
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", handlers=[lines])
     logging.getLogger("spmdrl").setLevel(level)
     for module in ("torch", "vllm"):  # deprecations between our libraries, nobody's to act on
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
@@ -198,6 +203,13 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+class LineHandler(logging.Handler):
+    """Prints what is logged, in place of what progress shows on a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        PROGRESS.line(self.format(record))
 
 
 @contextmanager
@@ -215,7 +227,7 @@ def notes_last(wanted: bool) -> Iterator[None]:
     finally:
         root.handlers[:] = before
         for record in sorted(kept.buffer, key=lambda record: record.levelno):
-            print(f"{record.levelname.lower()}: {record.getMessage()}", flush=True)
+            PROGRESS.line(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 def start_process_group(timeout: timedelta, start: Start | None = None) -> torch.device:

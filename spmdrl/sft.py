@@ -19,6 +19,7 @@ from spmdrl.exits import GUARD, exit_config
 from spmdrl.help import asks_for_help
 from spmdrl.imports import before_torch
 from spmdrl.output import keep_output
+from spmdrl.progress import LIBRARIES, PROGRESS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +46,12 @@ def main(
         return
     GUARD.install()
     keep_output()
+    PROGRESS.start(f"reading {config}")
     try:
         value, dry = arguments(SftConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
+    PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.plan_supervised import check_sft  # torch comes in here, see spmdrl/ppo.py
     from spmdrl.program import notes_last, started

@@ -45,6 +45,7 @@ from spmdrl.engines.engine import LossFn
 from spmdrl.metrics import merged, sample_metrics
 from spmdrl.packing import Deal, deal, empty_batch, pack_samples
 from spmdrl.placement import Ranks
+from spmdrl.progress import PROGRESS
 from spmdrl.rewards.runner import check_invalid
 from spmdrl.roles import Roles, Trainer
 from spmdrl.rollout.dialogue import has_replies
@@ -242,13 +243,13 @@ def look(roles: Roles, lesson: Lesson) -> dict[str, float]:
     if ref is not None and ref.here:
         with phases("ref_logprobs", ref.topology):
             ref.model.onload()
-            for batch in lesson.of(ref):
+            for batch in PROGRESS.each(lesson.of(ref), "mini-batches"):
                 batch.ref_logprobs = ref.model.logprobs(batch, temperature).logprobs
             ref.model.offload()
     if critic is not None and critic.here:
         with phases("values", critic.topology):
             critic.model.onload()
-            for batch in lesson.of(critic):
+            for batch in PROGRESS.each(lesson.of(critic), "mini-batches"):
                 batch.values = critic.model.values(batch)
     if actor.here and algo.correction.bypass:
         for batch in lesson.of(actor):
@@ -256,7 +257,7 @@ def look(roles: Roles, lesson: Lesson) -> dict[str, float]:
     elif actor.here and needs_old_logprobs(algo):
         with phases("old_logprobs", actor.topology):
             actor.model.onload()
-            for batch in lesson.of(actor):
+            for batch in PROGRESS.each(lesson.of(actor), "mini-batches"):
                 stats = actor.model.logprobs(batch, temperature, estimator_of(algo).token_sums)
                 batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats
     if prm is not None:
@@ -331,12 +332,11 @@ def train(
     """
     updates: list[dict[str, float]] = []
     skipped_before = trainer.skipped
-    for _ in range(epochs):
-        for batch in batches:
-            if before is not None:
-                before(batch, len(updates))
-            temperature = config.rollout.temperature
-            updates.append(update(trainer, batch, loss_fn, temperature, config.nan_updates))
+    for batch in PROGRESS.each(epochs * batches, "updates"):
+        if before is not None:
+            before(batch, len(updates))
+        temperature = config.rollout.temperature
+        updates.append(update(trainer, batch, loss_fn, temperature, config.nan_updates))
     done = [update for update in updates if update]
     skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
     return (skipped if config.nan_updates else {}) | {

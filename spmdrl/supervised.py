@@ -37,6 +37,7 @@ from spmdrl.metrics import RunLog, memory_of_process
 from spmdrl.packing import partition, sequence_work
 from spmdrl.profiling import Profiler
 from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.progress import PROGRESS, model_text
 from spmdrl.report import Report
 from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.roles import Trainer
@@ -44,6 +45,7 @@ from spmdrl.room import check_room_for_checkpoint
 from spmdrl.rows import Rows
 from spmdrl.saver import Saver, check_metric
 from spmdrl.step import update
+from spmdrl.step_line import of_rows, short
 from spmdrl.stopping import Ending
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import SpanLog, TraceFile, phase_metrics
@@ -96,13 +98,12 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
             least = least_checkpoint_bytes({"actor": config.actor}, config.model, task.kind)
             check_room_for_checkpoint(runtime.run_dir, least)
     run = build(task, config, runtime)
-    phases, steps = runtime.phases, config.steps
+    steps = config.steps
     done, log = resume(run)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver)
     signs = signs_of_supervised(config, task.name)
     report = Report(config, runtime, log, f"spmdrl.{task.name}", task.curve, signs)
-    phases.on_change = log.phase
     keep_what_stands()
     heap = Heap()
     if run.held_out and done == 0:
@@ -112,12 +113,11 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     run.spans.report(done)  # of what comes before the first step
     step = done
     for step in range(done + 1, steps + 1):
-        log.begin_step(step)
-        with profiled(step):
+        with profiled(step), PROGRESS.step(step, steps):
             metrics = one_step(run, step)
         heap.after_step()
         if step % max(steps // 20, 1) == 0 or step == steps:
-            log.step_line(step, metrics, task.shown)
+            log.step_line(step, metrics, of_rows(metrics, task.shown))
         ending.vote(step)
         due = step == steps or (config.eval_every > 0 and step % config.eval_every == 0)
         if run.held_out and due and not ending.stops:
@@ -151,6 +151,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:
     with phases("load data"):
         rows, held_out, order = load_data(task, config, tokenizer, topology)
     with phases("build actor"):
+        PROGRESS.detail(model_text(config.model))
         engine = build_engine(task.kind, config.model, config.actor, ranks)
     actor = Trainer("actor", ranks, engine)
     if task.kind == "reward":
@@ -218,8 +219,9 @@ def resume(run: Run) -> tuple[int, RunLog]:
         aside = take_folder(config, runtime, start, done)
         trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
         log = RunLog(
-            runtime.run_dir, runtime.is_main, config.steps, trackers, done, runtime.phases.alone
-        )
+            runtime.run_dir, runtime.is_main, config.steps, trackers, done, runtime.phases.alone,
+            config.show_metrics,
+        )  # fmt: skip
         run.spans.trace = TraceFile(
             runtime.run_dir, topology.rank, topology.host, done, topology.world, aside
         )
@@ -296,10 +298,11 @@ def evaluate(run: Run, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
                 sums[name] = sums.get(name, 0.0) + float(total)
             num_tokens += count
             phases.still_going()
+            PROGRESS.count(chosen.stop, len(rows), "rows")
         means = {name: sum_over_ranks(sums[name], topology) / num_tokens for name in sums}
     found = run.task.summary(means)
-    text = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-    log.line(f"step {step}/{config.steps} | held out: {text} ({len(rows)} rows)")
+    told = [f"{name} {short(value)}" for name, value in found.items()]
+    log.held_out_line(step, told, f"{len(rows)} rows")
     return {f"eval/{name}": value for name, value in found.items()}
 
 
@@ -365,7 +368,7 @@ def show_plan(
         plan = describe_supervised(
             config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens
         )
-        print(shown_config(config, show_config), *lines, plan, sep="\n", flush=True)
+        PROGRESS.line("\n".join([shown_config(config, show_config), *lines, plan]))
 
 
 def shown(name: str, rows: Rows) -> list[str]:

@@ -25,13 +25,15 @@ from spmdrl.overlap import can_overlap, collect_overlapping
 from spmdrl.placement import place, training_roles
 from spmdrl.profiling import Profiler
 from spmdrl.program import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.progress import PROGRESS
 from spmdrl.report import Report
 from spmdrl.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.dialogue import Dialogue, has_replies
-from spmdrl.room import check_room_for_checkpoint
+from spmdrl.room import check_room_for_checkpoint, writing
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import Lesson, hand_over, learn
+from spmdrl.step_line import of_sampling, plain, short
 from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology
@@ -42,7 +44,6 @@ from spmdrl.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 EXAMPLES = 8  # prompts of each data set that a dry run scores
-SHOWN = ("reward/mean", "reward/invalid", "actor/entropy", "actor/logprob_diff_max")
 
 
 def train(config: PpoConfig, runtime: Runtime) -> None:
@@ -54,16 +55,14 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
             least = least_checkpoint_bytes(trained, config.model)
             check_room_for_checkpoint(runtime.run_dir, least)
     run = build(config, runtime)
-    roles, phases, steps = run.roles, runtime.phases, config.steps
+    roles, steps = run.roles, config.steps
     done, log = resume(run)
-    phases.on_change = log.phase
     roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
     sync(roles, version=done)
     take_weights(roles, done)
     keep_what_stands()
     heap = Heap()
-    for line in roles.weights.describe():
-        log.line(line)
+    write_transfers(run)
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver, lag=config.async_steps)
     report = Report(config, runtime, log, "spmdrl.ppo", REWARD, signs_of_rl(config))
@@ -74,12 +73,11 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     run.spans.report(done)  # of what comes before the first step
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
-        log.begin_step(step)
-        with profiled(step):
+        with profiled(step), PROGRESS.step(step, steps):
             metrics = one_step(run, step, sync_after=True)
         heap.after_step()
         if metrics:
-            log.step_line(step, metrics, SHOWN)
+            log.step_line(step, metrics, of_sampling(metrics, with_tools=bool(config.tools)))
         if roles.sampling.here:
             # a rank that samples ahead stays within async_steps of what the trainers have learnt;
             # before the vote, for which trainers come when their weights are taken
@@ -112,6 +110,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     roles.post.wait_until_delivered()
     run.spans.note(step)
     log.close()
+    PROGRESS.now("ending the run")
     close(roles)
     report.at_end(step, ending.stops)
 
@@ -185,14 +184,23 @@ def resume(run: Run) -> tuple[int, RunLog]:
     with runtime.phases("resume"):  # of a folder that nothing is moved out of any more
         trackers = open_trackers(config, runtime.run_dir, done) if run.is_log else []
         log = RunLog(
-            runtime.run_dir, run.is_log, config.steps, trackers, done, runtime.phases.alone
-        )
+            runtime.run_dir, run.is_log, config.steps, trackers, done, runtime.phases.alone,
+            config.show_metrics,
+        )  # fmt: skip
         run.spans.trace = TraceFile(
             runtime.run_dir, topology.rank, topology.host, done, topology.world, aside
         )
     for line in opening_lines(config, start, same, done, goes_on):
         log.line(line)
     return done, log
+
+
+def write_transfers(run: Run) -> None:
+    """run_dir/weights.txt: which ranks send how much to which when the engine gets new weights."""
+    if run.is_log:
+        path = Path(run.runtime.run_dir, "weights.txt")
+        with writing(path):
+            path.write_text("\n".join([*run.roles.weights.describe(), ""]))
 
 
 def restore(run: Run, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
@@ -277,8 +285,13 @@ def held_out_metrics(run: Run, step: int, log: RunLog) -> dict[str, float]:
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
     metrics = told[0]
-    scores = " ".join(f"{k} {v:.4g}" for k, v in metrics.items() if k.endswith("/reward"))
-    log.line(f"step {step}/{run.config.steps} | held out: {scores} ({len(run.held_out)} prompts)")
+    means = [
+        f"{plain(name.removeprefix('eval/'))} {short(value)}"
+        for name, value in metrics.items()
+        if name.endswith("/reward")
+    ]
+    means.sort(key=lambda text: not text.startswith("reward "))  # that of all data sources first
+    log.held_out_line(step, means, f"{len(run.held_out)} prompts")
     return metrics
 
 
@@ -358,7 +371,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, ranks: int, show_config: bool
         dialogue.close()
     if runtime.is_main:
         plan = describe(config, ranks, num_prompts, lengths)
-        print(shown_config(config, show_config), *lines, plan, sep="\n", flush=True)
+        PROGRESS.line("\n".join([shown_config(config, show_config), *lines, plan]))
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:

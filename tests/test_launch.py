@@ -12,8 +12,9 @@ import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
 
-from spmdrl.launch import HeldPorts
+from spmdrl.launcher import HeldPorts
 
+FIRST_WORDS = "spmdrl: starting the processes of the run\n"
 RANK = """
 import os, signal, sys, tempfile
 print("rank", os.environ["RANK"], flush=True)
@@ -48,7 +49,7 @@ def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedPro
 ])  # fmt: skip
 def test_what_is_said_is_the_ranks_own_word(tmp_path, how, code, said):
     done = launch(tmp_path, "--standalone", "--nproc-per-node", "1", "rank.py", how)
-    assert (done.returncode, done.stdout) == (code, "rank 0\n"), done.stderr
+    assert (done.returncode, done.stdout) == (code, f"{FIRST_WORDS}rank 0\n"), done.stderr
     lines = [line for line in done.stderr.splitlines() if line]
     assert len(lines) == len(said), done.stderr
     assert all(part in line for part, line in zip(said, lines, strict=True)), lines
@@ -67,7 +68,7 @@ def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path):
     assert f"port {port} (--master-port" in done.stderr
     assert f"is taken, where process {os.getpid()} listens (" in done.stderr
     assert "or name none for a run on this machine alone" in done.stderr
-    assert done.stdout == ""
+    assert done.stdout == FIRST_WORDS
 
 
 def test_a_held_port_is_nobody_else_s_and_a_store_may_open_it():

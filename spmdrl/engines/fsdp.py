@@ -49,6 +49,7 @@ from spmdrl.engines.staging import HostCopies, StagedShards, stage
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.engines.strict import make_strict
 from spmdrl.engines.ulysses import Share, Team, check_ulysses, counted_once, share_of, shared, whole
+from spmdrl.progress import PROGRESS
 from spmdrl.remote_code import code_files
 from spmdrl.safe_load import ShardReader
 from spmdrl.topology import Topology
@@ -166,7 +167,7 @@ class FsdpEngine:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
         with adapters_off(self.module) if self.without_adapters else nullcontext():
-            for seqs, mb in self._micro_batches(own):
+            for seqs, mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 found = torch.stack(forward(mb)).cpu()
                 if own.num_tokens:  # this is the rank that asked
                     rows = token_rows(own, seqs)
@@ -186,7 +187,7 @@ class FsdpEngine:
             return {}
         sums: dict[str, Tensor] = {}
         parts = self._micro_batches(batch)
-        for i, (_, mb) in enumerate(parts):
+        for i, (_, mb) in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, last=i == len(parts) - 1)
             with self.offloaded:
                 if isinstance(self.module, TokenPolicy):

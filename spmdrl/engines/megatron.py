@@ -37,6 +37,7 @@ from spmdrl.engines.models import require_given
 from spmdrl.engines.schedule import learning_rate
 from spmdrl.engines.sharing import SumForward, broadcast_batch
 from spmdrl.engines.staging import HostCopies
+from spmdrl.progress import PROGRESS
 from spmdrl.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.reshard import gathered
@@ -199,6 +200,7 @@ class MegatronEngine:
             return out, partial(close, now)
 
         every = [iter(inputs) for _ in parts.chunks]
+        every[0] = PROGRESS.each(inputs, "micro-batches")
         single = len(parts.chunks) == 1
         with parts.configured(), cut_short(parts.raw[-1] if parts.kind == "policy" else None):
             return get_forward_backward_func()(

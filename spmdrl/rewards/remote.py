@@ -10,6 +10,7 @@ import torch
 
 from spmdrl.collectives import all_to_all_rows
 from spmdrl.phases import Phases
+from spmdrl.progress import PROGRESS
 from spmdrl.rewards.invalid import InvalidWatch
 from spmdrl.rewards.runner import RewardRunner, Scoring
 from spmdrl.roles import Sampler
@@ -65,8 +66,13 @@ def run_functions(samples: list[Sample], rewards: RewardRunner, by: Scorer) -> N
 def finish_scoring(begun: Scoring, rewards: RewardRunner, by: Scorer) -> None:
     """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
     watch = InvalidWatch(rewards.config, len(begun.samples), by.sampler.scoring)
+    alone, num_scored = by.sampler.scoring.world == 1, 0
+    what = "answers scored" if alone else "answers scored on rank 0"
 
     def scored(sample: Sample) -> None:
+        nonlocal num_scored
+        num_scored += 1
+        PROGRESS.count(num_scored, len(begun.samples), what)
         by.phases.still_going()  # slow rewards are no hang
         watch.scored(sample)
 

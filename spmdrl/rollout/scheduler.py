@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.progress import PROGRESS
 from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.handover import pack, pick, resume, unpack
 from spmdrl.rollout.noise import preserved_rng
@@ -250,6 +251,7 @@ class Desk:
         if self.unreported or self.me == 0 or not self.all_taken:
             self.done = self.store.add("done", self.unreported)
             self.unreported = 0
+            PROGRESS.count(self.done, self.num_requests, "answers")
         log = self.read_log()
         decision.loads, self.num_loads = log // 2 - self.num_loads, log // 2
         decision.stop = bool(log & 1)

@@ -1,0 +1,110 @@
+"""The line of a step: what it says, and that it never has over 110 columns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from spmdrl.metrics import RunLog
+from spmdrl.step_line import (
+    COLUMNS,
+    Shown,
+    field_of,
+    fitted,
+    of_rows,
+    of_sampling,
+    remaining,
+    short,
+    step_line,
+)
+
+METRICS = {
+    "reward/mean": 0.4125, "reward/std": 0.3, "reward/correct": 0.31, "reward/format": 0.9,
+    "reward/invalid": 0.0, "response/mean_tokens": 211.7, "response/truncated": 0.03125,
+    "tools/calls": 1.25, "throughput/tokens_per_s": 4571.2, "actor/entropy": 1.234,
+}  # fmt: skip
+
+
+def test_it_says_what_the_model_does():
+    line = step_line(12, 120, of_sampling(METRICS, with_tools=False), METRICS, 3723)
+    assert line == (
+        "step 12/120 | reward 0.412 (correct 0.31, format 0.9) | length 212 | cut 3% | "
+        "4,571 tok/s | 1:02:03 left"
+    )
+    line = step_line(12, 120, of_sampling(METRICS, with_tools=True), METRICS, 3723)
+    assert line == (
+        "step 12/120 | reward 0.412 (correct 0.31, ...) | length 212 | cut 3% | tools 1.25 | "
+        "4,571 tok/s | 1:02:03 left"
+    )
+    no_tools = of_sampling(METRICS | {"reward/invalid": 3.0}, with_tools=False)
+    assert no_tools.fields == ["length 212", "cut 3%", "without reward 3"]
+    rows = of_rows({"sft/loss": 1.5}, ("sft/loss", "sft/grad_norm"))  # a step passed over has less
+    assert rows == Shown("loss 1.5", [], []) and of_rows({}, ("sft/loss",)).first == ""
+
+
+def test_the_last_parts_of_the_reward_give_way_first():
+    parts = {f"reward/part_{i}": i / 10 for i in range(9)}
+    line = step_line(1, 9, of_sampling(METRICS | parts, with_tools=False), METRICS, 5)
+    assert "reward 0.412 (correct 0.31, format 0.9, ...) | length 212 | cut 3%" in line
+    assert line.endswith("| 4,571 tok/s | 0:05 left") and len(line) <= COLUMNS
+
+
+numbers = (
+    st.floats(-1e300, 1e300)
+    | st.floats(-10, 10)
+    | st.sampled_from([math.nan, math.inf, -math.inf])
+    | st.integers(0, 10**18).map(float)
+)
+names = st.text(min_size=1, max_size=40)
+
+
+@given(
+    st.integers(1, 10**7), st.integers(1, 10**9), st.dictionaries(names, numbers, max_size=30),
+    numbers, numbers, st.floats(0), st.lists(names, max_size=9),
+)  # fmt: skip
+def test_it_never_has_over_110_columns(step, steps, parts, value, speed, left_s, show):
+    metrics = {f"reward/{name}": number for name, number in parts.items()}
+    metrics |= {f"{name}/{name}": value for name in show} | dict.fromkeys(METRICS, value)
+    metrics["throughput/tokens_per_s"] = speed
+    shown = of_sampling(metrics, with_tools=True)
+    shown = shown._replace(fields=[*shown.fields, *(field_of(f"{n}/{n}", metrics) for n in show)])
+    for line in (
+        step_line(step, steps, shown, metrics, left_s),
+        fitted(f"step {step}/{steps}", shown, ["100 prompts"]),
+    ):
+        assert cell_len(line) <= COLUMNS
+        assert line.isprintable()
+        assert line.startswith(f"step {step}/{steps} |")
+    if not show and not parts:
+        assert line.endswith("prompts")
+
+
+@given(numbers)
+def test_numbers_are_short(value):
+    text = short(value)
+    assert len(text) <= 10
+    if math.isfinite(value):
+        assert float(text.replace(",", "")) == pytest.approx(value, rel=0.006)
+
+
+def test_time_left():
+    times = [remaining(s) for s in (7, 62, 3723, 3 * 86400, 1e9, math.inf, math.nan)]
+    assert times[:4] == ["0:07", "1:02", "1:02:03", "3 days"]
+    assert times[4:] == ["over 100 days"] * 3
+
+
+def test_more_metrics_are_shown_where_they_are_asked_for(tmp_path, capsys):
+    log = RunLog(tmp_path, True, 9, show=("actor/entropy", "actor/entropie"))
+    for step in (1, 2):
+        log.step_line(step, METRICS, of_sampling(METRICS, with_tools=False))
+    log.close()
+    said, first, second = capsys.readouterr().out.splitlines()
+    assert said == (
+        "show_metrics: this step has no metric 'actor/entropie'; nearest: actor/entropy"
+    )
+    assert "| cut 3% | entropy 1.23 | 4,571 tok/s |" in first
+    assert second.startswith("step 2/9 | reward 0.412") and "entropy" in second
