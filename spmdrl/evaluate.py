@@ -170,7 +170,10 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                 write_samples(path, samples, most, topology, has_replies(config))
 
         alone = Alone(config, sampler, topology, phases, tokenizer)
+        PROGRESS.now("")
         metrics = evaluate(alone, prompts, step, show)
+        PROGRESS.now("ending the evaluation")
+    PROGRESS.now("")
     if runtime.is_main:
         write_config(config, out)
         row = {"step": step, "model": name, "samples": str(path.relative_to(out)), **metrics}

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +125,6 @@ def started(config: Any) -> Iterator[Runtime]:
                 check_room(run_dir, shared_here(config, topology))
         seed_everything(config.seed + topology.rank)
         yield runtime
-        PROGRESS.now("ending the run")
     except PhaseError as error:  # the rank that failed has reported it
         watchdog.tell(asdict(error.story))
         leave(error.story.exit_code)

@@ -106,6 +106,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     report = Report(config, runtime, log, f"spmdrl.{task.name}", task.curve, signs)
     keep_what_stands()
     heap = Heap()
+    PROGRESS.now("")
     if run.held_out and done == 0:
         metrics = evaluate(run, run.held_out, 0, log)
         log.write(0, metrics)

@@ -66,6 +66,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     saver = build_saver(run, log)
     ending = Ending(config, runtime, saver, lag=config.async_steps)
     report = Report(config, runtime, log, "spmdrl.ppo", REWARD, signs_of_rl(config))
+    PROGRESS.now("")
     if run.held_out and done == 0:
         metrics = held_out_metrics(run, 0, log)
         log.write(0, metrics)
@@ -112,6 +113,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     log.close()
     PROGRESS.now("ending the run")
     close(roles)
+    PROGRESS.now("")
     report.at_end(step, ending.stops)
 
 
