@@ -14,7 +14,7 @@ import torch.distributed as dist
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.at_k import Attempts, metrics_at_k
 from spmdrl.collectives import all_gather_rows
-from spmdrl.config import PpoConfig
+from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.leftover import Leftover
 from spmdrl.metrics import sample_metrics
 from spmdrl.rewards.remote import Scorer, score
@@ -46,7 +46,7 @@ class Collected:
     asked: list[Sample]
     rounds: int = 0
     num_asked: int = 0  # groups, in all rounds; the same on every rank
-    num_equal: int = 0  # those of them whose answers all have the same reward
+    num_equal: int = 0  # those of them whose answers have the same rewards
     facts: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
 
@@ -244,18 +244,17 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
     group's samples may lie on several ranks.
     """
     with roles.phases("reward", roles.sampling):
-        rewards = [
-            [s.group, math.nan if s.reward is None else s.reward, s.penalty] for s in samples
-        ]
-        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 3)
+        rewards = [[s.group, *rewards_of(s, roles.config.algo)] for s in samples]
+        table = torch.tensor(rewards, dtype=torch.float64)
+        table = table.reshape(-1, 2 + max(len(roles.config.algo.reward_keys), 1))
         groups: dict[int, list[float]] = {}
-        penalised: dict[int, list[float]] = {}  # as the algorithm sees them
-        for group, reward, penalty in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
-            valid = [] if math.isnan(reward) else [reward]
-            groups.setdefault(int(group), []).extend(valid)
-            penalised.setdefault(int(group), []).extend(r + penalty for r in valid)
+        compared: dict[int, list[list[float]]] = {}  # what the estimator compares
+        for group, reward, *others in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
+            valid = not math.isnan(reward)
+            groups.setdefault(int(group), []).extend([reward] * valid)
+            compared.setdefault(int(group), []).extend([others] * valid)
         result.num_asked += len(groups)
-        result.num_equal += sum(not unequal(rewards) for rewards in penalised.values())
+        result.num_equal += sum(not unequal(rewards) for rewards in compared.values())
         good = sorted(groups)
         if roles.config.algo.dynamic_sampling:
             good = [g for g in good if unequal(groups[g])]
@@ -266,6 +265,15 @@ def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Ro
                 sample.group = number[sample.group]
                 result.samples.append(sample)
         result.num_groups += len(taken)
+
+
+def rewards_of(sample: Sample, algo: AlgoConfig) -> list[float]:
+    """Its reward, nan where it is invalid; then what an estimator compares: the rewards of
+    algo.reward_keys, or without keys the reward with the penalty."""
+    if sample.reward is None:
+        return [math.nan] * (1 + max(len(algo.reward_keys), 1))
+    keys = [sample.rewards_by_key[key] for key in algo.reward_keys]
+    return [sample.reward, *(keys or [sample.reward + sample.penalty])]
 
 
 class Examiner(Scorer, Protocol):

@@ -65,7 +65,7 @@ def find_in_rl(
     found = {
         "cut": cut_answers(rows, config),
         "tools": unused_tools(rows, config),
-        "update": update_without_advantages(rows),
+        "update": update_without_advantages(rows, config),
         "rate": no_learning_rate(rows, "actor"),
         "evaluation": same_evaluation(evaluations, "eval/reward"),
     }
@@ -93,6 +93,9 @@ def same_reward(rows: Sequence[Row], config: PpoConfig) -> str | None:
     """Every answer of ten steps has the same reward."""
     means, stds = column(rows, "reward/mean"), column(rows, "reward/std")
     if means is None or stds is None or not all_equal(means) or max(stds) > bound(means):
+        return None
+    without = column(rows, "reward/frac_reward_zero_std")
+    if without is not None and min(without) < 1:  # a penalty or another reward differs
         return None
     return (
         f"every answer of the last {len(rows)} steps got the reward {means[-1]:g}, so none is "
@@ -127,17 +130,16 @@ def few_signals(rows: Sequence[Row], config: PpoConfig) -> str | None:
         return None
     means = column(rows, "reward/mean")
     reward = "" if means is None else f" (the mean reward is {average(means):.3g})"
-    advice = (
-        f"the {config.algo.dynamic_sampling} rounds of algo.dynamic_sampling ask others in their "
-        "place, which takes time"
-        if config.algo.dynamic_sampling
-        else "--algo.dynamic_sampling 4 asks others in their place"
-    )
+    advice = ""
+    if config.algo.dynamic_sampling:
+        advice = " What algo.dynamic_sampling asks in their place takes time."
+    elif may_leave_groups_out(config):
+        advice = " --algo.dynamic_sampling 4 asks others in their place."
     return (
         f"in {average(without):.0%} of the groups of the last {len(rows)} steps all "
         f"{config.rollout.n} answers to the prompt got the same reward{reward}: their advantages "
         "are 0 and they teach nothing. The prompts are too easy or too hard for the model: choose "
-        f"others, or raise --rollout.n; {advice}."
+        f"others, or raise --rollout.n.{advice}"
     )
 
 
@@ -171,18 +173,29 @@ def unused_tools(rows: Sequence[Row], config: PpoConfig) -> str | None:
     )
 
 
-def update_without_advantages(rows: Sequence[Row]) -> str | None:
+def update_without_advantages(rows: Sequence[Row], config: PpoConfig) -> str | None:
     """The newest step updated the actor with advantages that are all 0."""
     row = rows[-1] if rows else {}
     if not row.get("advantage/all_zero") or "actor/grad_norm" not in row:
         return None
+    advice = ""
+    if may_leave_groups_out(config):
+        advice = (
+            " --algo.dynamic_sampling 4 leaves groups of equal rewards out, and a step without any "
+            "other makes no update."
+        )
     return (
         f"every advantage of step {row['step']:g} is 0, and the actor was updated all the same "
         f"(gradient norm {row['actor/grad_norm']:.2g}): what moves the weights is the KL and "
         "entropy terms, if there are any, the optimizer's momentum and the weight decay, and not "
-        "the reward. --algo.dynamic_sampling 4 leaves groups of equal rewards out, and a step "
-        "without any other makes no update."
+        f"the reward.{advice}"
     )
+
+
+def may_leave_groups_out(config: PpoConfig) -> bool:
+    """Whether algo.dynamic_sampling goes with the other options (algo/checks.py, plan.py)."""
+    compares = config.rollout.n > 1 and config.algo.advantage != "gdpo"
+    return compares and config.rollout.oversample == 1 and not config.algo.dynamic_sampling
 
 
 # ---- any program

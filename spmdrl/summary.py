@@ -241,9 +241,13 @@ def file_lines(ended: Ended) -> list[str]:
         (run_dir / "trace", "what each rank did when"),
     ]
     # the picture is drawn when the other ranks have gone
-    there = [e for e in entries if e[0].exists() or e[0].name == ended.curve.picture]
+    there = [e for e in entries if holds_something(e[0]) or e[0].name == ended.curve.picture]
     width = max(len(str(path)) for path, _ in there)
     return ["files:", *(f"  {path!s:{width}}  {what}" for path, what in there)]
+
+
+def holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def told_steps(ended: Ended) -> str:

@@ -28,6 +28,9 @@ GOOD = {
 }  # fmt: skip
 
 
+SAME = {"reward/std": 1e-9, "reward/frac_reward_zero_std": 1.0}  # rewards
+
+
 def warnings(config: PpoConfig, row: Row, steps: int = WINDOW) -> list[str]:
     """What is said in so many steps with such a row."""
     signs = signs_of_rl(config)
@@ -41,8 +44,8 @@ def test_a_run_that_learns_is_told_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"reward/mean": 0.0, "reward/std": 0.0}, "every answer of the last 10 steps got the rew"),
-        ({"reward/mean": -2.5, "reward/std": 1e-9}, "got the reward -2.5, so none is better"),
+        (SAME | {"reward/mean": 0.0}, "every answer of the last 10 steps got the reward 0, so"),
+        (SAME | {"reward/mean": -2.5}, "got the reward -2.5, so none is better"),
         (
             {"reward/mean": 2e-4, "reward/std": 0.014, "reward/frac_reward_zero_std": 0.99},
             "the reward was near 0 in the last 10 steps (its mean is 0.0002)",
@@ -81,9 +84,14 @@ def test_rewards_that_cancel_are_a_signal() -> None:
     assert warnings(CONFIG, GOOD | {"reward/mean": 0.0, "reward/std": 1.0}) == []
 
 
+def test_equal_rewards_with_other_things_that_differ_are_a_signal() -> None:
+    """Penalties for length, say, or the several rewards of gdpo."""
+    assert warnings(CONFIG, GOOD | {"reward/mean": 0.0, "reward/std": 0.0}) == []
+
+
 def test_rewards_that_have_no_say_are_not_judged() -> None:
     config = dataclasses.replace(CONFIG, algo=AlgoConfig(reward_coef=0.0))
-    assert warnings(config, GOOD | {"reward/mean": 0.0, "reward/std": 0.0}) == []
+    assert warnings(config, GOOD | SAME) == [] != warnings(CONFIG, GOOD | SAME)
 
 
 def test_tools_that_nobody_calls() -> None:
@@ -106,7 +114,7 @@ def test_what_dynamic_sampling_does_is_not_advised_again() -> None:
     row = GOOD | {"reward/frac_reward_zero_std": 0.9}
     assert "--algo.dynamic_sampling 4 asks" in warnings(CONFIG, row)[0]
     config = dataclasses.replace(CONFIG, algo=AlgoConfig(dynamic_sampling=3))
-    assert "the 3 rounds of algo.dynamic_sampling" in warnings(config, row)[0]
+    assert "What algo.dynamic_sampling asks in their place takes time." in warnings(config, row)[0]
 
 
 def test_a_step_without_an_update_or_with_invalid_samples_alone_has_no_sign() -> None:

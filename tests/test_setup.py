@@ -166,19 +166,6 @@ def test_quickstart_summary(tmp_path: Path) -> None:
     assert list(phases.items()) == [("update_actor", 5.0), ("rollout", 2.5)]
 
 
-def test_quickstart_curve_shows_both_series(tmp_path: Path) -> None:
-    quickstart = load_module("examples/arithmetic/quickstart.py")
-    figure = quickstart.reward_figure(METRICS, "title")
-    axes = figure.axes[0]
-    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert curves == {
-        "train reward (sampled)": [[1, 0.2], [2, 0.5], [3, 0.75]],
-        "held-out accuracy (greedy)": [[0, 0.25], [3, 0.9375]],
-    }
-    assert axes.get_xlabel() == "step" and axes.get_ylabel()
-    figure.savefig(tmp_path / "reward.png")
-
-
 def test_quickstart_ends_with_the_exit_code_of_a_stage(capsys: pytest.CaptureFixture) -> None:
     quickstart = load_module("examples/arithmetic/quickstart.py")
     with pytest.raises(SystemExit) as stopped:

@@ -121,6 +121,7 @@ def test_answers_are_the_worst_a_middle_one_and_the_best(ended: Ended) -> None:
 def test_a_run_of_fine_tuning_names_its_model_and_loss(tmp_path: Path) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "model"
     out.mkdir()
+    Path(out, "config.json").write_text("{}")
     rows = [{"step": 0, "eval/loss": 2.0}, {"step": 1, "sft/loss": 1.0, "eval/loss": 1.5}]
     write_lines(run_dir / "metrics.jsonl", rows)
     config = SftConfig(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -44,8 +43,6 @@ def main() -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")
     summary = summarise(rows, seconds)
     Path(run_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    figure = reward_figure(rows, f"arithmetic, {args.algo.upper()}")
-    figure.savefig(run_dir / "reward.png", dpi=120)
     Console().print(summary_table(summary, phase_seconds(rows)))
     print(f"reward curve: {run_dir}/reward.png; tensorboard --logdir {run_dir}")
 
@@ -136,23 +133,6 @@ def phase_seconds(rows: list[Row]) -> dict[str, float]:
                 phase = key.removeprefix("time/").removesuffix("_s")
                 sums[phase] = sums.get(phase, 0.0) + value
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def reward_figure(rows: list[Row], title: str) -> Figure:
-    """Train reward of every step, and held-out accuracy where it was measured."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for key, label, style in (
-        ("reward/mean", "train reward (sampled)", "-"),
-        ("eval/reward", "held-out accuracy (greedy)", "o-"),
-    ):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="fraction of answers that are right", ylim=(0, 1.02))
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    return figure
 
 
 def summary_table(summary: dict[str, Any], phases: dict[str, float]) -> Table:

@@ -114,7 +114,7 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
     return -penalty * min(max(over / buffer, 0.0), 1.0)
 
 
-def unequal(rewards: list[float]) -> bool:
+def unequal(rewards: list[float] | list[list[float]]) -> bool:
     """Whether a group has something to tell: its rewards are not all the same.
 
     Source: DAPO, arXiv 2503.14476.

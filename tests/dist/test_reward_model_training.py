@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.image import imread
 from programs import CONFIG as RL
 from programs import metrics_of, train, write_task
 from safetensors.torch import load_file
@@ -65,6 +66,14 @@ def learn(folder: Path, ranks: int, name: str, *args: str) -> list[dict]:
 def alone(folder):
     """On one rank."""
     return learn(folder, 1, "alone")
+
+
+def test_a_run_ends_with_its_accuracy_in_words_and_as_a_picture(folder, alone):
+    before, after = (f"{alone[step]['eval/accuracy']:.4g}" for step in (0, 5))
+    told = Path(folder, "alone/summary.txt").read_text()
+    assert f"accuracy on held-out data  {before} (step 0) -> {after} (step 5)" in told
+    assert "python -m spmdrl.reward_model --config cfg.py" in told  # one rank, no launcher
+    assert imread(folder / "alone/accuracy.png").shape[:2] == (540, 960)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
