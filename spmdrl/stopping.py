@@ -192,6 +192,7 @@ class Ending:
         self.runtime.stopped = (
             f"stopped after step {step} of {self.config.steps}; --resume auto goes on"
         )
+        self.runtime.stopping.told = True  # that it will stop is no news any more
         return self.runtime.stopped
 
     def close(self) -> None:
