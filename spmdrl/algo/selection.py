@@ -6,11 +6,15 @@ an address (seed, step, group, sample, position), so a choice is the same for an
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from spmdrl.types import Batch
+
+Rewards = TypeVar("Rewards", float, list[float])  # of a sample
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
@@ -114,8 +118,9 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
     return -penalty * min(max(over / buffer, 0.0), 1.0)
 
 
-def unequal(rewards: list[float] | list[list[float]]) -> bool:
-    """Whether a group has something to tell: its rewards are not all the same.
+def unequal(rewards: list[Rewards]) -> bool:
+    """Whether a group has something to tell: its rewards, one or several of each sample, are not
+    all the same.
 
     Source: DAPO, arXiv 2503.14476.
     """
