@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spmdrl import checkpoint, run_lock
+from spmdrl.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def set_aside(run_dir: Path, done: int, loaded: Path | None = None) -> Path | No
             moved = Path(target, item.name)
         moved.parent.mkdir(exist_ok=True)
         shutil.move(item, moved)  # checkpoints may be on another file system
-    print(f"what an earlier run left in {run_dir} is now in {target}", flush=True)
+    PROGRESS.line(f"what an earlier run left in {run_dir} is now in {target}")
     return target
 
 

@@ -19,13 +19,13 @@ from spmdrl.output import keep_output
 from spmdrl.progress import PROGRESS
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     keep_output()
     if os.environ.get("SLURM_PROCID", "0") == "0":  # Slurm starts one launcher on each node
         PROGRESS.line("spmdrl: starting the processes of the run")
-    from spmdrl.launcher import main  # torch comes in here, which takes seconds
+    from spmdrl import launcher  # torch comes in here, which takes seconds
 
-    return main()
+    return launcher.main(arguments)
 
 
 if __name__ == "__main__":

@@ -100,10 +100,9 @@ class RunLog:
         shown = shown._replace(fields=[*shown.fields, *more])
         self.line(step_line(step, self.total_steps, shown, metrics, self.left_s(step)))
 
-    def held_out_line(self, step: int, means: Sequence[str], asked: str) -> None:
-        """means: as in "reward 0.91", the first of them that of all; asked: "100 prompts"."""
-        first, *others = means or ["no reward"]
-        shown = Shown(f"held out: {first}", others, [])
+    def held_out_line(self, step: int, shown: Shown, asked: str) -> None:
+        """asked: as in "100 prompts"."""
+        shown = shown._replace(first=f"held out: {shown.first}")
         self.line(fitted(f"step {step}/{self.total_steps}", shown, [asked]))
 
     def left_s(self, step: int) -> float:

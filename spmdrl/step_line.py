@@ -42,6 +42,16 @@ def of_sampling(metrics: Metrics, with_tools: bool) -> Shown:
     return Shown(field_of("reward/mean", metrics), reward_parts(metrics), [*filter(None, fields)])
 
 
+def of_evaluation(metrics: Metrics) -> Shown:
+    """The mean reward, and that of each data source where there are several."""
+    sources = [
+        f"{plain(name[len('eval/') : -len('/reward')])} {short(value)}"
+        for name, value in metrics.items()
+        if name.endswith("/reward") and name != "eval/reward"
+    ]
+    return Shown(field_of("eval/reward", metrics) or "no reward", sources, [])
+
+
 def of_rows(metrics: Metrics, names: Sequence[str]) -> Shown:
     first, *fields = [field_of(name, metrics) for name in names if name in metrics] or [""]
     return Shown(first, [], fields)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.exits import INTERRUPTED, REQUEUE, leave
+from spmdrl.progress import PROGRESS
 from spmdrl.topology import Topology, timeout_of
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def code_of(number: signal.Signals) -> int:
 
 def say(what: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"\nspmdrl: {what}", flush=True)
+        PROGRESS.line(f"\nspmdrl: {what}")
 
 
 def _noted(_signal: int, _frame: Any) -> None:

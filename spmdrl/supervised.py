@@ -45,7 +45,7 @@ from spmdrl.room import check_room_for_checkpoint
 from spmdrl.rows import Rows
 from spmdrl.saver import Saver, check_metric
 from spmdrl.step import update
-from spmdrl.step_line import of_rows, short
+from spmdrl.step_line import of_rows
 from spmdrl.stopping import Ending
 from spmdrl.topology import Topology, train_degrees
 from spmdrl.trace import SpanLog, TraceFile, phase_metrics
@@ -302,8 +302,7 @@ def evaluate(run: Run, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
             PROGRESS.count(chosen.stop, len(rows), "rows")
         means = {name: sum_over_ranks(sums[name], topology) / num_tokens for name in sums}
     found = run.task.summary(means)
-    told = [f"{name} {short(value)}" for name, value in found.items()]
-    log.held_out_line(step, told, f"{len(rows)} rows")
+    log.held_out_line(step, of_rows(found, tuple(found)), f"{len(rows)} rows")
     return {f"eval/{name}": value for name, value in found.items()}
 
 

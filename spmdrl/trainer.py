@@ -33,7 +33,7 @@ from spmdrl.rollout.dialogue import Dialogue, has_replies
 from spmdrl.room import check_room_for_checkpoint, writing
 from spmdrl.saver import Keepsake, Saver, check_metric
 from spmdrl.step import Lesson, hand_over, learn
-from spmdrl.step_line import of_sampling, plain, short
+from spmdrl.step_line import of_evaluation, of_sampling
 from spmdrl.stopping import Ending
 from spmdrl.sync import sync, take_weights
 from spmdrl.topology import Topology
@@ -287,13 +287,7 @@ def held_out_metrics(run: Run, step: int, log: RunLog) -> dict[str, float]:
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
         dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
     metrics = told[0]
-    means = [
-        f"{plain(name.removeprefix('eval/'))} {short(value)}"
-        for name, value in metrics.items()
-        if name.endswith("/reward")
-    ]
-    means.sort(key=lambda text: not text.startswith("reward "))  # that of all data sources first
-    log.held_out_line(step, means, f"{len(run.held_out)} prompts")
+    log.held_out_line(step, of_evaluation(metrics), f"{len(run.held_out)} prompts")
     return metrics
 
 

@@ -15,6 +15,7 @@ from spmdrl.step_line import (
     Shown,
     field_of,
     fitted,
+    of_evaluation,
     of_rows,
     of_sampling,
     remaining,
@@ -42,6 +43,9 @@ def test_it_says_what_the_model_does():
     )
     no_tools = of_sampling(METRICS | {"reward/invalid": 3.0}, with_tools=False)
     assert no_tools.fields == ["length 212", "cut 3%", "without reward 3"]
+    means = {"eval/reward": 0.5, "eval/a/b/reward": 0.25, "eval/math/reward": 1.0, "eval/x": 1.0}
+    assert of_evaluation(means) == Shown("reward 0.5", ["a/b 0.25", "math 1"], [])
+    assert of_evaluation({"eval/reward/invalid": 9.0}).first == "no reward"
     rows = of_rows({"sft/loss": 1.5}, ("sft/loss", "sft/grad_norm"))  # a step passed over has less
     assert rows == Shown("loss 1.5", [], []) and of_rows({}, ("sft/loss",)).first == ""
 
