@@ -227,7 +227,7 @@ def train(
 ) -> Done:
     """As `torchrun`, where only the numbers matter: the ranks are processes that have imported
     torch already, started as by Slurm with their number in the environment. The code is that of the
-    first rank that failed.
+    first rank that failed. program: a module's name, or the path of a script.
     """
     begin = time.monotonic()
     Path(folder, "log").write_text("")
@@ -251,7 +251,11 @@ def run_module(folder: str, program: str, args: list[str], env: dict[str, str]) 
     become(Path("log"), env)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.argv[1:] = args
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import ROOT, free_port, make_arithmetic
+from programs import ROOT, make_arithmetic, train
 
 EXAMPLE = ROOT / "examples" / "embed_megatron"
 
@@ -19,18 +19,23 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, script, *args, timeout_s=200):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-        str(free_port()), str(EXAMPLE / script), "--tensor-model-parallel-size", "2", *args,
-    ]  # fmt: skip
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(
-        [str(ROOT), str(ROOT / "kernels")])}  # fmt: skip
-    done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s
+def run(folder, script, *args):
+    """Output of two ranks that share every layer."""
+    done = train(
+        folder, 2, "--tensor-model-parallel-size", "2", *args, program=str(EXAMPLE / script)
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
+    assert done.code == 0, done.output[-6000:]
+    return done.output
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_rl.py"])
+def test_it_starts_by_itself(script):
+    """Where nothing is imported yet, unlike in the ranks of the other test."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, str(EXAMPLE / script), "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "--tensor-model-parallel-size" in done.stdout
 
 
 def test_few_lines_make_it_rl():

@@ -115,11 +115,13 @@ def test_a_config_file_that_ends_the_process_is_no_success(folder):
 @pytest.mark.parametrize("store", ["agent's", "rank 0's"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
-    """One of three: the others' ends are no stories."""
+    """One of three: the others' ends are no stories. Each rank and each store is met once with
+    processes that torchrun has started itself, and once with forks, which start in no time."""
     if store == "rank 0's":  # as the launch scripts have it: it may die with the rank
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    forked = (rank == 0) == (store == "agent's")
     proc = start(
-        folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"], forked=False
+        folder, 3, *ENDLESS, "--checkpoint.every_steps", "2", before=["--standalone"], forked=forked
     )
     wait_for(folder, "saved run/checkpoints/step_00000002", proc)
     victim = pids_of(proc.pid)[rank]

@@ -182,9 +182,11 @@ def test_a_model_learns_the_names_of_colours(tmp_path):
     script = ROOT / "examples/colours/make_assets.py"
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
     config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
-    done = train(tmp_path, 2, "--config", config, "--steps", "50", "--run_dir", "run")
+    done = train(
+        tmp_path, 2, "--config", config, "--steps", "45", "--eval_every", "45", "--run_dir", "run"
+    )
     assert done.code == 0, done.output[-6000:]
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     assert right[0] < 0.2, right
-    assert right[50] > 0.45, right
+    assert right[45] > 0.4, right
