@@ -43,7 +43,7 @@ WORDS = {
     "build reward model": "loading the reward model",
     "build rollout": "starting the engine",
     "plan weights": "planning how weights go from the trainer to the engine",
-    "resume": "looking for a checkpoint to go on from",
+    "resume": "preparing the run's folder and looking for a checkpoint",
     "wait sync": "waiting for the other ranks",
     "sync": "copying the new weights to the engine",
     "wait weights": "waiting for new weights",
@@ -249,7 +249,7 @@ class Progress:
         if self.live:
             self.draw(doing, now)
             return
-        facts = f": {doing.facts(now)}" if now - doing.since >= 1 else ""
+        facts = f": {doing.facts(now)}" if doing.counts or now - doing.since >= 1 else ""
         doing.said_at = now
         self.line(f"spmdrl: {self.label}{doing.words}{facts}")
 

@@ -173,6 +173,7 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
 
 def test_critic_reference_and_tensor_parallel_rollout(folder):
     known = "import spmdrl.trainer\nspmdrl.trainer.peak_tflops = lambda device: 1e-3\n"
+    known += "import spmdrl.progress as p\np.TICK_S = p.PATIENCE_S = p.LONG_S = 0.01\n"  # talkative
     Path(folder, "known.py").write_text(VLLM + known)  # as if the device's peak were known
     done = train(
         folder, 2, "--config", "known.py", "--run_dir", "all_roles",
@@ -182,6 +183,14 @@ def test_critic_reference_and_tensor_parallel_rollout(folder):
         "--ref.dtype", "float32", "--weights.check", "--weights.bucket_mib", "1",
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
+    said = [line for line in done.output.splitlines() if line.startswith("spmdrl: step 1/2: ")]
+    for words, counted in (
+        ("generating answers", "of 32 answers"),
+        ("computing reference log-probabilities", "of 2 mini-batches"),
+        ("updating the critic", "of 4 updates"),
+        ("updating the model", "of 4 updates"),
+    ):
+        assert any(words in line and line.endswith(counted) for line in said), (words, said)
     rows = metrics_of(folder / "all_roles")
     flops = Flops.of_model(load_hf_config(str(folder / "model")))
     for line in (folder / "all_roles/metrics.jsonl").read_text().splitlines()[1:]:
