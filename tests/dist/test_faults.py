@@ -264,7 +264,7 @@ def test_a_second_ctrl_c_ends_at_once(folder):
     Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", stuck + "\nconfig ="))
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
                  "--rewards.timeout_s", "200")  # fmt: skip
-    wait_for(folder, "weights:", proc)
+    wait_for(folder, "scoring answers with the reward", proc)
     time.sleep(2)
     ranks = pids_of(proc.pid)
     os.kill(proc.pid, signal.SIGINT)
@@ -281,7 +281,7 @@ def test_what_the_grace_time_does_not_suffice_for_is_abandoned(folder):
     Path(folder, "cfg.py").write_text(CONFIG.replace("\nconfig =", slow + "\nconfig ="))
     proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
                  "--rewards.timeout_s", "200", "--checkpoint.grace_s", "2")  # fmt: skip
-    wait_for(folder, "weights:", proc)
+    wait_for(folder, "scoring answers with the reward", proc)
     time.sleep(2)
     os.kill(pids_of(proc.pid)[1], signal.SIGUSR1)
     done = finish(proc, folder, LIMIT_S)
@@ -357,7 +357,7 @@ def test_the_launcher_says_how_its_ranks_took_a_signal(folder, number, stuck, co
         folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--data.eval", "None",
         "--rewards.timeout_s", "200", launcher="spmdrl.launch", before=["--standalone"],
     )  # fmt: skip
-    wait_for(folder, "weights:" if stuck else "step 2/1000", proc)
+    wait_for(folder, "scoring answers" if stuck else "step 2/1000", proc)
     time.sleep(2.0 if stuck else 0.0)
     os.killpg(proc.pid, number)  # as a terminal does
     if stuck:
