@@ -38,7 +38,7 @@ from spmdrl.rewards.model import train_config
 from spmdrl.topology import resolve_degrees, train_degrees
 
 Array = np.ndarray[Any, Any]
-HOLES = 1.3  # of what comes and goes in a step, on the CPU: malloc's heap does not fit it exactly
+HOLES = 1.15  # of what comes and goes in a step, on the CPU: malloc's heap does not fit it exactly
 
 
 def describe(

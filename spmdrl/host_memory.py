@@ -11,7 +11,7 @@ import psutil
 
 GIB = 2**30
 VLLM_BYTES = 300 << 20  # its modules, engine and scheduler, once it is imported
-RUN_BYTES = 270 << 20  # FSDP, checkpoints and what else a run imports; oneDNN's code for its shapes
+RUN_BYTES = 150 << 20  # FSDP, checkpoints and what else a run imports; oneDNN's code for its shapes
 CGROUPS = (  # limit and use, of version 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from spmdrl.earlier import METRICS
 from spmdrl.progress import PROGRESS
 from spmdrl.room import writing
-from spmdrl.step_line import Shown, field_of, fitted, step_line, unknown
+from spmdrl.step_line import RESERVED, Shown, field_of, fitted, step_line, unknown
 from spmdrl.topology import Topology
 from spmdrl.trackers import Tracker
 from spmdrl.types import Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
-RESERVED = ("mean", "std", "invalid", "kl", "frac_reward_zero_std")  # reward/... of our own
 RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
 
 

@@ -14,8 +14,8 @@ from rich.cells import cell_len, set_cell_size
 
 COLUMNS = 110
 MORE = "..."  # in place of what does not fit
-# of the reward/... metrics those that are not the mean of a part of the reward
-NO_PART = ("mean", "std", "invalid", "kl")
+# reward/... metrics of our own, which no reward function may report; no parts of the reward
+RESERVED = ("mean", "std", "invalid", "kl", "frac_reward_zero_std")
 NAMES = {"response/mean_tokens": "length", "tools/calls": "tools"}  # others: their last part
 
 Metrics = Mapping[str, float]
@@ -61,7 +61,9 @@ def reward_parts(metrics: Metrics) -> list[str]:
     """As in "correct 0.31": the mean of each number that the reward function reports."""
     names = [name.removeprefix("reward/") for name in metrics if name.startswith("reward/")]
     return [
-        f"{plain(name)} {short(metrics[f'reward/{name}'])}" for name in names if name not in NO_PART
+        f"{plain(name)} {short(metrics[f'reward/{name}'])}"
+        for name in names
+        if name not in RESERVED
     ]
 
 
