@@ -266,12 +266,12 @@ def map_large_tensors() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keeps what is freed of malloc's heap, and takes tensors of up to HEAP_BYTES from it; CPU only.
+    """Keeps what is freed of malloc's heap, and takes tensors of up to HEAP_BYTES from it.
 
-    A larger tensor is a mapping of its own, which leaves no hole in the heap behind: micro-batches
-    of ever new lengths left holes twice as large as what lived. The kernel clears a mapping each
-    time. With all tensors mapped an update of the add2 workload takes a third longer (4.3 -> 5.7
-    s); with those above HEAP_BYTES it takes 3 to 8 % longer.
+    For the CPU. A larger tensor is a mapping of its own, which leaves no hole in the heap behind:
+    micro-batches of ever new lengths left holes twice as large as what lived. The kernel clears
+    each mapping, for which a step of the add2 workload takes a third more CPU time where all
+    tensors are mapped, and a tenth more where those above HEAP_BYTES are.
     """
     set_malloc(M_MMAP_THRESHOLD, HEAP_BYTES)
     set_malloc(M_TRIM_THRESHOLD, 1 << 30)

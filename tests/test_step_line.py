@@ -25,8 +25,9 @@ from spmdrl.step_line import (
 
 METRICS = {
     "reward/mean": 0.4125, "reward/std": 0.3, "reward/correct": 0.31, "reward/format": 0.9,
-    "reward/invalid": 0.0, "reward/frac_reward_zero_std": 0.25, "response/mean_tokens": 211.7, "response/truncated": 0.03125,
-    "tools/calls": 1.25, "throughput/tokens_per_s": 4571.2, "actor/entropy": 1.234,
+    "reward/invalid": 0.0, "reward/frac_reward_zero_std": 0.25,
+    "response/mean_tokens": 211.7, "response/truncated": 0.03125, "tools/calls": 1.25,
+    "throughput/tokens_per_s": 4571.2, "actor/entropy": 1.234,
 }  # fmt: skip
 
 
