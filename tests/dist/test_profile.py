@@ -127,7 +127,8 @@ def test_a_step_that_fails_leaves_what_was_recorded(rows):
     [name] = traces(rows)
     trace = trace_of(rows, name)
     found = spans(trace)
-    assert "aten::mm" in operators(trace, *found["update"])
+    # a product by torch, or by oneDNN on processors on which that is faster
+    assert {"aten::mm", "_OneDnnLinear"} & operators(trace, *found["update"])
 
 
 def test_a_trace_that_cannot_be_written_is_no_failure(rows):
