@@ -210,7 +210,10 @@ class LineHandler(logging.Handler):
     """Prints what is logged, in place of what progress shows on a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        PROGRESS.line(self.format(record))
+        try:
+            PROGRESS.line(self.format(record))
+        except Exception:  # noqa: BLE001  a library's wrong format must not end a run: logging's rule
+            self.handleError(record)
 
 
 @contextmanager
