@@ -12,6 +12,7 @@ program that embeds spmdrl prints what it prints. Imports no torch: the first wo
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -121,15 +122,20 @@ class Progress:
         self.label, self.steps_seen, self.in_step = "", 0, False
         self.printed_at = clock()
         self.drawn = False
+        self.beside = False  # rank 0 may have drawn on this process's terminal
         self.ended = threading.Event()
 
     # ---- for programs
 
     def start(self, words: str) -> None:
         """Says `words` at once, and from now on what goes on; on rank 0."""
+        live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         if os.environ.get("RANK", "0") != "0":
+            self.beside = live
             return
-        self.open(live=sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
+        self.open(live)
+        os.register_at_fork(after_in_child=self.forget)
+        atexit.register(self.stop)  # also where the program ends by an exception
         self.now(words)
         self.say(self.doing[-1], self.clock())
         self.ended = threading.Event()
@@ -140,6 +146,10 @@ class Progress:
     def open(self, live: bool) -> None:
         """Shows from now on, where `look` is called."""
         self.active, self.live, self.printed_at = True, live, self.clock()
+
+    def forget(self) -> None:
+        """In a fork, which has not the thread, and in which no one would release the lock."""
+        self.lock, self.active, self.drawn = threading.RLock(), False, False
 
     def stop(self) -> None:
         """Nothing is shown any more; the line on the terminal is erased."""
@@ -177,7 +187,7 @@ class Progress:
         """Prints it, at once and in place of what is drawn. Of any rank."""
         with self.lock:
             self.printed_at = self.clock()
-            erased, self.drawn = (ERASE if self.drawn else ""), False
+            erased, self.drawn = (ERASE if self.drawn or self.beside else ""), False
             sys.stdout.write(f"{erased}{text}\n")
             sys.stdout.flush()
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ast
+import logging
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 
 import spmdrl
 from spmdrl import progress
+from spmdrl.program import LineHandler
 from spmdrl.progress import ERASE, WORDS, Progress, spoken
 
 
@@ -145,6 +151,52 @@ def test_nothing_is_shown_unless_a_program_asks(clock, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     silent.start("starting")
     assert not silent.active and capsys.readouterr().out == ""
+
+
+def on_terminal(script: str, rank: int = 0) -> str:
+    """What a program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    program = [sys.executable, "-c", "from spmdrl.progress import PROGRESS\n" + script]
+    environment = os.environ | {"RANK": str(rank), "TERM": "xterm"}
+    subprocess.run(program, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, timeout=60)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    found = os.read(ours, 1 << 16).decode().replace("\r\n", "\n")
+    os.close(ours)
+    return found
+
+
+def test_an_exception_leaves_no_line_on_the_terminal():
+    assert on_terminal("PROGRESS.start('reading'); 1 / 0").endswith(f"reading ... 0 s{ERASE}")
+
+
+def test_lines_of_another_rank_replace_what_rank_0_has_drawn():
+    assert on_terminal("PROGRESS.start('reading'); PROGRESS.line('a')", rank=2) == f"{ERASE}a\n"
+
+
+def test_a_fork_prints_while_the_thread_held_the_lock():
+    script = """
+import os, threading, time
+PROGRESS.start("reading")
+holder = threading.Thread(target=lambda: (PROGRESS.lock.acquire(), time.sleep(2)), daemon=True)
+holder.start()
+time.sleep(0.2)
+if os.fork() == 0:
+    PROGRESS.line("of the fork")
+    os._exit(0)
+time.sleep(1)
+os._exit(0)
+"""
+    assert "of the fork\n" in on_terminal(script)
+
+
+def test_a_wrong_log_call_of_a_library_ends_nothing(capsys):
+    log = logging.Logger("library")
+    log.addHandler(LineHandler())
+    log.warning("%d rows", "many")
+    log.warning("%d rows", 3)
+    out, err = capsys.readouterr()
+    assert out == "3 rows\n" and "TypeError" in err
 
 
 def test_every_phase_has_plain_words():
