@@ -160,15 +160,18 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def sample_row(s: Sample, replies: bool) -> dict[str, Any]:
-    return {
+    """A number of the reward function that has the name of one of our columns is info_<name>."""
+    row = {
         "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
         **({"messages": s.messages} if replies else {}),
-        **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}), **s.reward_info,
+        **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),
     }  # fmt: skip
+    reported = s.reward_info.items()
+    return row | {f"info_{name}" if name in row else name: value for name, value in reported}
 
 
 def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:

@@ -6,6 +6,7 @@ import torch
 from spmdrl.collect import add_greedy_rewards, check_reward_keys
 from spmdrl.config import ConfigError
 from spmdrl.engines.micro_batches import stand_in
+from spmdrl.metrics import sample_row
 from spmdrl.packing import (
     concatenate,
     empty_batch,
@@ -59,6 +60,14 @@ def test_rewards_by_key():
     assert (both.invalid, bad.invalid) == (None, "boom")
     assert "asks for ['format'], the reward function gave ['score']" in plain.invalid
     assert plain.reward is None
+
+
+def test_a_number_that_is_called_as_a_column_of_samples_replaces_none():
+    both = sample(0, 0, 1, 1)
+    both.reward_info = {"response": 0.25, "invalid": 0.0, "format": 1.0}
+    row = sample_row(both, replies=False)
+    assert (row["response"], row["invalid"]) == (both.response, None)
+    assert [row[name] for name in ("info_response", "info_invalid", "format")] == [0.25, 0.0, 1.0]
 
 
 def test_a_sample_without_a_baseline_is_invalid():
