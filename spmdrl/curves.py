@@ -80,7 +80,8 @@ def curve_figure(training: Points, held_out: Points, curve: Curve, title: str) -
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color=HELD_OUT, label="held-out data")
     axes.set(xlabel="step", ylabel=curve.unit)
-    axes.set_title(title if len(title) <= TITLE_WIDTH else "..." + title[-TITLE_WIDTH:], loc="left")
+    shown = title if len(title) <= TITLE_WIDTH else "..." + title[-TITLE_WIDTH:]
+    axes.set_title(shown, loc="left", parse_math=False)  # a path may hold $
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

@@ -273,11 +273,9 @@ def model_commands(ended: Ended, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if not isinstance(config, PpoConfig):
         return []
     if not kept:
-        return [
-            ("no checkpoint was saved, so the trained weights are gone. To keep them next time:",
-             ended.start.command(ended.start.program, ["checkpoint.every_steps"],
-                                 "--checkpoint.every_steps", str(config.steps)))
-        ]  # fmt: skip
+        what = "no checkpoint was saved, so the trained weights are gone. To keep them next time"
+        every = "checkpoint.every_steps"
+        return [again(ended, what, [every], [f"--{every}", str(config.steps)])]
     best = best_step(ended, rows)
     step = best[1] if best is not None and best[1] in kept else max(kept)
     folder, out = str(kept[step]), f"{config.run_dir}_step_{step}"
@@ -311,6 +309,11 @@ def continue_commands(ended: Ended) -> list[tuple[str, str]]:
     if not ended.stopped:
         more, dropped = ["--steps", str(2 * ended.config.steps), *more], ["resume", "steps"]
         what = f"train for {ended.config.steps} more steps"
+    return [again(ended, what, dropped, more)]
+
+
+def again(ended: Ended, what: str, dropped: Sequence[str], more: Sequence[str]) -> tuple[str, str]:
+    """The run's own command with other options; where it has several hosts these options alone."""
     if ended.start.hosts > 1:
-        return [(f"{what}: the command that started the run, with", shlex.join(more))]
-    return [(what, ended.start.command(ended.start.program, dropped, *more))]
+        return f"{what}: the command that started the run, with", shlex.join(more)
+    return what, ended.start.command(ended.start.program, dropped, *more)

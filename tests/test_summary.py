@@ -90,6 +90,9 @@ def test_a_run_without_a_launcher_without_held_out_data_and_one_on_two_hosts(end
     assert "the command that started the run, with\n  --steps 8 --resume auto" in told(hosts)
     no_eval = replace(ended, config=replace(ended.config, data=DataConfig(train="t")))
     assert "spmdrl.evaluate" not in told(no_eval)
+    for folder in sorted(Path("run/checkpoints").iterdir()):
+        folder.rmdir()
+    assert "that started the run, with\n  --checkpoint.every_steps 4" in told(hosts)
 
 
 def test_without_checkpoints_the_way_to_have_them_is_told(ended: Ended) -> None:
@@ -187,7 +190,7 @@ def test_the_picture_shows_both_curves(tmp_path: Path) -> None:
     assert len(lines["training data, each step"]) == 39  # without the one that is no number
     assert lines["training data, moving average"][0].tolist() == pytest.approx([1, 0.15])
     assert figure.axes[0].get_ylabel() == "mean reward of an answer"
-    assert draw_curve(rows, REWARD, "run", tmp_path / "reward.png")
+    assert draw_curve(rows, REWARD, "runs/$x^^$", tmp_path / "reward.png")  # no formula
     assert imread(tmp_path / "reward.png").shape[:2] == (540, 960)
     assert not draw_curve([{"step": 1}], REWARD, "run", tmp_path / "other.png")
     assert not Path(tmp_path, "other.png").exists()
