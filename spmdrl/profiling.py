@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gzip
 import logging
+import mmap
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +26,9 @@ from spmdrl.program import Runtime
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
+# the name of a Python function in torch's trace, where there is more in it than JSON takes
+BROKEN_NAME = re.compile(rb'"cat": "python_function",\n\s*"name": "([^"\\\n]*["\\][^\n]*)",\n')
+PLAIN = bytes.maketrans(b'"\\', b"'/")
 
 
 class Profiler:
@@ -107,12 +112,24 @@ def write(profiler: profile, folder: Path, name: str) -> None:
     plain, packed = folder / f"{name}.tmp", folder / f"{name}.gz.tmp"
     try:
         profiler.export_chrome_trace(str(plain))
+        mend_names(plain)
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
             shutil.copyfileobj(source, target, CHUNK_BYTES)  # torch's own goes by line: minutes
         packed.replace(folder / f"{name}.json.gz")
     finally:
         plain.unlink(missing_ok=True)
         packed.unlink(missing_ok=True)
+
+
+def mend_names(trace: Path) -> None:
+    """Replaces quotes and backslashes in the names of Python functions, in place.
+
+    torch 2.13 writes these names as they are, and now and then the name is that of a code object
+    that is gone (seen: `torch/profiler/_cupti_monitor.py(0): "`), so the file would be no JSON.
+    """
+    with trace.open("r+b") as file, mmap.mmap(file.fileno(), 0) as text:
+        for found in BROKEN_NAME.finditer(text):
+            text[found.start(1) : found.end(1)] = found[1].translate(PLAIN)
 
 
 def steps_of(asked: ProfileConfig, total: int) -> set[int]:

@@ -10,7 +10,7 @@ from programs import set_up, train
 from spmdrl.cli import load_config
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.plan import check
-from spmdrl.profiling import steps_of
+from spmdrl.profiling import mend_names, steps_of
 from spmdrl.program import lost_timeout_s
 
 GRADIENT = "autograd::engine::evaluate_function"
@@ -170,3 +170,15 @@ def test_steps_by_any_spelling_and_signs_of_life(tmp_path, qwen3):
         profiled = load_config(str(folder / "cfg.py"), PpoConfig, {"profile.steps": asked})
         assert steps_of(profiled.profile, 7) == steps
         assert lost_timeout_s(profiled) == config.stall_timeout_s
+
+
+def test_names_that_torch_does_not_escape(tmp_path):
+    """As torch 2.13 writes them for code that is gone; whole names stay as they are."""
+    names = [b"a.py(3): f", b'a.py(0): "', b'"', b"a.py(0): \\", b'b"c",d']
+    events = [b'  {\n    "cat": "python_function",\n    "name": "%s",\n    "ts": 1\n  }' % name
+              for name in names]  # fmt: skip
+    trace = tmp_path / "trace.json"
+    trace.write_bytes(b"[\n" + b",\n".join(events) + b"\n]")
+    mend_names(trace)
+    kept = [event["name"] for event in json.loads(trace.read_text())]
+    assert kept == ["a.py(3): f", "a.py(0): '", "'", "a.py(0): /", "b'c',d"]
