@@ -20,7 +20,7 @@ from ranks import free_port
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import parse_args
 
-from spmdrl import launch
+from spmdrl import launcher
 
 pytestmark = pytest.mark.clock
 
@@ -69,7 +69,7 @@ def test_kubernetes_file_agrees_with_itself(jobset):
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     codes = [rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"][:2]]
     assert {code["containerName"] for code in codes} == {container["name"]}
-    assert [code["values"] for code in codes] == [[launch.BAD_CONFIG], [launch.REQUEUE]]
+    assert [code["values"] for code in codes] == [[launcher.BAD_CONFIG], [launcher.REQUEUE]]
     # the message is Kubernetes's own (pkg/controller/job/pod_failure_policy.go)
     message = (
         "Container ranks for pod x/y failed with exit code {} matching FailJob rule at index {}"
@@ -130,28 +130,28 @@ def test_one_variable_chooses_the_program(tmp_path):
 def test_a_node_knows_its_address_and_waits_for_the_head(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back afterwards
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert launch.interface_of("127.0.0.1") == "lo"
-    assert launch.interface_of("198.51.100.7") is None
-    assert launch.addresses_of("no-such-host.invalid") == set()
-    own = launch.address_towards("127.0.0.1", 1)
+    assert launcher.interface_of("127.0.0.1") == "lo"
+    assert launcher.interface_of("198.51.100.7") is None
+    assert launcher.addresses_of("no-such-host.invalid") == set()
+    own = launcher.address_towards("127.0.0.1", 1)
     assert own is None or not own.startswith("127.")  # others cannot reach a loopback
-    assert launch.meet_other_nodes(["--nproc-per-node", "2", "x.py"]) == []
+    assert launcher.meet_other_nodes(["--nproc-per-node", "2", "x.py"]) == []
     port = free_port()
     far = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
            "--rdzv-conf", "is_host=0", "--local-addr", "127.0.0.1", "x.py"]  # fmt: skip
-    monkeypatch.setattr(launch, "HEAD_S", 0.5)
+    monkeypatch.setattr(launcher, "HEAD_S", 0.5)
     with pytest.raises(RendezvousConnectionError, match=f"nobody listens at 127.0.0.1:{port}"):
-        launch.meet_other_nodes(far)
-    monkeypatch.setattr(launch, "HEAD_S", 30.0)
+        launcher.meet_other_nodes(far)
+    monkeypatch.setattr(launcher, "HEAD_S", 30.0)
     servers: list[socket.socket] = []
     listen = lambda: servers.append(socket.create_server(("127.0.0.1", port)))  # noqa: E731
     threading.Timer(0.7, listen).start()
     begin = time.monotonic()
-    assert launch.meet_other_nodes(far) == ["--local-addr", "127.0.0.1"]
+    assert launcher.meet_other_nodes(far) == ["--local-addr", "127.0.0.1"]
     assert 0.5 < time.monotonic() - begin < 20
     servers[0].close()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     near = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:1", "x.py"]
     begin = time.monotonic()
-    launch.meet_other_nodes(near)  # it is the head: nobody to wait for
+    launcher.meet_other_nodes(near)  # it is the head: nobody to wait for
     assert time.monotonic() - begin < 5
