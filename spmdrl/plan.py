@@ -21,6 +21,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.engines.lora import check_lora
+from spmdrl.engines.megatron_layout import divisors
 from spmdrl.engines.models import load_hf_config
 from spmdrl.model_files import check_eos, check_model_files
 from spmdrl.placement import (
@@ -40,7 +41,6 @@ from spmdrl.plan_shared import (
     check_training_role,
     check_vision,
     check_world,
-    divisors,
     warnings_of_optimizer,
     warnings_of_run,
 )

@@ -227,7 +227,3 @@ def warnings_of_run(config: RunConfig) -> list[str]:
 
 def files_of(paths: str | tuple[str, ...]) -> set[str]:
     return {os.path.realpath(p) for p in ((paths,) if isinstance(paths, str) else paths)}
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

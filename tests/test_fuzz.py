@@ -52,6 +52,10 @@ from spmdrl.topology import Topology
 
 MORE = int(os.environ.get("SPMDRL_FUZZ", "0"))
 
+# Hypothesis takes the exception of a time limit for a finding and goes on, now without a limit:
+# this one prints every stack and ends the process
+pytestmark = pytest.mark.timeout(300 * max(MORE, 1), method="thread")
+
 
 def fuzz(examples: int) -> settings:
     return settings(

@@ -15,6 +15,7 @@ from spmdrl.engines.megatron_layout import (
     Degrees,
     check_architecture,
     check_layout,
+    divisors,
     padded_vocab,
     vocab_range,
 )
@@ -232,3 +233,11 @@ def test_folders_that_do_not_fit_are_named(one_rank, tmp_path):
         load_pretrained(chunks, tmp_path, hf_config)
     with pytest.raises(ConfigError, match="neither"):
         load_pretrained(chunks, tmp_path / "nothing", hf_config)
+
+
+@pytest.mark.timeout(20)
+def test_divisors_are_named_however_large_the_number():
+    assert divisors(12) == "1, 2, 3, 4, 6, 12"
+    assert divisors(5040) == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, ..."
+    assert divisors(2**61 - 1) == "1, ..."  # a prime
+    assert divisors(10**400).startswith("1, 2, 4, 5, 8, 10, ")

@@ -44,9 +44,13 @@ def rollout(**changes):
 
 
 CASES = [
-    ({"algo": AlgoConfig(mini_batches=5)}, 2, ["12", "algo.mini_batches=5", "[1, 2, 3, 4, 6, 12]"]),
+    (
+        {"algo": AlgoConfig(mini_batches=5)},
+        2,
+        ["12", "algo.mini_batches=5", "do: 1, 2, 3, 4, 6, 12"],
+    ),
     ({"rollout": rollout(tensor_parallel=3)}, 4, ["rollout.tensor_parallel", "does not divide 4"]),
-    ({"rollout": rollout(tensor_parallel=8)}, 8, ["4 attention heads", "[1, 2, 4]"]),
+    ({"rollout": rollout(tensor_parallel=8)}, 8, ["4 attention heads", "use one of 1, 2, 4"]),
     ({"rollout": rollout(engine="hf", tensor_parallel=2)}, 2, ["'hf' has no tensor parallelism"]),
     (
         {"data": data(prompts_per_step=1), "rollout": rollout(n=2)},

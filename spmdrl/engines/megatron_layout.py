@@ -6,6 +6,7 @@ Needs no megatron-core: a dry run checks a layout without it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import islice
 from math import ceil, gcd, prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spmdrl.config import ConfigError
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+MOST_TRIED = 100_000  # as divisors, for an error's text
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _must_divide(name: str, degree: int, sizes: dict[str, int]) -> list[str]:
     ]
     if not wrong:
         return []
-    return [f"{name}={degree}: {'; '.join(wrong)}; it may be {_divisors(gcd(*sizes.values()))}"]
+    return [f"{name}={degree}: {'; '.join(wrong)}; it may be {divisors(gcd(*sizes.values()))}"]
 
 
 def _world_problems(d: Degrees, experts: bool, world_size: int | None) -> list[str]:
@@ -207,17 +209,19 @@ def _world_problems(d: Degrees, experts: bool, world_size: int | None) -> list[s
         products[names] = (d.expert_tensor, d.expert, d.pipeline)
     return [
         f"{names} = {' * '.join(map(str, parts))} = {prod(parts)} does not divide {world_size} "
-        f"ranks; it may be {_divisors(world_size)}, or have {ceil(world_size / prod(parts))} * "
+        f"ranks; it may be {divisors(world_size)}, or have {ceil(world_size / prod(parts))} * "
         f"{prod(parts)} = {ceil(world_size / prod(parts)) * prod(parts)} ranks"
         for names, parts in products.items()
         if world_size % prod(parts)
     ]
 
 
-def _divisors(size: int) -> str:
-    """The smallest twelve."""
-    good = [n for n in range(1, size + 1) if size % n == 0]
-    return ", ".join(map(str, good[:12])) + (", ..." if len(good) > 12 else "")
+def divisors(size: int) -> str:
+    """The smallest twelve divisors of a number, as text. The number may be of any size."""
+    candidates = range(1, min(size, MOST_TRIED) + 1)
+    good = list(islice((n for n in candidates if size % n == 0), 13))
+    more = len(good) > 12 or size > MOST_TRIED
+    return ", ".join(map(str, good[:12])) + (", ..." if more else "")
 
 
 def num_experts(hf_config: PreTrainedConfig) -> int:
