@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -300,3 +301,27 @@ def test_what_other_packages_would_say_at_their_import_is_not_shown():
         [sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Functions without a side effect; `list`, which reads an iterator to its end, is not among them.
+PURE = {
+    "all", "any", "int", "isinstance", "is_contiguous", "keys", "len", "Shard", "sizes", "tuple",
+}  # fmt: skip
+
+
+def test_no_assert_does_work_that_python_would_leave_out_with_its_option_O() -> None:
+    asserts = [
+        (path, statement)
+        for folder in ("spmdrl", "kernels/spmdrl_kernels")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.Assert)
+    ]
+    assert len(asserts) > 20
+    for path, statement in asserts:
+        where = f"{path.relative_to(ROOT)}:{statement.lineno}"
+        for node in ast.walk(statement.test):
+            assert not isinstance(node, ast.NamedExpr | ast.Await | ast.Yield), where
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                assert name in PURE, f"{where}: {name}() stands inside an assert"

@@ -274,7 +274,13 @@ class HfEngine:
         self.forget_prefixes()
 
     def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        assert not list(weights), "every weight has its place"
+        """Takes the weights that have no place in the layout: none, since `layout` places all.
+
+        The iterator is read to its end all the same. Raises RuntimeError where it held a weight.
+        """
+        names = [name for name, _ in weights]
+        if names:
+            raise RuntimeError(f"weights without a place in the model: {', '.join(names)}")
 
     def finish_load(self) -> None:
         self.forget_prefixes()

@@ -251,8 +251,16 @@ class VllmEngine:
         return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
 
     def forget_prefixes(self) -> None:
-        """Requests that run are preempted, and prefilled anew with their tokens so far."""
-        assert self.core.reset_prefix_cache(reset_running_requests=True)
+        """Empties vLLM's prefix cache, which holds keys and values of the weights before.
+
+        Requests that run are preempted and prefilled anew with their tokens so far. Raises
+        RuntimeError where vLLM did not empty its cache.
+        """
+        if not self.core.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError(
+                "vLLM did not empty its prefix cache after new weights were loaded; sampling on "
+                "would mix keys and values of old and new weights"
+            )
 
     # weights
 
