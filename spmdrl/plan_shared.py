@@ -226,4 +226,9 @@ def warnings_of_run(config: RunConfig) -> list[str]:
 
 
 def files_of(paths: str | tuple[str, ...]) -> set[str]:
-    return {os.path.realpath(p) for p in ((paths,) if isinstance(paths, str) else paths)}
+    """The absolute paths of a data option's files, links followed. Raises ConfigError for a NUL."""
+    names = (paths,) if isinstance(paths, str) else paths
+    for name in names:
+        if "\0" in name:
+            raise ConfigError(f"data file {name!r} cannot be read: a name of a file holds no NUL")
+    return {os.path.realpath(name) for name in names}

@@ -178,6 +178,7 @@ CASES = [
     ),
     ({"model": "/no/such/model"}, 1, ["no such folder", "/no/such/model"]),
     ({"model": "some/where"}, 1, ["no folder here"]),
+    ({"data": data(eval="a\0b")}, 1, ["data file", "a\\x00b", "NUL"]),
 ]
 
 
