@@ -112,7 +112,7 @@ class RolloutConfig:
     # vLLM's, per rank. None: on a CPU CPU_KV_CACHE_MIB, on a GPU what gpu_memory_utilization leaves
     kv_cache_mib: int | None = None
     # further ones of vLLM's EngineArgs, by name: {"max_num_batched_tokens": 16384}; any of
-    # rollout/vllm_core.py's MAY_BE_SET
+    # rollout/vllm/core.py's MAY_BE_SET
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
     # engine e takes a fixed share and nothing moves between engines: for GPU and hf runs that are

@@ -23,12 +23,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from spmdrl.algo.checks import require
-from spmdrl.build import Run, build, close
-from spmdrl.collect import evaluate
 from spmdrl.config import OptimConfig, PpoConfig, TrainConfig
-from spmdrl.embed_compare import check_gap
-from spmdrl.embed_weights import (
+from spmdrl.distributed.faults.embedded_watchdog import Guard
+from spmdrl.distributed.phases import Phases
+from spmdrl.distributed.placement import place
+from spmdrl.distributed.process import ENGINE_ENV, Runtime
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.engines.megatron.engine import MegatronEngine
+from spmdrl.engines.megatron.external_model import (
+    check_host_model,
+    check_optimizer,
+    check_wrapper,
+    form_of,
+    silenced_dropout,
+)
+from spmdrl.engines.megatron.external_weights import (
     chunks_of,
     destroy_groups,
     device_here,
@@ -36,28 +47,17 @@ from spmdrl.embed_weights import (
     parts_of,
     save_hf_weights,
 )
-from spmdrl.engines.engine import TrainEngine
-from spmdrl.engines.megatron import MegatronEngine
-from spmdrl.engines.megatron_host import (
-    check_host_model,
-    check_optimizer,
-    check_wrapper,
-    form_of,
-    silenced_dropout,
-)
-from spmdrl.engines.megatron_inputs import Cut
-from spmdrl.engines.megatron_parts import Parts
-from spmdrl.engines.models import load_hf_config
-from spmdrl.guard import Guard
-from spmdrl.phases import Phases
-from spmdrl.placement import place
-from spmdrl.plan import check
-from spmdrl.program import ENGINE_ENV, Runtime
-from spmdrl.roles import Trainer
-from spmdrl.rollout.noise import preserved_rng
-from spmdrl.sync import sync
-from spmdrl.topology import Topology
-from spmdrl.trainer import one_step
+from spmdrl.engines.megatron.inputs import Cut
+from spmdrl.engines.megatron.parts import Parts
+from spmdrl.rollout.rng import preserved_rng
+from spmdrl.training.build import Run, build, close
+from spmdrl.training.checks.algorithms import require
+from spmdrl.training.checks.rl import check
+from spmdrl.training.collect import evaluate
+from spmdrl.training.embed_compare import check_gap
+from spmdrl.training.push_weights import sync
+from spmdrl.training.rl_loop import one_step
+from spmdrl.training.roles import Trainer
 from spmdrl.types import Sample
 
 __all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli import Dry, dry_flags, load_config, shown_config
+from spmdrl.cli.arguments import Dry, dry_flags, load_config, shown_config
+from spmdrl.cli.help import asks_for_help
+from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
-from spmdrl.exits import BAD_CONFIG, GUARD, exit_config
-from spmdrl.help import asks_for_help
-from spmdrl.imports import before_torch
-from spmdrl.output import keep_output
-from spmdrl.paths import check_paths, check_writable, missing_checkpoint
-from spmdrl.progress import LIBRARIES, PROGRESS, engine_text
+from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS, engine_text
 
 if TYPE_CHECKING:
-    from spmdrl.phases import Phases
-    from spmdrl.program import Runtime
+    from spmdrl.data.images import Looks
+    from spmdrl.distributed.phases import Phases
+    from spmdrl.distributed.process import Runtime
+    from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
-    from spmdrl.roles import Sampler
-    from spmdrl.topology import Topology
+    from spmdrl.training.roles import Sampler
     from spmdrl.types import Sample
-    from spmdrl.vision import Looks
 
 
 def main(
@@ -72,7 +72,10 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.program import notes_last, started  # torch comes in here, see spmdrl/ppo.py
+    from spmdrl.distributed.process import (  # torch comes in here, see spmdrl/ppo.py
+        notes_last,
+        started,
+    )
 
     with started(value) as runtime, notes_last(dry.run):
         run(value, runtime, dry)
@@ -117,17 +120,17 @@ class Alone:
 
 def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """Every rank runs it from the first line to the last."""
-    from spmdrl.build import load_held_out
-    from spmdrl.checkpoint import read_run
-    from spmdrl.collect import evaluate
-    from spmdrl.identity import of_evaluation
-    from spmdrl.metrics import write_samples
-    from spmdrl.plan import check_held_out
-    from spmdrl.program import keep_what_stands, load_tokenizer, write_config
+    from spmdrl.checkpoint.format import read_run
+    from spmdrl.checkpoint.run_dir import lock_run_dir
+    from spmdrl.distributed.process import keep_what_stands, load_tokenizer, write_config
     from spmdrl.rewards.runner import RewardRunner
-    from spmdrl.rollout.dialogue import has_replies
-    from spmdrl.run_lock import lock_run_dir
-    from spmdrl.trainer import examples_of, scored_examples
+    from spmdrl.rollout.multi_turn.conversation import has_replies
+    from spmdrl.training.build import load_held_out
+    from spmdrl.training.checks.rl import check_held_out
+    from spmdrl.training.collect import evaluate
+    from spmdrl.training.logs.metrics import write_samples
+    from spmdrl.training.rl_loop import examples_of, scored_examples
+    from spmdrl.training.run_identity import of_evaluation
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
@@ -225,12 +228,12 @@ def sampler_of(
     looks: Looks | None,
 ) -> Sampler:  # fmt: skip
     """On all ranks. Collective."""
-    from spmdrl.build import build_dialogue, build_reward_model, reward_degrees
-    from spmdrl.remote_code import allow_code
-    from spmdrl.roles import Sampler
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout import build_engine
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.topology import Topology
+    from spmdrl.training.build import build_dialogue, build_reward_model, reward_degrees
+    from spmdrl.training.roles import Sampler
 
     topology, rollout = runtime.topology, config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_tokens

@@ -13,13 +13,13 @@ from typing import Any
 
 import fire
 
+from spmdrl.cli.help import asks_for_help, refuse_unknown
+from spmdrl.cli.paths import check_folder, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError
-from spmdrl.exits import exit_config
-from spmdrl.help import asks_for_help, refuse_unknown
-from spmdrl.imports import before_torch
-from spmdrl.output import keep_output
-from spmdrl.paths import check_folder, check_writable, missing_checkpoint
-from spmdrl.progress import LIBRARIES, PROGRESS
+from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.exit import exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 
 def main(
@@ -56,8 +56,11 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.hf_export import export, export_adapter  # torch comes in here, see spmdrl/ppo.py
-    from spmdrl.remote_code import allow_code
+    from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
+        export,
+        export_adapter,
+    )
+    from spmdrl.hub.remote_code import allow_code
 
     folders = Path(str(checkpoint)), Path(str(out))
     PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")

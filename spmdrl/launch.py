@@ -15,15 +15,15 @@ from __future__ import annotations
 import os
 import sys
 
-from spmdrl.output import keep_output
-from spmdrl.progress import PROGRESS
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import PROGRESS
 
 
 def main(arguments: list[str] | None = None) -> int:
     keep_output()
     if os.environ.get("SLURM_PROCID", "0") == "0":  # Slurm starts one launcher on each node
         PROGRESS.line("spmdrl: starting the processes of the run")
-    from spmdrl import launcher  # torch comes in here, which takes seconds
+    from spmdrl.distributed import launcher  # torch comes in here, which takes seconds
 
     return launcher.main(arguments)
 

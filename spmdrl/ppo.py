@@ -10,13 +10,13 @@ from typing import Any
 
 import fire
 
-from spmdrl.cli import arguments
+from spmdrl.cli.arguments import arguments
+from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.exits import GUARD, exit_config
-from spmdrl.help import asks_for_help
-from spmdrl.imports import before_torch
-from spmdrl.output import keep_output
-from spmdrl.progress import LIBRARIES, PROGRESS
+from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.exit import GUARD, exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 
 def main(
@@ -44,9 +44,9 @@ def main(
     PROGRESS.now(LIBRARIES)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     before_torch()
-    from spmdrl.plan import check
-    from spmdrl.program import notes_last, started
-    from spmdrl.trainer import show_plan, train
+    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.training.checks.rl import check
+    from spmdrl.training.rl_loop import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli import arguments
+from spmdrl.cli.arguments import arguments
+from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, RewardTrainingConfig
-from spmdrl.exits import GUARD, exit_config
-from spmdrl.help import asks_for_help
-from spmdrl.imports import before_torch
-from spmdrl.output import keep_output
-from spmdrl.progress import LIBRARIES, PROGRESS
+from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.exit import GUARD, exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.engines.engine import TrainEngine
-    from spmdrl.supervised import Task
+    from spmdrl.engines.base import TrainEngine
+    from spmdrl.training.supervised_loop import Task
     from spmdrl.types import Batch
 
 
@@ -54,11 +54,9 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.plan_supervised import (
-        check_reward_training,  # torch comes in here, see spmdrl/ppo.py
-    )
-    from spmdrl.program import notes_last, started
-    from spmdrl.supervised import show_plan, train
+    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.training.checks.supervised import check_reward_training
+    from spmdrl.training.supervised_loop import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -71,10 +69,10 @@ def main(
 
 def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.algo.preference import pair_loss
-    from spmdrl.curves import ACCURACY
-    from spmdrl.engines.models import load_hf_config
-    from spmdrl.preference_data import PreferenceDataset
-    from spmdrl.supervised import Task
+    from spmdrl.data.preferences import PreferenceDataset
+    from spmdrl.engines.fsdp.model import load_hf_config
+    from spmdrl.training.logs.curves import ACCURACY
+    from spmdrl.training.supervised_loop import Task
 
     padding = load_hf_config(config.model).get_text_config().pad_token_id
     return Task(
@@ -92,7 +90,7 @@ def task(config: RewardTrainingConfig) -> Task:
 
 def eos_is_appended(config: RewardTrainingConfig) -> bool:
     """Whether EOS is put behind rows that are strings."""
-    from spmdrl.rewards.model import appends_eos
+    from spmdrl.rewards.reward_model import appends_eos
 
     asked = config.data.append_eos
     return appends_eos(config.model) if asked is None else asked

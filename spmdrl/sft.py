@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli import arguments
+from spmdrl.cli.arguments import arguments
+from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, SftConfig
-from spmdrl.exits import GUARD, exit_config
-from spmdrl.help import asks_for_help
-from spmdrl.imports import before_torch
-from spmdrl.output import keep_output
-from spmdrl.progress import LIBRARIES, PROGRESS
+from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.exit import GUARD, exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spmdrl.engines.engine import TrainEngine
-    from spmdrl.supervised import Task
+    from spmdrl.engines.base import TrainEngine
+    from spmdrl.training.supervised_loop import Task
     from spmdrl.types import Batch
 
 
@@ -53,9 +53,11 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.plan_supervised import check_sft  # torch comes in here, see spmdrl/ppo.py
-    from spmdrl.program import notes_last, started
-    from spmdrl.supervised import show_plan, train
+    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.training.checks.supervised import (
+        check_sft,  # torch comes in here, see spmdrl/ppo.py
+    )
+    from spmdrl.training.supervised_loop import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -67,9 +69,9 @@ def main(
 
 
 def task() -> Task:
-    from spmdrl.curves import LOSS
-    from spmdrl.sft_data import SftDataset
-    from spmdrl.supervised import Task
+    from spmdrl.data.sft import SftDataset
+    from spmdrl.training.logs.curves import LOSS
+    from spmdrl.training.supervised_loop import Task
 
     return Task(
         name="sft", kind="policy", load=SftDataset.load, loss_fn=cross_entropy,
@@ -79,7 +81,7 @@ def task() -> Task:
 
 
 def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log p of every response token (the seam of engines/engine.py)."""
+    """-log p of every response token (the seam of engines/base.py)."""
     assert mb.loss_weights is not None
     loss = -(logprobs * mb.loss_weights).sum()
     return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}

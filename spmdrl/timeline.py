@@ -1,6 +1,6 @@
 """What each rank did when, as a picture: python -m spmdrl.timeline RUN_DIR [--steps 3:6]
 
-Merges what the ranks recorded (spmdrl/trace.py) into timeline.png, and into trace.json for
+Merges what the ranks recorded (training/logs/trace.py) into timeline.png, and into trace.json for
 ui.perfetto.dev or chrome://tracing. Needs no process group, and no end of the run. Times are those
 of each host's own clock; what is white in the picture happened outside of any phase.
 """
@@ -19,12 +19,20 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from spmdrl.cli.help import asks_for_help, refuse_unknown
+from spmdrl.cli.paths import check_folder, check_writable
 from spmdrl.config import ConfigError
-from spmdrl.exits import exit_config
-from spmdrl.help import asks_for_help, refuse_unknown
-from spmdrl.output import keep_output
-from spmdrl.paths import check_folder, check_writable
-from spmdrl.trace import WAIT, Line, idle_share, parse, trace_files, trace_path, work_end
+from spmdrl.distributed.exit import exit_config
+from spmdrl.distributed.output import keep_output
+from spmdrl.training.logs.trace import (
+    WAIT,
+    Line,
+    idle_share,
+    parse,
+    trace_files,
+    trace_path,
+    work_end,
+)
 
 SHOWN_STEPS = 3  # unless --steps says which
 FORMATS = (".png", ".pdf", ".svg")  # of the picture

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from spmdrl.vision import Picture
+    from spmdrl.data.images import Picture
 
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
 

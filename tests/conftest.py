@@ -54,7 +54,7 @@ def no_group_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Any]:
     """Of this process alone."""
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
 
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group(

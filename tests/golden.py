@@ -12,7 +12,7 @@ import torch
 from reference import Trajectory, policy_tokens
 from torch import Tensor
 
-from spmdrl.packing import empty_batch
+from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
 
 GROUP_SIZES = (4, 1, 3, 4, 2, 5)

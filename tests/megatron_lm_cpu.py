@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
-from spmdrl.engines import mcore_cpu
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
 mcore_cpu.install()
 

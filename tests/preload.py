@@ -7,10 +7,10 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 # ruff: noqa: E402, F401
 import gc
 
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 
 before_torch()
-from spmdrl.engines import mcore_cpu
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
 mcore_cpu.install()
 import fire
@@ -23,12 +23,12 @@ import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.core
 from vllm.platforms import current_platform
 
-import spmdrl.engines.megatron
-import spmdrl.help
-import spmdrl.output
-import spmdrl.rollout.hf
-import spmdrl.rollout.vllm
-import spmdrl.trainer
+import spmdrl.cli.help
+import spmdrl.distributed.output
+import spmdrl.engines.megatron.engine
+import spmdrl.rollout.hf.engine
+import spmdrl.rollout.vllm.engine
+import spmdrl.training.rl_loop
 
 if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing can fork
     import vllm.model_executor.models.qwen3

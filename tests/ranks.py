@@ -147,7 +147,7 @@ def main(folder: str, env: dict[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
 
     torch.set_num_threads(1)
     calls = pickle.loads(Path(folder, "calls.pkl").read_bytes())

@@ -8,7 +8,7 @@ import torch
 from test_plan import config_of, rollout
 from tiny import save_qwen3
 
-from spmdrl.cli import override
+from spmdrl.cli.arguments import override
 from spmdrl.config import (
     AlgoConfig,
     ConfigError,
@@ -18,9 +18,9 @@ from spmdrl.config import (
     TrainConfig,
     WeightsConfig,
 )
-from spmdrl.describe import describe, memory_of
-from spmdrl.plan import check
-from spmdrl.plan_supervised import check_sft
+from spmdrl.training.checks.dry_run import describe, memory_of
+from spmdrl.training.checks.rl import check
+from spmdrl.training.checks.supervised import check_sft
 
 LORA = TrainConfig(lora=LoraConfig(rank=8))
 APART = {"actor": LORA, "weights": WeightsConfig(lora="adapter")}
@@ -168,9 +168,15 @@ def test_peft_reads_what_we_write_and_we_what_peft_writes(qwen3, adapter, tmp_pa
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.engines import layers
-    from spmdrl.engines.lora import ADAPTER, IN_LAYER, adapters_off, add_adapters, write_adapter
-    from spmdrl.engines.models import build_model
+    from spmdrl.engines.fsdp import layers
+    from spmdrl.engines.fsdp.lora import (
+        ADAPTER,
+        IN_LAYER,
+        adapters_off,
+        add_adapters,
+        write_adapter,
+    )
+    from spmdrl.engines.fsdp.model import build_model
 
     _, ids, want = adapter
     config = replace(given(adapter), dtype="float32")
@@ -199,8 +205,8 @@ def test_peft_reads_what_we_write_and_we_what_peft_writes(qwen3, adapter, tmp_pa
 
 def test_adapters_start_alike_whatever_the_order(qwen3, tmp_path):
     """A depends on the seed and the layer's name alone, and making it moves no generator."""
-    from spmdrl.engines.lora import add_adapters
-    from spmdrl.engines.models import build_model
+    from spmdrl.engines.fsdp.lora import add_adapters
+    from spmdrl.engines.fsdp.model import build_model
 
     def made(targets, seed=0):
         hf = build_model(str(qwen3), full=True)
@@ -223,7 +229,7 @@ def test_adapters_start_alike_whatever_the_order(qwen3, tmp_path):
 def test_a_fingerprint_tells_weights_apart(qwen3, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.engines.lora import fingerprint
+    from spmdrl.engines.fsdp.lora import fingerprint
 
     def of(folder):
         return fingerprint(dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))

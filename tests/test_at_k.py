@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from spmdrl.at_k import (
+from spmdrl.algo.pass_at_k import (
     Attempts,
     best_of,
     counts_up_to,

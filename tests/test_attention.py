@@ -18,8 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from spmdrl.engines import attention
-from spmdrl.engines.models import TokenPolicy
+from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.model import TokenPolicy
 
 SIZES = {
     "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

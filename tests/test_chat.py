@@ -12,9 +12,9 @@ from tiny import save_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spmdrl.chat import Encoder
 from spmdrl.config import DataConfig, SftDataConfig
-from spmdrl.files import BadRow
+from spmdrl.data.chat import Encoder
+from spmdrl.data.table_files import BadRow
 
 pytestmark = pytest.mark.clock
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from spmdrl.config import ConfigError
-from spmdrl.weights import names
-from spmdrl.weights.names import Part, checkpoint_parts
+from spmdrl.weights import checkpoint_names as names
+from spmdrl.weights.checkpoint_names import Part, checkpoint_parts
 from spmdrl.weights.shards import lying, shards_by_part
 
 

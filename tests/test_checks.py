@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
-from spmdrl.algo.checks import READERS, check_algo
 from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES
 from spmdrl.config import (
     Advantage,
@@ -20,6 +19,7 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.training.checks.algorithms import READERS, check_algo
 
 
 def config_of(roles=None, rollout=None, **algo):

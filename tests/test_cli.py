@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.cli import as_source, changed_fields, fingerprint, load_config, override
+from spmdrl.cli.arguments import as_source, changed_fields, fingerprint, load_config, override
+from spmdrl.cli.help import config_lines
 from spmdrl.config import (
     ConfigError,
     DataConfig,
@@ -20,7 +21,6 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.help import config_lines
 
 GOOD = """
 from spmdrl.config import *

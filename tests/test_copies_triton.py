@@ -131,7 +131,7 @@ class Engine:
     """Bfloat16, and some in FP8; matrices are cut by columns over tensor-parallel ranks."""
 
     def __init__(self, topology: Any) -> None:
-        from spmdrl.weights.layout import Layout, Place
+        from spmdrl.weights.engine_layout import Layout, Place
 
         tp, rank = topology.axis_size("tp"), topology.axis_rank("tp")
         self.model, self.found = torch.nn.Module(), Layout()
@@ -174,8 +174,8 @@ class Engine:
 def push_both_ways(topology: Any, cases: list[tuple[Ranks, Ranks, int, int]]) -> list[int]:
     """Pushes as on a CPU and as on a GPU, twice; returns how many launches the latter had."""
     from spmdrl.config import WeightsConfig
-    from spmdrl.topology import Topology
-    from spmdrl.weights import sync
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.training import weight_sync as sync
 
     launches: list[int] = []
     for name in ("copy_kernel", "block_kernel"):

@@ -22,12 +22,12 @@ from tiny import save_tokenizer
 from transformers import AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
-from spmdrl.data import PromptDataset, PromptOrder
-from spmdrl.files import Files
-from spmdrl.rewards.functions import graded_gsm8k, gsm8k
+from spmdrl.data.prompts import PromptDataset, PromptOrder
+from spmdrl.data.sft import SftDataset
+from spmdrl.data.table_files import Files
+from spmdrl.distributed.topology import Topology
+from spmdrl.rewards.builtin import graded_gsm8k, gsm8k
 from spmdrl.rewards.truths import truth_checker
-from spmdrl.sft_data import SftDataset
-from spmdrl.topology import Topology
 
 
 @pytest.fixture(scope="module")

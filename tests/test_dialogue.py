@@ -38,18 +38,25 @@ from repliers import (
 from test_chat import ENDS, split_like_qwen
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spmdrl.chat import Encoder
 from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig, RolloutConfig
-from spmdrl.plan import check_turns
-from spmdrl.rewards import coroutines
-from spmdrl.rewards.calls import Caller
-from spmdrl.rewards.worker import Reply
-from spmdrl.rollout.dialogue import Dialogue, Round, messages_of, prompts_of, replies_of, turns_of
-from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParams
-from spmdrl.rollout.handover import pack, resume, unpack
+from spmdrl.data.chat import Encoder
+from spmdrl.rewards.workers import async_loop as coroutines
+from spmdrl.rewards.workers.caller import Caller
+from spmdrl.rewards.workers.stateful_tools import rebuild
+from spmdrl.rewards.workers.worker import Reply
+from spmdrl.rollout.answer_codec import pack, resume, unpack
+from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
+from spmdrl.rollout.multi_turn.conversation import (
+    Dialogue,
+    Round,
+    messages_of,
+    prompts_of,
+    replies_of,
+    turns_of,
+)
+from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
 from spmdrl.rollout.sampling import Question, as_samples, completion_of
-from spmdrl.rollout.tools import Toolbox, schema_of
-from spmdrl.tool_state import rebuild
+from spmdrl.training.checks.rl import check_turns
 from spmdrl.types import Prompt
 
 # As Qwen's: a tool's reply is the user's turn, several of them are one.
@@ -616,7 +623,7 @@ def test_an_object_is_made_anew_within_the_time_that_its_calls_took(
 
 
 def test_rows_of_two_data_sets_share_no_object() -> None:
-    from spmdrl import tool_state
+    from spmdrl.rewards.workers import stateful_tools as tool_state
 
     objects, earn_one = tool_state.Objects(Purse), ("earn", {"coins": 1})
     for coins in (5, 50):
@@ -633,7 +640,7 @@ def test_arguments_as_deep_as_no_parser_goes_are_no_call() -> None:
 
 
 def test_more_objects_than_a_worker_keeps_are_made_anew() -> None:
-    from spmdrl import tool_state
+    from spmdrl.rewards.workers import stateful_tools as tool_state
 
     objects = tool_state.Objects(Stall)
     for n in range(tool_state.MOST_OBJECTS + 5):

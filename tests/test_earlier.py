@@ -9,13 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spmdrl import evaluate, program
-from spmdrl.checkpoint import find, read_run
+from spmdrl import evaluate
+from spmdrl.checkpoint.earlier_runs import set_aside
+from spmdrl.checkpoint.format import find, read_run
 from spmdrl.config import ConfigError
-from spmdrl.earlier import set_aside
-from spmdrl.exits import write_story
-from spmdrl.metrics import RunLog
-from spmdrl.trace import TraceFile
+from spmdrl.distributed import process as program
+from spmdrl.distributed.exit import write_story
+from spmdrl.training.logs.metrics import RunLog
+from spmdrl.training.logs.trace import TraceFile
 
 
 def rows_of(path):

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from spmdrl.engines import mcore_cpu
-from spmdrl.engines.megatron_host import expert_layers
-from spmdrl.engines.megatron_host_fields import REFUSED, known_fields, refused_fields
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.external_model import expert_layers
+from spmdrl.engines.megatron.external_model_fields import REFUSED, known_fields, refused_fields
 
 
 @pytest.fixture(scope="module")

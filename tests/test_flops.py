@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.flops import PEAK_TFLOPS, Flops, peak_tflops
+from spmdrl.training.logs.flops import PEAK_TFLOPS, Flops, peak_tflops
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200,

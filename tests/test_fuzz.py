@@ -28,8 +28,7 @@ from tiny import save_qwen3
 from transformers import AutoTokenizer
 
 from spmdrl import ppo
-from spmdrl.bounds import BOUNDS
-from spmdrl.cli import as_source, load_config, override
+from spmdrl.cli.arguments import as_source, load_config, override
 from spmdrl.config import (
     ConfigError,
     DataConfig,
@@ -42,13 +41,14 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.data import PromptDataset
-from spmdrl.describe import describe
-from spmdrl.plan import check
-from spmdrl.plan_supervised import check_reward_training, check_sft
-from spmdrl.preference_data import PreferenceDataset
-from spmdrl.sft_data import SftDataset
-from spmdrl.topology import Topology
+from spmdrl.data.preferences import PreferenceDataset
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.sft import SftDataset
+from spmdrl.distributed.topology import Topology
+from spmdrl.training.checks.dry_run import describe
+from spmdrl.training.checks.ranges import BOUNDS
+from spmdrl.training.checks.rl import check
+from spmdrl.training.checks.supervised import check_reward_training, check_sft
 
 MORE = int(os.environ.get("SPMDRL_FUZZ", "0"))
 
@@ -294,9 +294,11 @@ def test_any_command_line(model, tmp_path_factory, argv):
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "exit_config", stop)
-        patch.setattr("spmdrl.program.started", lambda config: Started())
-        patch.setattr("spmdrl.trainer.train", lambda config, runtime: seen.append(config))
-        patch.setattr("spmdrl.trainer.show_plan", lambda config, *others: seen.append(config))
+        patch.setattr("spmdrl.distributed.process.started", lambda config: Started())
+        patch.setattr("spmdrl.training.rl_loop.train", lambda config, runtime: seen.append(config))
+        patch.setattr(
+            "spmdrl.training.rl_loop.show_plan", lambda config, *others: seen.append(config)
+        )
         try:
             fire.Fire(ppo.main, command=["--config", str(path), *argv])
         except Stopped as stopped:

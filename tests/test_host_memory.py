@@ -4,7 +4,8 @@ import resource
 
 import pytest
 
-from spmdrl import host_memory, program
+from spmdrl.distributed import process as program
+from spmdrl.training.checks import host_memory
 
 
 @pytest.fixture

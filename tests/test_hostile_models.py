@@ -23,14 +23,14 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.engines.megatron_names import Folder
-from spmdrl.engines.models import build_model, load_hf_config
+from spmdrl.distributed.process import load_tokenizer
+from spmdrl.engines.fsdp.model import build_model, load_hf_config
+from spmdrl.engines.megatron.hf_mapping import Folder
 from spmdrl.engines.stored_dtype import as_stored
-from spmdrl.model_files import eos_token_ids, missing_shards
-from spmdrl.plan import check
-from spmdrl.plan_supervised import check_sft
-from spmdrl.program import load_tokenizer
-from spmdrl.remote_code import allow_code, code_files, has_foreign_code
+from spmdrl.hub.model_files import eos_token_ids, missing_shards
+from spmdrl.hub.remote_code import allow_code, code_files, has_foreign_code
+from spmdrl.training.checks.rl import check
+from spmdrl.training.checks.supervised import check_sft
 
 CONFIG = "from transformers import Qwen3Config\nclass OwnConfig(Qwen3Config):\n    model_type = "
 MODEL = """

@@ -15,8 +15,8 @@ import pytest
 from test_cli import GOOD
 from tiny import png, save_qwen_vl
 
-from spmdrl import identity as module
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
+from spmdrl.cli.function_code import code_of, is_users
 from spmdrl.config import (
     AlgoConfig,
     DataConfig,
@@ -27,9 +27,10 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.files import Files
-from spmdrl.function_code import code_of, is_users
-from spmdrl.identity import (
+from spmdrl.data.table_files import Files
+from spmdrl.distributed.process import load_tokenizer
+from spmdrl.training import run_identity as module
+from spmdrl.training.run_identity import (
     content_print,
     differences,
     files_print,
@@ -37,7 +38,6 @@ from spmdrl.identity import (
     images_print,
     of_evaluation,
 )
-from spmdrl.program import load_tokenizer
 
 COLUMNS = ("prompt", "images")
 

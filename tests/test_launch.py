@@ -12,7 +12,7 @@ import pytest
 from ranks import free_port
 from torch.distributed import TCPStore
 
-from spmdrl.launcher import HeldPorts
+from spmdrl.distributed.launcher import HeldPorts
 
 FIRST_WORDS = "spmdrl: starting the processes of the run\n"
 RANK = """
@@ -21,7 +21,7 @@ print("rank", os.environ["RANK"], flush=True)
 print(tempfile.gettempdir(), file=open("tempdir", "w"))
 how = sys.argv[1]
 if how == "speaks":
-    from spmdrl.exits import leave, leave_for_torchrun, say
+    from spmdrl.distributed.exit import leave, leave_for_torchrun, say
     leave_for_torchrun("config error: no")
     say("spmdrl: config error: no")
     leave(2)

@@ -20,7 +20,7 @@ from ranks import free_port
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.run import parse_args
 
-from spmdrl import launcher
+from spmdrl.distributed import launcher
 
 pytestmark = pytest.mark.clock
 

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Gemma2Config, Qwen3Config, Qwen3ForCausalLM
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
-from spmdrl.engines import attention, layers
-from spmdrl.engines.activations import use_checkpointing
-from spmdrl.engines.models import backbone_hidden
+from spmdrl.engines.fsdp import attention, layers
+from spmdrl.engines.fsdp.activations import use_checkpointing
+from spmdrl.engines.fsdp.model import backbone_hidden
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REFUSED = [
@@ -41,7 +41,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 def test_an_engine_refuses_before_it_loads_anything():
-    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     class Ranks:
         device = CPU

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig, SftConfig, SftDataConfig
-from spmdrl.learning_signs import (
+from spmdrl.training.logs.learning_signs import (
     AGAIN,
     CUT_WINDOW,
     EVALUATIONS,

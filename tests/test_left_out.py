@@ -13,10 +13,10 @@ import torch.distributed as dist
 from test_chat import KINDS, saved
 
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig, SftDataConfig
-from spmdrl.data import PromptDataset
-from spmdrl.preference_data import PreferenceDataset
-from spmdrl.sft_data import SftDataset
-from spmdrl.topology import Topology
+from spmdrl.data.preferences import PreferenceDataset
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.sft import SftDataset
+from spmdrl.distributed.topology import Topology
 
 ROLES = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

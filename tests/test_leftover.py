@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.collect import Collected, Source, ask_for_some, keep_groups
 from spmdrl.config import AlgoConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
-from spmdrl.credit import add_advantages
-from spmdrl.data import PromptOrder, epoch_permutation
-from spmdrl.leftover import Leftover
-from spmdrl.packing import pack_samples
-from spmdrl.phases import Phases
-from spmdrl.roles import Roles, Sampler
-from spmdrl.rollout.hf import HfEngine
+from spmdrl.data.packing import pack_samples
+from spmdrl.data.prompts import PromptOrder, epoch_permutation
+from spmdrl.distributed.phases import Phases
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.sampling import Question, as_request, questions_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.topology import Topology
+from spmdrl.training.collect import Collected, Source, ask_for_some, keep_groups
+from spmdrl.training.credit import add_advantages
+from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.roles import Roles, Sampler
 from spmdrl.types import Prompt
 
 # no answer ends early: a group takes longer than the longest burst, after which a round may end

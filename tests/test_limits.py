@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spmdrl import limits
+from spmdrl.distributed import limits
 
 FAILS = {
     "ulimit -v limits the address space of each process to 4096 MiB":
@@ -19,7 +19,7 @@ FAILS = {
          "open('big', 'ab', 0).write(b'x')", "OSError: [Errno 27]"),
 }  # fmt: skip
 SCRIPT = """
-from spmdrl.limits import limit_of, warn_of_limits
+from spmdrl.distributed.limits import limit_of, warn_of_limits
 import psutil
 warn_of_limits()
 try:

@@ -12,7 +12,7 @@ from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import token_rewards
 from spmdrl.algo.correction import rejection_keep
 from spmdrl.config import AlgoConfig, CorrectionConfig
-from spmdrl.packing import empty_batch
+from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
 
 SEEDS = range(5)

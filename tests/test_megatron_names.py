@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spmdrl.config import ConfigError
-from spmdrl.engines import mcore_cpu
-from spmdrl.engines.megatron_layout import (
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.layout import (
     Degrees,
     check_architecture,
     check_layout,
@@ -126,7 +126,7 @@ def one_rank(tmp_path_factory):
 
 
 def build(family, dtype=torch.float32, **overrides):
-    from spmdrl.engines.megatron_model import build_chunks, transformer_config
+    from spmdrl.engines.megatron.model import build_chunks, transformer_config
 
     hf_config = tiny.make_config(family, **overrides)
     config = transformer_config(hf_config, Degrees(), dtype)
@@ -135,7 +135,7 @@ def build(family, dtype=torch.float32, **overrides):
 
 def loaded(chunks, hf_config):
     """By Hugging Face name the tensors that the pieces of one rank make up."""
-    from spmdrl.engines.megatron_names import pieces
+    from spmdrl.engines.megatron.hf_mapping import pieces
 
     out = {}
     for _, parameter, parts in pieces(chunks[0], hf_config):
@@ -151,7 +151,7 @@ def loaded(chunks, hf_config):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_sharded_checkpoint_in_half_precision(one_rank, tmp_path, family):
-    from spmdrl.engines.megatron_names import load_pretrained
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained
 
     model = tiny.save_model(family, tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="100KB")
@@ -168,7 +168,7 @@ def test_a_sharded_checkpoint_in_half_precision(one_rank, tmp_path, family):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_a_checkpoint_with_stacked_experts(one_rank, tmp_path, family):
-    from spmdrl.engines.megatron_names import load_pretrained
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained
 
     model = tiny.save_model(family, tmp_path / "one")
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
@@ -185,8 +185,8 @@ def test_a_checkpoint_with_stacked_experts(one_rank, tmp_path, family):
 def test_in_half_precision_it_is_no_further_from_the_truth_than_transformers(
     one_rank, tmp_path, family
 ):
-    from spmdrl.engines.megatron_attention import packed_params
-    from spmdrl.engines.megatron_names import load_pretrained
+    from spmdrl.engines.megatron.attention import packed_params
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained
 
     model = tiny.save_model(family, tmp_path)
     tiny.save_reference(model, tmp_path)
@@ -208,7 +208,7 @@ def test_in_half_precision_it_is_no_further_from_the_truth_than_transformers(
 
 
 def test_folders_that_do_not_fit_are_named(one_rank, tmp_path):
-    from spmdrl.engines.megatron_names import load_pretrained
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained
 
     tiny.save_model("qwen2", tmp_path)
     hf_config, chunks = build("qwen2")

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from spmdrl.config import ConfigError
-from spmdrl.engines import attention, layers
-from spmdrl.engines.models import backbone_hidden
+from spmdrl.engines.fsdp import attention, layers
+from spmdrl.engines.fsdp.model import backbone_hidden
 
 SIZES = {
     "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

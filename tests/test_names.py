@@ -12,10 +12,10 @@ from golden import batch_of, random_trajectories
 
 from spmdrl import config as names
 from spmdrl.algo import advantages, correction, kl, losses, selection
-from spmdrl.algo.checks import check_algo
 from spmdrl.algo.objectives import policy_objective
-from spmdrl.cli import checked, override
+from spmdrl.cli.arguments import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
+from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.types import segment_sum
 
 ROOT = Path(__file__).parent.parent

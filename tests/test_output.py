@@ -9,7 +9,7 @@ import pytest
 
 PRINTS = """
 import os, sys, threading
-from spmdrl.output import keep_output
+from spmdrl.distributed.output import keep_output
 keep_output()
 keep_output()  # a second time it finds its own
 for i in range(3):
@@ -49,7 +49,7 @@ def test_a_program_outlives_its_output(tmp_path, stdout):
 def test_a_descriptor_that_does_not_block_gets_all_of_it(tmp_path):
     """A pipe that is full for a while: what is printed waits, as on one that blocks."""
     script = (
-        "import os; from spmdrl.output import keep_output; os.set_blocking(1, False)\n"
+        "import os; from spmdrl.distributed.output import keep_output; os.set_blocking(1, False)\n"
         "keep_output()\nfor i in range(20_000): print('x' * 50)"
     )
     reader = "import sys, time; time.sleep(1); print(len(sys.stdin.read()))"

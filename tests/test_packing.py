@@ -3,11 +3,8 @@ import random
 import pytest
 import torch
 
-from spmdrl.collect import add_greedy_rewards, check_reward_keys
 from spmdrl.config import ConfigError
-from spmdrl.engines.micro_batches import stand_in
-from spmdrl.metrics import sample_row
-from spmdrl.packing import (
+from spmdrl.data.packing import (
     concatenate,
     empty_batch,
     micro_batches,
@@ -15,8 +12,11 @@ from spmdrl.packing import (
     partition,
     split_to_count,
 )
-from spmdrl.replay import ReplayBuffer
-from spmdrl.routing import span
+from spmdrl.engines.micro_batches import stand_in
+from spmdrl.training.batch_exchange import span
+from spmdrl.training.collect import add_greedy_rewards, check_reward_keys
+from spmdrl.training.logs.metrics import sample_row
+from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.types import Prompt, Sample, segment_expand, segment_sum, turn_ends
 
 

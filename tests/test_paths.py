@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
+from spmdrl.cli.paths import check_paths
 from spmdrl.config import (
     ConfigError,
     DataConfig,
@@ -19,7 +20,6 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.paths import check_paths
 
 
 @pytest.fixture

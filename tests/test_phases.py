@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spmdrl.phases import Phases
-from spmdrl.trace import SpanLog, phase_metrics
+from spmdrl.distributed.phases import Phases
+from spmdrl.training.logs.trace import SpanLog, phase_metrics
 
 
 def test_a_clock_that_is_set_changes_no_duration(

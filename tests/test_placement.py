@@ -14,9 +14,9 @@ from spmdrl.config import (
     TrainConfig,
     WeightsConfig,
 )
-from spmdrl.describe import memory_lines, placement_lines
-from spmdrl.placement import parse_ranks, place, show_ranks
-from spmdrl.plan import check_roles
+from spmdrl.distributed.placement import parse_ranks, place, show_ranks
+from spmdrl.training.checks.dry_run import memory_lines, placement_lines
+from spmdrl.training.checks.rl import check_roles
 
 
 def config_of(placement, **options):

@@ -18,11 +18,11 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.describe import describe, memory_of
-from spmdrl.plan import check, check_held_out
-from spmdrl.plan_supervised import check_sft
-from spmdrl.rewards.functions import gsm8k
-from spmdrl.topology import resolve_degrees
+from spmdrl.distributed.topology import resolve_degrees
+from spmdrl.rewards.builtin import gsm8k
+from spmdrl.training.checks.dry_run import describe, memory_of
+from spmdrl.training.checks.rl import check, check_held_out
+from spmdrl.training.checks.supervised import check_sft
 
 
 def config_of(folder, **changes):

@@ -13,7 +13,7 @@ from spmdrl.algo.kl import ESTIMATORS
 from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, loss_counts, loss_weights
 from spmdrl.algo.objectives import kernel_terms, policy_objective
 from spmdrl.config import AlgoConfig, CorrectionConfig, PolicyLoss
-from spmdrl.packing import empty_batch
+from spmdrl.data.packing import empty_batch
 from spmdrl.types import segment_expand
 
 SETTINGS = {

@@ -30,13 +30,13 @@ from spmdrl.config import (
     RewardTrainingConfig,
     TrainConfig,
 )
-from spmdrl.engines.classifier import build_classifier, classifier_config
+from spmdrl.data.preferences import PreferenceDataset
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.classifier import build_classifier, classifier_config
 from spmdrl.engines.micro_batches import cut
-from spmdrl.plan_supervised import check_reward_training
-from spmdrl.preference_data import PreferenceDataset
-from spmdrl.rewards.model import to_batch
-from spmdrl.supervised import name_padding
-from spmdrl.topology import Topology
+from spmdrl.rewards.reward_model import to_batch
+from spmdrl.training.checks.supervised import check_reward_training
+from spmdrl.training.supervised_loop import name_padding
 from spmdrl.types import Batch
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import spmdrl
-from spmdrl import progress
-from spmdrl.program import LineHandler
-from spmdrl.progress import ERASE, WORDS, Progress, spoken
+from spmdrl.distributed import progress
+from spmdrl.distributed.process import LineHandler
+from spmdrl.distributed.progress import ERASE, WORDS, Progress, spoken
 
 
 class Clock:
@@ -156,7 +156,7 @@ def test_nothing_is_shown_unless_a_program_asks(clock, capsys, monkeypatch):
 def on_terminal(script: str, rank: int = 0) -> str:
     """What a program writes to a terminal."""
     ours, theirs = pty.openpty()
-    program = [sys.executable, "-c", "from spmdrl.progress import PROGRESS\n" + script]
+    program = [sys.executable, "-c", "from spmdrl.distributed.progress import PROGRESS\n" + script]
     environment = os.environ | {"RANK": str(rank), "TERM": "xterm"}
     subprocess.run(program, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, timeout=60)
     os.close(theirs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.weights.boxes import Box, numel, slab, whole
-from spmdrl.weights.layout import record_layout
+from spmdrl.weights.engine_layout import record_layout
 from spmdrl.weights.plan import Plan, Weight, make_plan
 
 SHAPES = [(7, 5), (1, 9), (13,), (4, 6, 5), (64, 32), (), (3, 2)]

@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
-from spmdrl.rewards import functions, keeper
+from spmdrl.rewards import builtin as functions
 from spmdrl.rewards.runner import RewardRunner
-from spmdrl.trainer import scored_examples
+from spmdrl.rewards.workers import keeper
+from spmdrl.training.rl_loop import scored_examples
 from spmdrl.types import Prompt, Sample
 
 pytestmark = pytest.mark.clock
@@ -52,7 +53,7 @@ def run(reward: Any, samples: list[Sample], **settings: Any) -> list[Sample]:
 
 def children() -> list[psutil.Process]:
     found = psutil.Process().children(recursive=True)
-    return [p for p in found if any("rewards/worker.py" in word for word in p.cmdline())]
+    return [p for p in found if any("rewards/workers/worker.py" in word for word in p.cmdline())]
 
 
 def wait_until(condition, limit_s: float = 10.0) -> bool:
@@ -721,7 +722,7 @@ def test_coroutines_begin_no_more_often_than_allowed():
 
 
 def test_one_that_ignores_its_cancellation_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.2)
+    monkeypatch.setattr("spmdrl.rewards.workers.async_loop.ASYNC_GRACE_S", 0.2)
 
     async def reward(response):
         while response == "swallow":
@@ -739,7 +740,7 @@ def test_one_that_ignores_its_cancellation_costs_itself_alone(monkeypatch):
 
 
 def test_one_that_blocks_does_not_end_those_that_wait_for_their_turn(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.3)
+    monkeypatch.setattr("spmdrl.rewards.workers.async_loop.ASYNC_GRACE_S", 0.3)
 
     async def reward(response):
         if response == "block":
@@ -771,7 +772,7 @@ def test_limits_that_cannot_be(settings, words):
 
 
 def test_a_blocked_event_loop_does_not_hang_the_run(monkeypatch):
-    monkeypatch.setattr("spmdrl.rewards.coroutines.ASYNC_GRACE_S", 0.3)
+    monkeypatch.setattr("spmdrl.rewards.workers.async_loop.ASYNC_GRACE_S", 0.3)
 
     async def reward(response):
         if response == "block":

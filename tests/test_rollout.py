@@ -18,19 +18,13 @@ import torch.distributed as dist
 from tiny import CHARS, save_qwen3, save_tokenizer
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout.engine import (
-    NOT_CHOSEN,
-    Completion,
-    Request,
-    SamplingParams,
-    WeightMismatch,
-)
-from spmdrl.rollout.hf import HfEngine
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.sampling import questions_of, sample_questions, seed_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.rollout.vllm import VllmEngine
-from spmdrl.rollout.vllm_core import check_engine_args
-from spmdrl.topology import Topology
+from spmdrl.rollout.vllm.core import check_engine_args
+from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.types import Prompt
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}

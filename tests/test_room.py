@@ -13,14 +13,20 @@ from typing import Any
 
 import pytest
 
-from spmdrl import room
+from spmdrl.checkpoint import disk_space as room
+from spmdrl.checkpoint.disk_space import (
+    check_room,
+    check_room_for_checkpoint,
+    nearest,
+    shared_bytes,
+    writing,
+)
 from spmdrl.config import ConfigError
-from spmdrl.exits import FAILED, leave_word, write_story
-from spmdrl.metrics import RunLog, write_rows
-from spmdrl.phases import Phases
-from spmdrl.room import check_room, check_room_for_checkpoint, nearest, shared_bytes, writing
-from spmdrl.trace import SpanLog, TraceFile
-from spmdrl.trackers import Tensorboard
+from spmdrl.distributed.exit import FAILED, leave_word, write_story
+from spmdrl.distributed.phases import Phases
+from spmdrl.training.logs.metrics import RunLog, write_rows
+from spmdrl.training.logs.trace import SpanLog, TraceFile
+from spmdrl.training.logs.trackers import Tensorboard
 
 
 def test_what_is_in_the_way_is_named(tmp_path, monkeypatch):
@@ -45,8 +51,9 @@ def test_a_folder_that_cannot_take_a_mebibyte_is_refused(tmp_path, where):
     folder = tmp_path / ("run/samples" if where == "samples" else "run")
     folder.mkdir(parents=True)
     script = (
-        "import resource, sys\nfrom pathlib import Path\nfrom spmdrl.room import check_room\n"
-        "from spmdrl.config import ConfigError\nimport spmdrl.room as room\n"
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from spmdrl.checkpoint.disk_space import check_room\n"
+        "from spmdrl.config import ConfigError\nimport spmdrl.checkpoint.disk_space as room\n"
         "def probe(folder, field, real=room.probe):\n"
         "    limit = 100_000 if str(folder) == sys.argv[2] else resource.RLIM_INFINITY\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from spmdrl import run_lock
+from spmdrl.checkpoint import run_dir as run_lock
 
 pytestmark = pytest.mark.clock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from spmdrl import run_lock
+from spmdrl.checkpoint import run_dir as run_lock
 fd, problem = run_lock.take(Path(sys.argv[1]))
 print(problem, flush=True)
 time.sleep(60)

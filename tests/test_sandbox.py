@@ -25,11 +25,20 @@ import psutil
 import pytest
 
 from spmdrl.config import ConfigError, RewardConfig
-from spmdrl.rewards import sandbox, sandbox_seccomp, sandbox_watch
 from spmdrl.rewards.code import code as code_reward
 from spmdrl.rewards.code import last_block
 from spmdrl.rewards.runner import RewardRunner, resolve_reward
-from spmdrl.rewards.sandbox import Limits, Result, SandboxError, ask_value, run_code, run_tests
+from spmdrl.rewards.sandbox import limits as sandbox_watch
+from spmdrl.rewards.sandbox import sandbox
+from spmdrl.rewards.sandbox import seccomp as sandbox_seccomp
+from spmdrl.rewards.sandbox.sandbox import (
+    Limits,
+    Result,
+    SandboxError,
+    ask_value,
+    run_code,
+    run_tests,
+)
 from spmdrl.types import Prompt, Sample
 
 pytestmark = pytest.mark.clock
@@ -533,7 +542,7 @@ def test_output_of_any_kind_is_text(form):
 
 def test_nothing_survives_a_killed_parent(form):
     program = (
-        "from spmdrl.rewards.sandbox import run_code, Limits; print('go', flush=True); "
+        "from spmdrl.rewards.sandbox.sandbox import run_code, Limits; print('go', flush=True); "
         "run_code('import os, time; os.name == 0 or time.sleep(60)', limits=Limits(wall_s=60))"
     )
     assert not left()

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from spmdrl.rollout.engine import Completion, Request
-from spmdrl.rollout.rounds import Goal, Nobody
+from spmdrl.rollout.base import Completion, Request
 from spmdrl.rollout.scheduler import Desk
+from spmdrl.rollout.scheduler_messages import Goal, Nobody
 
 STUB = SimpleNamespace(max_num_seqs=4, num_waiting=0)
 

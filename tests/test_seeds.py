@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.config import RolloutConfig
-from spmdrl.rollout.engine import SamplingParams
+from spmdrl.rollout.base import SamplingParams
 from spmdrl.rollout.sampling import greedy_params, seed_of, training_params
 
 

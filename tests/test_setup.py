@@ -21,11 +21,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tiny import save_qwen3
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
-from spmdrl.describe import describe
-from spmdrl.plan import check
-from spmdrl.plan_supervised import check_sft
+from spmdrl.training.checks.dry_run import describe
+from spmdrl.training.checks.rl import check
+from spmdrl.training.checks.supervised import check_sft
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*/config.py")])
@@ -259,7 +259,7 @@ def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
 
 
 HUGE = """
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 before_torch()
 import os, torch
 weights = torch.ones(32 << 20)
@@ -288,7 +288,7 @@ def test_large_tensors_of_cpu_jobs_lie_in_large_pages():
 
 
 QUIET = """
-from spmdrl.imports import before_torch, show_torchao
+from spmdrl.distributed.env import before_torch, show_torchao
 before_torch()
 import transformers
 show_torchao()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from spmdrl.packing import sequence_work
-from spmdrl.supervised import share_of
+from spmdrl.data.packing import sequence_work
+from spmdrl.training.supervised_loop import share_of
 
 
 def test_ranks_are_given_equal_work():

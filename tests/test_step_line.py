@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from spmdrl.metrics import RunLog
-from spmdrl.step_line import (
+from spmdrl.training.logs.metrics import RunLog
+from spmdrl.training.logs.step_line import (
     COLUMNS,
     Shown,
     field_of,

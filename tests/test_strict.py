@@ -24,15 +24,15 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from spmdrl.engines.attention import Packing
-from spmdrl.engines.models import TokenPolicy, build_model
-from spmdrl.engines.strict import make_strict
-from spmdrl.plan import check
-from spmdrl.rollout.engine import Completion, Request, SamplingParams
-from spmdrl.rollout.hf import HfEngine
-from spmdrl.rollout.vllm import VllmEngine
-from spmdrl.strict import LogprobsDiffer, check_strict_model, require_equal
-from spmdrl.topology import Topology
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.engines.fsdp.strict import make_strict
+from spmdrl.rollout.base import Completion, Request, SamplingParams
+from spmdrl.rollout.hf.engine import HfEngine
+from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.training.checks.rl import check
+from spmdrl.training.checks.strict import LogprobsDiffer, check_strict_model, require_equal
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(temperature=0.7, max_tokens=45, ignore_eos=True)

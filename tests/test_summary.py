@@ -11,10 +11,18 @@ import pytest
 from matplotlib.image import imread
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from spmdrl.answers import as_markdown, few_answers, one_line
 from spmdrl.config import CheckpointConfig, DataConfig, PpoConfig, SftConfig, SftDataConfig
-from spmdrl.curves import LOSS, REWARD, Row, curve_figure, draw_curve, moving_average, points
-from spmdrl.summary import Ended, Start, duration, read_rows, summary, without_options
+from spmdrl.training.logs.answers import as_markdown, few_answers, one_line
+from spmdrl.training.logs.curves import (
+    LOSS,
+    REWARD,
+    Row,
+    curve_figure,
+    draw_curve,
+    moving_average,
+    points,
+)
+from spmdrl.training.logs.summary import Ended, Start, duration, read_rows, summary, without_options
 
 START = Start("spmdrl.ppo", ("--config", "my cfg.py", "--steps", "4"), 2, 1, launched=True)
 LAUNCH = "python -m spmdrl.launch --nproc-per-node 2 -m "

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from spmdrl import trace as recording
 from spmdrl.config import ConfigError
-from spmdrl.phases import Span
+from spmdrl.distributed.phases import Span
 from spmdrl.timeline import WAITING, chrome_events, draw, fitting, read_trace, tables
-from spmdrl.trace import TraceFile, busy_and_waiting, parse, phase_metrics
+from spmdrl.training.logs import trace as recording
+from spmdrl.training.logs.trace import TraceFile, busy_and_waiting, parse, phase_metrics
 
 T0 = 1.7e9  # seconds since the epoch
 # A step of 10 s: rank 0 learns for 4 s and waits for samples, rank 1 samples for 8 s.

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from programs import CONFIG, set_up, train
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.plan import check
-from spmdrl.trackers import check_trackers, flat
+from spmdrl.training.checks.rl import check
+from spmdrl.training.logs.trackers import check_trackers, flat
 
 BLOCK, HEAD = 1 << 15, 7
 
@@ -88,5 +88,5 @@ def test_options_by_their_names(tmp_path, qwen3):
 
 
 def test_wandb_is_imported_only_where_it_is_asked_for():
-    told = "import sys, spmdrl.trainer; sys.exit('wandb' in sys.modules)"
+    told = "import sys, spmdrl.training.rl_loop; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], timeout=60).returncode == 0

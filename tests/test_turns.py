@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_chat import ENDS, FORGED, KINDS, metaspace, num_control, saved
 
-from spmdrl.chat import Encoder
 from spmdrl.config import SftDataConfig
-from spmdrl.files import BadRow
-from spmdrl.turns import encode_turns
+from spmdrl.data.chat import Encoder
+from spmdrl.data.chat_labels import encode_turns
+from spmdrl.data.table_files import BadRow
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

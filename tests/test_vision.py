@@ -19,17 +19,17 @@ from tiny import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
-from spmdrl.data import PromptDataset
-from spmdrl.engines import attention
-from spmdrl.engines.models import TokenPolicy, build_model, load_hf_config
-from spmdrl.files import BadRow
-from spmdrl.packing import empty_batch
-from spmdrl.rollout.engine import Request, SamplingParams
-from spmdrl.rollout.hf import HfEngine
-from spmdrl.rollout.vllm import VllmEngine
-from spmdrl.topology import Topology
+from spmdrl.data.images import Looks, Picture, Sight, Vision, pictures_of, rope_positions
+from spmdrl.data.packing import empty_batch
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.table_files import BadRow
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.model import TokenPolicy, build_model, load_hf_config
+from spmdrl.rollout.base import Request, SamplingParams
+from spmdrl.rollout.hf.engine import HfEngine
+from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.types import Batch, Prompt
-from spmdrl.vision import Looks, Picture, Sight, Vision, pictures_of, rope_positions
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -260,7 +260,7 @@ def test_positions_are_those_of_transformers(models: dict[str, str], kind: str) 
 def test_pixels_are_kept_up_to_a_bound(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmdrl.vision.CACHE_BYTES", 3 * 16 * 96 * 4)
+    monkeypatch.setattr("spmdrl.data.images.CACHE_BYTES", 3 * 16 * 96 * 4)
     vision = vision_of(models["qwen2_5_vl"])
     pictures = [Picture(png(seed, 16, 16)) for seed in range(6)]
     first = vision.pixels(pictures[0])[0]
@@ -447,7 +447,7 @@ def test_new_weights_of_the_tower_are_looked_through(
 
 
 def test_the_largest_image_is_what_memory_is_measured_with(models: dict[str, str]) -> None:
-    from spmdrl.rollout import vllm_vision
+    from spmdrl.rollout.vllm import images as vllm_vision
 
     looks = Looks(vision_of(models["qwen2_5_vl"]), per_prompt=3, tokens=16)
     with vllm_vision.sizes_of(looks, 200):

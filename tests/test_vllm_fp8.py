@@ -16,10 +16,10 @@ from test_rollout import load_hf, some_requests, worst_error
 from tiny import save_qwen3
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.rollout.engine import SamplingParams, WeightMismatch
-from spmdrl.rollout.vllm import VllmEngine
-from spmdrl.rollout.vllm_fp8 import check_fp8
-from spmdrl.topology import Topology
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import SamplingParams, WeightMismatch
+from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.rollout.vllm.fp8 import check_fp8
 
 CONFIG = RolloutConfig(quantization="fp8", max_num_seqs=32, kv_cache_mib=32)
 needs_amx = pytest.mark.skipif(

@@ -17,11 +17,12 @@ import pytest
 import torch.distributed as dist
 from ranks import free_port
 
-from spmdrl import tether, watchdog
-from spmdrl.addresses import address_towards, addresses_of, own_addresses
-from spmdrl.exits import FAILED
-from spmdrl.tether import Anchor, Tether
-from spmdrl.watchdog import LOST_PEER, Watchdog
+from spmdrl.distributed.exit import FAILED
+from spmdrl.distributed.faults import peer_connection as tether
+from spmdrl.distributed.faults import watchdog
+from spmdrl.distributed.faults.network import address_towards, addresses_of, own_addresses
+from spmdrl.distributed.faults.peer_connection import Anchor, Tether
+from spmdrl.distributed.faults.watchdog import LOST_PEER, Watchdog
 
 pytestmark = pytest.mark.clock
 
@@ -161,7 +162,7 @@ LEAVING = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from spmdrl import watchdog
+from spmdrl.distributed.faults import watchdog as watchdog
 watchdog.PERIOD_S, watchdog.GRACE_S = 0.02, 0.2
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False)
 rank = watchdog.Watchdog(store, 1, 2, Path(sys.argv[2]), 1e9, lost_s=1e9)
@@ -190,7 +191,7 @@ STRUCK = """
 import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from spmdrl.watchdog import Watchdog
+from spmdrl.distributed.faults.watchdog import Watchdog
 port, neighbour = int(sys.argv[1]), eval(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
 rank = Watchdog(store, 1, 2, Path(sys.argv[3]), 1e9, lost_s=1e9, neighbour=neighbour)
@@ -233,7 +234,7 @@ PEER = """
 import os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from spmdrl.watchdog import Watchdog
+from spmdrl.distributed.faults.watchdog import Watchdog
 port, folder, how = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
 rank = Watchdog(store, 1, 2, folder, 1e9, lost_s=1e9, master=("127.0.0.1", port))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmdrl.rewards.code import code
-from spmdrl.rewards.sandbox import SandboxError
+from spmdrl.rewards.sandbox.sandbox import SandboxError
 
 HERE = Path(__file__).parent
 

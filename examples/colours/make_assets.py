@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 
 before_torch()
 from transformers import (  # noqa: E402

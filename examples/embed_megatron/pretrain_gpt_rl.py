@@ -23,7 +23,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, pretrain, print_rank_0, training
 from model_provider import model_provider
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig
 from spmdrl.embed import attach, load_hf_weights, save_hf_weights
 

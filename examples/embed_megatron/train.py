@@ -20,7 +20,9 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
-from spmdrl.engines import mcore_cpu  # what Megatron needs on a machine without CUDA; else nothing
+from spmdrl.engines.megatron import (
+    cpu_shim as mcore_cpu,  # what Megatron needs on a machine without CUDA; else nothing
+)
 
 mcore_cpu.install()
 

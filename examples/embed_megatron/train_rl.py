@@ -18,9 +18,11 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig
-from spmdrl.engines import mcore_cpu  # what Megatron needs on a machine without CUDA; else nothing
+from spmdrl.engines.megatron import (
+    cpu_shim as mcore_cpu,  # what Megatron needs on a machine without CUDA; else nothing
+)
 
 mcore_cpu.install()
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 
 before_torch()
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402

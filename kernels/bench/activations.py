@@ -21,9 +21,9 @@ from torch.autograd.profiler import profile
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.config import TrainConfig
-from spmdrl.engines import attention, layers
-from spmdrl.engines.activations import use_checkpointing
-from spmdrl.engines.models import backbone_hidden
+from spmdrl.engines.fsdp import attention, layers
+from spmdrl.engines.fsdp.activations import use_checkpointing
+from spmdrl.engines.fsdp.model import backbone_hidden
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 SIZES = {

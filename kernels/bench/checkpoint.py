@@ -44,11 +44,11 @@ def make_model(folder: Path, million: int) -> None:
 
 def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
     """One rank. Rank 0 prints."""
+    from spmdrl.checkpoint.writer import Saver
     from spmdrl.config import CheckpointConfig, TrainConfig
+    from spmdrl.distributed.phases import Phases
+    from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines import build_engine
-    from spmdrl.phases import Phases
-    from spmdrl.saver import Saver
-    from spmdrl.topology import Topology, train_degrees
 
     signal.alarm(LIMIT_S)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),

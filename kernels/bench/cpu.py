@@ -21,7 +21,7 @@ from spmdrl_kernels.lm_head import lm_head_logprobs
 from spmdrl_kernels.norm import rms_norm
 from torch.nn import functional as F
 
-from spmdrl.program import keep_freed_memory
+from spmdrl.distributed.process import keep_freed_memory
 
 TOKENS, HIDDEN, INTERMEDIATE = 64 * 70, 256, 768
 

@@ -6,8 +6,8 @@ On CPUs the model is that of the arithmetic example, the batch 256 sequences of 
 float32; on GPUs a Qwen3-0.6B with random weights, 16 sequences of 1k to 4k tokens, in bfloat16 with
 activation checkpointing. The loss is PPO's. Every layout updates in turn, `--runs` times: medians
 in milliseconds of the slowest rank, ratios to FSDP2 with one shard per rank, tokens per second and,
-on GPUs, model FLOP/s as a share of --peak_tflops (spmdrl/flops.py). A JSON line each. On GPUs the
-Megatron layouts need a model that Megatron knows, nothing else.
+on GPUs, model FLOP/s as a share of --peak_tflops (spmdrl/training/logs/flops.py). A JSON line each.
+On GPUs the Megatron layouts need a model that Megatron knows, nothing else.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
+from spmdrl.data.packing import empty_batch
+from spmdrl.distributed.process import keep_what_stands, start_process_group
+from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import build_engine
-from spmdrl.engines.models import load_hf_config
-from spmdrl.flops import Flops
-from spmdrl.packing import empty_batch
-from spmdrl.program import keep_what_stands, start_process_group
-from spmdrl.topology import Topology, train_degrees
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.training.logs.flops import Flops
 from spmdrl.types import Batch
 
 LIMIT_S = 300

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 
 before_torch()
 import torch  # noqa: E402
@@ -76,7 +76,7 @@ class Engine:
     """Bfloat16 matrices: even ones cut by rows over tensor-parallel ranks, odd ones by columns."""
 
     def __init__(self, topology: Any, shapes: list[tuple[int, int]]) -> None:
-        from spmdrl.weights.layout import Layout, Place
+        from spmdrl.weights.engine_layout import Layout, Place
 
         tp, rank = topology.axis_size("tp"), topology.axis_rank("tp")
         self.model, self.found = nn.Module(), Layout()
@@ -110,9 +110,9 @@ def measure(work: Callable[[], object]) -> tuple[float, float]:
 def run_case(name: str) -> None:
     """One rank's part."""
     from spmdrl.config import WeightsConfig
-    from spmdrl.program import keep_freed_memory
-    from spmdrl.topology import Topology
-    from spmdrl.weights.sync import WeightSync
+    from spmdrl.distributed.process import keep_freed_memory
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.training.weight_sync import WeightSync
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -20,18 +20,18 @@ from collections.abc import Callable
 
 import fire
 
-from spmdrl.imports import before_torch
+from spmdrl.distributed.env import before_torch
 
 before_torch()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from spmdrl.collectives import all_gather_rows  # noqa: E402
-from spmdrl.packing import deal, empty_batch  # noqa: E402
-from spmdrl.phases import Phases  # noqa: E402
-from spmdrl.program import keep_freed_memory  # noqa: E402
-from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch  # noqa: E402
-from spmdrl.topology import Topology  # noqa: E402
+from spmdrl.data.packing import deal, empty_batch  # noqa: E402
+from spmdrl.distributed.collectives import all_gather_rows  # noqa: E402
+from spmdrl.distributed.phases import Phases  # noqa: E402
+from spmdrl.distributed.process import keep_freed_memory  # noqa: E402
+from spmdrl.distributed.topology import Topology  # noqa: E402
+from spmdrl.training.batch_exchange import FIELDS, Post, packing_order, receive_batch, send_batch  # noqa: E402
 from spmdrl.types import Batch  # noqa: E402
 
 LIMIT_S = 300

@@ -36,12 +36,12 @@ import fire
 import torch
 import torch.distributed as dist
 
-from spmdrl.collectives import sum_over_ranks
 from spmdrl.config import RolloutConfig
-from spmdrl.packing import partition
-from spmdrl.program import ENGINE_ENV
-from spmdrl.rollout.engine import Request, SamplingParams
-from spmdrl.topology import Topology
+from spmdrl.data.packing import partition
+from spmdrl.distributed.collectives import sum_over_ranks
+from spmdrl.distributed.process import ENGINE_ENV
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import Request, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
 
@@ -117,7 +117,7 @@ def compare(
     model: str, ranks: Topology, requests: list[Request], max_num_seqs: int, runs: int, samples: int
 ) -> None:
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.rollout.vllm.engine import VllmEngine
 
     config = RolloutConfig(dtype="float32", max_num_seqs=max_num_seqs, kv_cache_mib=512)
     engine = VllmEngine(model, config, 1024, ranks)

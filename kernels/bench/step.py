@@ -5,9 +5,9 @@ on the same ranks, in bfloat16: `--prompts` questions of `--question` tokens, `-
 of exactly `--answer` tokens, one optimizer step; a Qwen3 of the given shape with random weights,
 whose times are those of real ones. A JSON line: medians over the steps but the first two of every
 phase in seconds, answer tokens per second and GPU of the rollout, tokens per second and GPU of the
-update, its model FLOP/s as a share of what the GPUs can do (spmdrl/flops.py), the most memory that
-the process had from PyTorch, vLLM's while it sleeps included, and how far engine and trainer were
-apart in log-probability.
+update, its model FLOP/s as a share of what the GPUs can do (spmdrl/training/logs/flops.py), the
+most memory that the process had from PyTorch, vLLM's while it sleeps included, and how far engine
+and trainer were apart in log-probability.
 Further arguments are options of spmdrl.ppo: --actor.compile True.
 """
 

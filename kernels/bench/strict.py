@@ -26,10 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, RolloutConfig, TrainConfig
-from spmdrl.packing import empty_batch
-from spmdrl.program import start_process_group
-from spmdrl.rollout.engine import Completion, Request, SamplingParams
-from spmdrl.topology import Topology
+from spmdrl.data.packing import empty_batch
+from spmdrl.distributed.process import start_process_group
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.types import Batch
 
 ENVIRONMENT = {
@@ -84,8 +84,8 @@ def main(runs: int = 7, model: str | None = None) -> None:
     """model: a Hugging Face folder instead of random weights."""
     os.environ |= {k: v for k, v in ENVIRONMENT.items() if k not in os.environ}
     os.environ.setdefault("MASTER_PORT", "0")
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+    from spmdrl.rollout.vllm.engine import VllmEngine
 
     torch.set_num_threads(1)
     device = start_process_group(timedelta(seconds=600))

@@ -32,11 +32,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
+from spmdrl.data.packing import empty_batch
+from spmdrl.distributed.process import keep_what_stands, start_process_group
+from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import build_engine
-from spmdrl.engines.engine import TrainEngine
-from spmdrl.packing import empty_batch
-from spmdrl.program import keep_what_stands, start_process_group
-from spmdrl.topology import Topology, train_degrees
+from spmdrl.engines.base import TrainEngine
 from spmdrl.types import Batch
 
 LIMIT_S = 500

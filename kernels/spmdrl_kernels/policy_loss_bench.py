@@ -55,7 +55,7 @@ def objective_and_batch(num_tokens: int, device: torch.device):  # type: ignore[
 
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
-    from spmdrl.packing import empty_batch
+    from spmdrl.data.packing import empty_batch
 
     each = num_tokens // 16
     lens = torch.tensor([each] * 16 + [num_tokens - 16 * each])
@@ -94,7 +94,7 @@ def our_grpo(targets: Tensor, advantages: Tensor) -> Loss:
     """f(hidden (num_seqs, length, size), weight); targets (num_seqs, length)."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
-    from spmdrl.packing import empty_batch
+    from spmdrl.data.packing import empty_batch
 
     num_seqs, length = targets.shape
     batch = empty_batch(torch.full((num_seqs,), length), num_keys=0).to(targets.device)

@@ -1,6 +1,6 @@
 """The loss functions that an engine is given: of the actor, the critic, the process reward model.
 
-Each is made from the config and has the signature of the seam (engines/engine.py):
+Each is made from the config and has the signature of the seam (engines/base.py):
 (logprobs, entropy, micro-batch) -> (loss, metric sums).
 """
 
@@ -25,7 +25,7 @@ from spmdrl.types import Batch, segment_expand, segment_sum
 def policy_objective(
     algo: AlgoConfig, kl_coef: float | None = None, entropy_coef: float | None = None
 ) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
-    """The actor's loss function for a training engine (the seam, engines/engine.py).
+    """The actor's loss function for a training engine (the seam, engines/base.py).
 
     kl_coef and entropy_coef: of this step, where adaptive; None: as configured.
     """
@@ -131,7 +131,7 @@ def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoCon
 
 def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
     chosen = algo.kl_estimator
-    if algo.kl_cut is not None:  # algo/checks.py refuses it with other estimators
+    if algo.kl_cut is not None:  # training/checks/algorithms.py refuses it with other estimators
         plain = partial(k3, cut=algo.kl_cut)
         return partial(with_gradient_of_k2, plain) if chosen == "k3+" else plain
     return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen

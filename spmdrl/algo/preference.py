@@ -26,7 +26,7 @@ def bradley_terry(
 def pair_loss(
     rewards: Tensor, entropy: Tensor, mb: Batch, center_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The seam of engines/engine.py for pairs (PreferenceDataset.batch): a mean over them."""
+    """The seam of engines/base.py for pairs (PreferenceDataset.batch): a mean over them."""
     assert mb.loss_weights is not None
     found = pair_terms(rewards, mb, center_coef)
     loss = (found.pop("loss") * mb.loss_weights[mb.loss_mask > 0]).sum()

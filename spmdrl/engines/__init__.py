@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spmdrl.collectives import level_group_count
+from spmdrl.distributed.collectives import level_group_count
 
 if TYPE_CHECKING:
     from spmdrl.config import TrainConfig
-    from spmdrl.engines.engine import TrainEngine
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.engines.base import TrainEngine
 
 
 def build_engine(
@@ -26,13 +26,13 @@ def build_engine(
     """
     engine: TrainEngine | None = None
     if topology.here and config.engine == "megatron":
-        from spmdrl.engines.megatron import MegatronEngine
-        from spmdrl.engines.megatron_parts import build_parts
+        from spmdrl.engines.megatron.engine import MegatronEngine
+        from spmdrl.engines.megatron.parts import build_parts
 
         parts = build_parts(kind, model, config, topology, frozen, load_weights)
         engine = MegatronEngine(parts, config, topology)
     elif topology.here:
-        from spmdrl.engines.fsdp import FsdpEngine
+        from spmdrl.engines.fsdp.engine import FsdpEngine
 
         engine = FsdpEngine(kind, model, config, topology, frozen, strict, load_weights)
     level_group_count(job.control if job is not None else None)
@@ -41,7 +41,7 @@ def build_engine(
 
 def base_of(engine: TrainEngine | None) -> TrainEngine | None:
     """The same model without its adapters, frozen, in the same memory; None outside its ranks."""
-    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     if engine is None:
         return None

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
-from spmdrl.topology import Topology
+from spmdrl.data.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
+from spmdrl.distributed.topology import Topology
 from spmdrl.types import SEQ_FIELDS, Batch
 
 

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from spmdrl.rewards.sandbox import (
+from spmdrl.rewards.sandbox.sandbox import (
     USUAL,
     Kind,
     Limits,
@@ -22,7 +22,7 @@ from spmdrl.rewards.sandbox import (
     run_code,
     run_tests,
 )
-from spmdrl.rewards.sandbox_values import plain
+from spmdrl.rewards.sandbox.values import plain
 
 LANGUAGES = ("", "python", "python3", "py")
 # No quantifier gives back what it took, so the time is linear in the text.

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import RewardConfig
+from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import TooManyInvalid
-from spmdrl.topology import Topology
 from spmdrl.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
-from spmdrl.rewards.calls import Caller, Submitted, arguments_of
-from spmdrl.rewards.functions import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
-from spmdrl.rewards.pool import innermost
-from spmdrl.rewards.worker import Outcome
-from spmdrl.topology import Topology
+from spmdrl.distributed.topology import Topology
+from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
+from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.pool import innermost
+from spmdrl.rewards.workers.worker import Outcome
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample

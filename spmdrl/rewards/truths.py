@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmdrl.config import RewardFn
+from spmdrl.rewards.builtin import BUILT_INS, graded_gsm8k, gsm8k, to_decimal
 from spmdrl.rewards.code import code, read_tests
-from spmdrl.rewards.functions import BUILT_INS, graded_gsm8k, gsm8k, to_decimal
-from spmdrl.rewards.pool import innermost
+from spmdrl.rewards.workers.pool import innermost
 
 
 def read_number(ground_truth: Any) -> None:

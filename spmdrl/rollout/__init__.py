@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spmdrl.collectives import level_group_count
+from spmdrl.distributed.collectives import level_group_count
 
 if TYPE_CHECKING:
     from spmdrl.config import LoraConfig, RolloutConfig
-    from spmdrl.rollout.engine import RolloutEngine
-    from spmdrl.topology import Topology
-    from spmdrl.vision import Looks
+    from spmdrl.data.images import Looks
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.base import RolloutEngine
 
 
 def build_engine(
@@ -30,11 +30,11 @@ def build_engine(
     """
     engine: RolloutEngine | None = None
     if topology.here and config.engine == "hf":
-        from spmdrl.rollout.hf import HfEngine
+        from spmdrl.rollout.hf.engine import HfEngine
 
         engine = HfEngine(model, config, max_model_len, topology, strict, looks, load_weights)
     elif topology.here:
-        from spmdrl.rollout.vllm import VllmEngine
+        from spmdrl.rollout.vllm.engine import VllmEngine
 
         engine = VllmEngine(
             model, config, max_model_len, topology, strict, lora, looks, load_weights

@@ -9,11 +9,11 @@ from itertools import chain, islice
 from typing import Any
 
 from spmdrl.config import PpoConfig, RolloutConfig
-from spmdrl.rollout.dialogue import Dialogue, messages_of, replies_of, turns_of
-from spmdrl.rollout.engine import NOT_CHOSEN, Completion, Request, SamplingParams
-from spmdrl.rollout.handover import resume, share
-from spmdrl.rollout.rounds import Goal
+from spmdrl.rollout.answer_codec import resume, share
+from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
+from spmdrl.rollout.multi_turn.conversation import Dialogue, messages_of, replies_of, turns_of
 from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.rollout.scheduler_messages import Goal
 from spmdrl.types import Prompt, Sample
 
 

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.progress import PROGRESS
-from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from spmdrl.rollout.handover import pack, pick, resume, unpack
-from spmdrl.rollout.noise import preserved_rng
-from spmdrl.rollout.rounds import Decision, Goal, Nobody, Others, Outcome
-from spmdrl.topology import Topology
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.answer_codec import pack, pick, resume, unpack
+from spmdrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from spmdrl.rollout.rng import preserved_rng
+from spmdrl.rollout.scheduler_messages import Decision, Goal, Nobody, Others, Outcome
 
 BURST_S = 0.06  # between two decisions
 MAX_STEPS = 32  # per burst

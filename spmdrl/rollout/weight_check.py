@@ -33,7 +33,7 @@ import torch
 from spmdrl_kernels.fp8 import BLOCK
 from torch import Tensor, nn
 
-from spmdrl.rollout.engine import WeightMismatch
+from spmdrl.rollout.base import WeightMismatch
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
-from spmdrl.weights.names import Part, Parts
+from spmdrl.weights.checkpoint_names import Part, Parts
 from spmdrl.weights.plan import Weight
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from ranks import run_calls, start_ranks
 from test_engine_ranks import engine_on, whole_batch
 from tiny import save_qwen3
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint import format as checkpoint
+from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
-from spmdrl.engines.models import build_model
-from spmdrl.hf_export import load_full
-from spmdrl.phases import PhaseError, Phases
-from spmdrl.saver import Saver, check_metric
+from spmdrl.distributed.phases import PhaseError, Phases
+from spmdrl.engines.fsdp.model import build_model
+from spmdrl.engines.hf_export import load_full
 
 MOMENTS = int(os.environ.get("SPMDRL_KILLS", "8"))  # 50 to be thorough
 ACTOR = TrainConfig(dtype="float32", micro_batch_tokens=300)

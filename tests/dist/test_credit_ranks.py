@@ -18,7 +18,7 @@ from spmdrl.config import (
     RewardConfig,
     RolloutConfig,
 )
-from spmdrl.packing import pack_samples
+from spmdrl.data.packing import pack_samples
 from spmdrl.types import Prompt, Sample
 
 BASE = PpoConfig(
@@ -93,7 +93,7 @@ def config_of(case):
 
 def estimates_on(topology, cases):
     """{(case, seed): (sequence numbers, advantages, returns, metrics)} of this rank."""
-    from spmdrl.credit import add_advantages, add_correction
+    from spmdrl.training.credit import add_advantages, add_correction
 
     results = {}
     for case in cases:
@@ -225,7 +225,7 @@ def samples_of(trs, all_turns):
 
 def per_turn_on(topology):
     """{(case, seed): (sequence numbers, advantages, returns, metrics)} of this rank."""
-    from spmdrl.credit import add_advantages
+    from spmdrl.training.credit import add_advantages
 
     results = {}
     for case, (options, _) in PER_TURN.items():
@@ -289,7 +289,7 @@ CORRECTIONS = [
 
 
 def corrections_on(topology):
-    from spmdrl.credit import add_correction
+    from spmdrl.training.credit import add_correction
 
     results = []
     for config in CORRECTIONS:
@@ -334,7 +334,7 @@ def test_corrections_are_those_of_the_definition(runs, world):
 
 
 def kl_in_reward_on(topology):
-    from spmdrl.credit import add_advantages
+    from spmdrl.training.credit import add_advantages
 
     algo = AlgoConfig(advantage="dr_grpo", kl_coef=0.3, kl_in="reward", kl_estimator="k3")
     trs = random_trajectories(4)
@@ -361,7 +361,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_group_mean(runs, world):
 
 
 def kept_of_the_counts_on(topology):
-    from spmdrl.credit import add_advantages, add_correction
+    from spmdrl.training.credit import add_advantages, add_correction
 
     correction = CorrectionConfig(reject={"token_k1": (0.7, 1.5)})
     trs, sums = random_trajectories(4), {}
@@ -394,7 +394,7 @@ def test_the_losss_divisor_counts_what_is_kept_or_all_sequences(runs):
 
 def tokens_on(topology, fraction):
     """Which tokens kl_cov takes where all covariances are 0: ties everywhere."""
-    from spmdrl.credit import select_tokens
+    from spmdrl.training.credit import select_tokens
 
     config = replace(BASE, algo=AlgoConfig(policy_loss="kl_cov", cov_fraction=fraction))
     trs = random_trajectories(0)
@@ -415,7 +415,7 @@ def test_of_equal_tokens_as_many_are_taken_as_were_asked_for(runs):
 
 
 def resampled_on(topology, name):
-    from spmdrl.credit import resample
+    from spmdrl.training.credit import resample
 
     algo = AlgoConfig(advantage="reinforce_plus_plus", sample_filter=name)
     trs = random_trajectories(3, binary=True)

@@ -71,7 +71,7 @@ def _run(topology, folder, loads, checks):
 
 
 def _load(topology, tokenizer, paths_by_rank, max_prompt_tokens, on_bad_row="error"):
-    from spmdrl.data import PromptDataset, PromptOrder
+    from spmdrl.data.prompts import PromptDataset, PromptOrder
 
     tokenised = []
 

@@ -34,8 +34,8 @@ def host_model(model, per_token, vocab=0, layer_wise=False, **sizes):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from spmdrl.engines.megatron_names import load_pretrained
-    from spmdrl.engines.models import load_hf_config
+    from spmdrl.engines.fsdp.model import load_hf_config
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained
 
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(**sizes)
@@ -108,13 +108,13 @@ def host_updates_on(topology, cases, model, folder):
 
     What was learnt goes through files of Hugging Face's format and back.
     """
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from spmdrl.algo.objectives import policy_objective
+    from spmdrl.distributed.topology import Topology
     from spmdrl.embed import host_parts, hosted_actor
-    from spmdrl.engines.megatron import MegatronEngine
-    from spmdrl.topology import Topology
+    from spmdrl.engines.megatron.engine import MegatronEngine
 
     found = []
     with mcore_cpu.scope():
@@ -167,8 +167,8 @@ def through_files(chunks, optimizer, engine, folder, model):
 
 def fsdp_updates_on(topology, model):
     from spmdrl.algo.objectives import policy_objective
+    from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines import build_engine
-    from spmdrl.topology import Topology, train_degrees
 
     layout = Topology.build(topology.device, **train_degrees(CONFIG))
     engine, batch = build_engine("policy", model, CONFIG, layout), whole_batch()
@@ -238,7 +238,7 @@ def state_of_process():
 
 def attached_on(topology, folder, model, bare, engine):
     """bare: the model's folder without its weights."""
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from dataclasses import replace
@@ -291,7 +291,7 @@ def without_weights(model, folder):
 
 def differing_on(topology, folder, model):
     """What attach says where the host computes something else that no field of its config shows."""
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from spmdrl.embed import attach
@@ -337,7 +337,7 @@ def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
 
 
 def refused_on(topology, model, other):
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from dataclasses import replace

@@ -17,7 +17,7 @@ LIMIT_S = 30  # from the failure until all have ended; torch's own limit is 30 m
 
 def failing_on(topology, folder, model, how):
     """Rank 1 fails in its second update, within a forward pass, or ("outside") between steps."""
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from test_embed import TP2, host_model, rl_config

@@ -7,7 +7,7 @@ import torch
 from ranks import run_calls
 
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
-from spmdrl.packing import empty_batch
+from spmdrl.data.packing import empty_batch
 
 CONFIG = TrainConfig(
     dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3, weight_decay=0.0)
@@ -34,8 +34,8 @@ def whole_batch(seed=0):
 
 
 def engine_on(topology, kind, model, config):
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     ranks = Topology.build(topology.device, **train_degrees(config))
     return FsdpEngine(kind, model, config, ranks)

@@ -38,11 +38,11 @@ if os.environ["RANK"] == "1":
     {module}.{name} = boom
 """
 SITES = {
-    "data": ("data", "spmdrl.data", "PromptDataset.prompt"),
-    "rollout": ("rollout", "spmdrl.collect", "sample_questions"),
+    "data": ("data", "spmdrl.data.prompts", "PromptDataset.prompt"),
+    "rollout": ("rollout", "spmdrl.training.collect", "sample_questions"),
     "reward": ("reward", "spmdrl.rewards.runner", "RewardRunner.finish"),
     "checkpoint": ("checkpoint", "torch", "save"),
-    "checkpoint, meanwhile": ("checkpoint", "spmdrl.saver", "sealed"),
+    "checkpoint, meanwhile": ("checkpoint", "spmdrl.checkpoint.writer", "sealed"),
     # amid training the other rank is inside a collective that never completes
     "training": ("update_actor", "spmdrl.algo.objectives", "masked_max"),
 }
@@ -169,14 +169,14 @@ def test_a_vllm_that_cannot_be_imported_is_the_story(folder):
 
 SLOW = """
 import os, time
-import spmdrl.collect
-sample = spmdrl.collect.sample_questions
+import spmdrl.training.collect
+sample = spmdrl.training.collect.sample_questions
 def slow(*args, **kwargs):
     if os.environ["RANK"] == "{rank}" and os.path.exists("run/checkpoints/step_00000002"):
         open("struck", "w").close()
         time.sleep(300)
     return sample(*args, **kwargs)
-spmdrl.collect.sample_questions = slow
+spmdrl.training.collect.sample_questions = slow
 """
 
 
@@ -384,15 +384,15 @@ def test_updates_that_are_not_finite_are_passed_over_where_the_config_says_so(fo
     """In step 2 the advantages of one rank are not a number; in steps 4 to 6 either."""
     fault = """
 import os
-import spmdrl.step
-add, steps = spmdrl.step.add_advantages, []
+import spmdrl.training.step
+add, steps = spmdrl.training.step.add_advantages, []
 def broken(batches, *rest):
     steps.append(len(steps) + 1)
     found = add(batches, *rest)
     if os.environ["RANK"] == "1" and steps[-1] in (2, 4, 5, 6):
         batches[0].advantages[:] = float("nan")
     return found
-spmdrl.step.add_advantages = broken
+spmdrl.training.step.add_advantages = broken
 """
     Path(folder, "cfg.py").write_text(CONFIG + fault)
     done = torchrun(folder, 2, "--config", "cfg.py", "--steps", "9", "--nan_updates", "2")

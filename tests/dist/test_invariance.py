@@ -15,7 +15,6 @@ import pytest
 from ranks import run_ranks
 from tiny import save_qwen3
 
-from spmdrl.algo.checks import check_algo
 from spmdrl.config import (
     Advantage,
     AlgoConfig,
@@ -29,6 +28,7 @@ from spmdrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from spmdrl.training.checks.algorithms import check_algo
 
 NUM_GROUPS, SAMPLES = 6, 4
 TRAIN = TrainConfig(
@@ -180,8 +180,8 @@ def sample_of(group, index, config, step=0):
 
 def replay_of(config, earlier):
     """A buffer that holds another step's samples, where the config has one."""
-    from spmdrl.packing import pack_samples
-    from spmdrl.replay import ReplayBuffer
+    from spmdrl.data.packing import pack_samples
+    from spmdrl.training.replay_buffer import ReplayBuffer
 
     if config.algo.sample_filter is None:
         return None
@@ -202,14 +202,14 @@ class Moved:
 def steps_on(topology, cases, splits, models):
     """{(case, split): metrics} of this rank, one step each; nothing moves, the rates are 0."""
 
-    from spmdrl.collect import Collected
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.engines.ulysses import Team
-    from spmdrl.phases import Phases
-    from spmdrl.roles import Roles, Trainer
-    from spmdrl.routing import Post
-    from spmdrl.step import hand_over, learn
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.phases import Phases
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+    from spmdrl.engines.fsdp.ulysses import Team
+    from spmdrl.training.batch_exchange import Post
+    from spmdrl.training.collect import Collected
+    from spmdrl.training.roles import Roles, Trainer
+    from spmdrl.training.step import hand_over, learn
 
     phases = Phases(topology)
     results = {}

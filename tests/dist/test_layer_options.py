@@ -8,7 +8,7 @@ import torch
 from ranks import run_calls
 
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
-from spmdrl.packing import empty_batch
+from spmdrl.data.packing import empty_batch
 
 CONFIG = TrainConfig(dtype="float32", micro_batch_tokens=60, optim=OptimConfig(clip_norm=1e9))
 OPTIONS = {
@@ -32,9 +32,9 @@ def config_of(case):
 
 def engine_on(topology, kind, model, config, frozen=False):
     """An engine whose options run although this is a CPU."""
-    from spmdrl.engines import layers
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp import layers
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     layers.check_here, layers.BACKEND = lambda *args: None, "aot_eager"
     ranks = Topology.build(topology.device, **train_degrees(config))
@@ -156,7 +156,7 @@ def offloaded_on(topology, model):
     from torch.autograd.graph import save_on_cpu
 
     from spmdrl.algo.objectives import policy_objective
-    from spmdrl.engines import activations
+    from spmdrl.engines.fsdp import activations
 
     found = []
     for case in (("offload",), ("selective", "offload"), ("full", "offload")):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks, start_ranks, wait_all
 
-from spmdrl.lines import (
+from spmdrl.distributed.local_sockets import (
     HELLO,
     NOTE,
     Line,
@@ -44,8 +44,8 @@ def test_everyone_hears_the_least_that_anyone_says(world):
 
 def apart_on(topology):
     """Of three ranks the last is on another host."""
-    from spmdrl import lines as module
-    from spmdrl.topology import Topology
+    from spmdrl.distributed import local_sockets as module
+    from spmdrl.distributed.topology import Topology
 
     if topology.rank == 2:
         module.machine = lambda: ("another", "host")
@@ -209,7 +209,7 @@ def test_strangers_at_the_door_are_not_let_in_and_cost_no_time():
 
 
 def test_a_door_that_others_keep_busy_is_no_line(monkeypatch):
-    from spmdrl import lines as module
+    from spmdrl.distributed import local_sockets as module
 
     monkeypatch.setattr(module, "CALL_S", 0.5)
     with socket.socket(socket.AF_UNIX) as door:
@@ -224,8 +224,8 @@ def test_a_door_that_others_keep_busy_is_no_line(monkeypatch):
 
 def shut_out_on(topology, how):
     """Rank 0 cannot open a door, or hears nobody at it."""
-    from spmdrl import lines as module
-    from spmdrl.topology import Topology
+    from spmdrl.distributed import local_sockets as module
+    from spmdrl.distributed.topology import Topology
 
     if topology.rank == 0 and how == "no door":
         module.open_door = lambda door, callers: ""

@@ -30,8 +30,8 @@ def share_of(topology):
 def trained(topology, kind, model, config, updates=2):
     """An engine after some updates, and what they said."""
     from spmdrl.algo.objectives import policy_objective, value_objective
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     ranks = Topology.build(topology.device, **train_degrees(config))
     engine = FsdpEngine(kind, model, config, ranks)
@@ -99,10 +99,10 @@ def push_on(topology, model, case):
 
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import RolloutConfig, WeightsConfig
-    from spmdrl.rollout.engine import WeightMismatch
-    from spmdrl.rollout.vllm import VllmEngine
-    from spmdrl.topology import Topology
-    from spmdrl.weights.sync import WeightSync
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.base import WeightMismatch
+    from spmdrl.rollout.vllm.engine import VllmEngine
+    from spmdrl.training.weight_sync import WeightSync
 
     mode, tp, dtype, targets, bucket = PUSHES[case]
     lora = replace(LORA, target_modules=targets)

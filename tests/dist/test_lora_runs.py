@@ -61,7 +61,7 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.hf_export import export, export_adapter
+    from spmdrl.engines.hf_export import export, export_adapter
 
     checkpoint = folder / "whole/checkpoints/step_00000002"
     export(checkpoint, folder / "merged", "float32")

@@ -59,8 +59,8 @@ def models(tmp_path_factory):
 
 def engine_of(topology, models, case, frozen=False):
     """Collective over the job; None on ranks outside."""
+    from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines import build_engine
-    from spmdrl.topology import Topology, train_degrees
 
     model, kind, ranks, config = case
     places = Topology.build(topology.device, range(ranks), **train_degrees(config))
@@ -352,7 +352,7 @@ SAME_AGAIN = [
 
 
 def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
-    from spmdrl.hf_export import load_full
+    from spmdrl.engines.hf_export import load_full
 
     moved = [(steady(saved), steady(loaded), count) for saved, loaded, count in SAVED_AND_LOADED]
     pairs = moved + SAME_AGAIN
@@ -387,8 +387,8 @@ def test_a_checkpoint_loads_in_any_layout_and_exports(models, tmp_path):
 def decayed_on(topology, model):
     """All weights after two updates with a decay that shows, by engine."""
     from spmdrl.algo.objectives import policy_objective
+    from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines import build_engine
-    from spmdrl.topology import Topology, train_degrees
 
     found = {}
     for name in ("fsdp", "megatron"):

@@ -49,7 +49,7 @@ def models(tmp_path_factory):
 
 @contextmanager
 def arranged(degrees: Any):
-    from spmdrl.engines import mcore_cpu
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
     mcore_cpu.install()
     from megatron.core import parallel_state
@@ -74,7 +74,7 @@ def train_pass(degrees, chunks, config, kind, true):
     )
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from spmdrl.engines.megatron_attention import held_rows, packed_params
+    from spmdrl.engines.megatron.attention import held_rows, packed_params
 
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
@@ -135,8 +135,8 @@ def work(topology, folder, cases):
     """For every case what differs from transformers, and this rank's parts of all weights."""
     from transformers import AutoConfig
 
-    from spmdrl.engines.megatron_model import Degrees, build_chunks, transformer_config
-    from spmdrl.engines.megatron_names import load_pretrained, pieces
+    from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
+    from spmdrl.engines.megatron.model import Degrees, build_chunks, transformer_config
 
     results = {}
     for case in cases:

@@ -88,7 +88,9 @@ def test_the_other_engine_refuses_a_checkpoint(folder, whole, engine):
     assert len(told) == 1, done.output[-4000:]
     assert f"actor was written by engine {other}" in told[0]
     assert done.code == 2, done.output
-    assert "spmdrl/checkpoint.py" not in done.output  # of a traceback; torchrun prints its own
+    assert (
+        "spmdrl/checkpoint/format.py" not in done.output
+    )  # of a traceback; torchrun prints its own
 
 
 def test_export_is_what_was_trained(folder, whole):
@@ -127,9 +129,9 @@ def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
 FORGED = """
 import os, pickle, sys, torch
 from pathlib import Path
-from spmdrl import checkpoint
+from spmdrl.checkpoint import format as checkpoint
 from spmdrl.config import ConfigError
-from spmdrl.hf_export import load_full
+from spmdrl.engines.hf_export import load_full
 
 class Evil:
     def __reduce__(self):

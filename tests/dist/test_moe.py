@@ -62,10 +62,10 @@ def push_on(topology, folder, tuples):
     """Of each case: an update, its weights pushed and proven, and how far logprobs are apart."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig, RolloutConfig, WeightsConfig
+    from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines import build_engine
-    from spmdrl.rollout.vllm import VllmEngine
-    from spmdrl.topology import Topology, train_degrees
-    from spmdrl.weights.sync import WeightSync
+    from spmdrl.rollout.vllm.engine import VllmEngine
+    from spmdrl.training.weight_sync import WeightSync
 
     rollout, key, found = None, (), []
     for case in (Case(*values) for values in tuples):
@@ -132,8 +132,8 @@ def rollout_difference(actor, ranks, rollout):
     """Of the engine's logprobs from the trainer's. Every engine answers the same."""
     from test_rollout import some_requests
 
-    from spmdrl.packing import empty_batch
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.data.packing import empty_batch
+    from spmdrl.rollout.base import SamplingParams
 
     requests = some_requests(12)
     answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
@@ -151,7 +151,7 @@ def rollout_difference(actor, ranks, rollout):
 
 def push_stale(weights):
     """As if vLLM's experts went on with what they were before; to be put right afterwards."""
-    from spmdrl.rollout import vllm_cpu
+    from spmdrl.rollout.vllm import cpu as vllm_cpu
 
     repack, vllm_cpu.repack_experts = vllm_cpu.repack_experts, lambda model: None
     try:
@@ -162,7 +162,7 @@ def push_stale(weights):
 
 def notices(weights, actor, part, act):
     """What this rank's check says while the last element of a weight has another sign."""
-    from spmdrl.rollout.engine import WeightMismatch
+    from spmdrl.rollout.base import WeightMismatch
     from spmdrl.weights.shards import lying
 
     shards = lying(actor.named_shards())
@@ -247,7 +247,7 @@ def runs(models, tmp_path_factory):
 
 
 def export(checkpoint, out):
-    from spmdrl.hf_export import export
+    from spmdrl.engines.hf_export import export
 
     export(checkpoint, out, "float32")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from programs import CONFIG, ROOT, metrics_of, train, write_task
 
-from spmdrl.rollout.handover import unpack
+from spmdrl.rollout.answer_codec import unpack
 
 # A turn ends with a digit or a small letter, which a random model soon says. The environment lets
 # a sample go on until it has had three turns, but one whose index is 3 only once.
@@ -257,7 +257,7 @@ def environment(messages, num_turns):
 
 
 def reward(messages, ground_truth, sample_index):
-    from spmdrl.tool_state import rebuild
+    from spmdrl.rewards.workers.stateful_tools import rebuild
 
     till = rebuild(Till, messages, ground_truth=ground_truth, sample_index=sample_index)
     counts = [m["content"] for m in messages if m["role"] == "tool" and "arguments" in m]

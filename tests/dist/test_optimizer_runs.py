@@ -32,7 +32,7 @@ from spmdrl.config import ConfigError, OptimConfig, TrainConfig
     ],
 )
 def test_what_would_have_no_effect_is_refused(role, changes, words):
-    from spmdrl.plan_shared import check_training_role
+    from spmdrl.training.checks.common import check_training_role
 
     with pytest.raises(ConfigError) as error:
         check_training_role(role, TrainConfig(**changes), (0, 1), 10)
@@ -40,7 +40,7 @@ def test_what_would_have_no_effect_is_refused(role, changes, words):
 
 
 def test_eight_bits_without_torchao(monkeypatch):
-    from spmdrl.engines import optimizers
+    from spmdrl.engines.fsdp import optimizers
 
     config = TrainConfig(optim=OptimConfig(name="adamw8bit"))
     optimizers.check_optimizer("actor", config)
@@ -75,8 +75,8 @@ def load_weights(folder):
 
 
 def test_the_average_of_a_run_is_exported(run_folder, monkeypatch):
+    from spmdrl.engines.hf_export import load_full
     from spmdrl.export import main
-    from spmdrl.hf_export import load_full
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # main sets it
     steps = [run_folder / f"run/checkpoints/step_0000000{n}" for n in (1, 2)]
@@ -101,9 +101,9 @@ def test_a_run_does_not_resume_with_another_optimizer(run_folder):
 
 
 def test_an_average_that_is_not_there(run_folder, tmp_path):
-    from spmdrl import checkpoint
+    from spmdrl.checkpoint import format as checkpoint
+    from spmdrl.engines.hf_export import load_full
     from spmdrl.export import check_flags
-    from spmdrl.hf_export import load_full
 
     folder = tmp_path / "step"
     Path(folder, "actor").mkdir(parents=True)
@@ -116,9 +116,9 @@ def test_an_average_that_is_not_there(run_folder, tmp_path):
 
 
 def test_the_dry_run_shows_what_is_kept(run_folder):
-    from spmdrl.cli import load_config
+    from spmdrl.cli.arguments import load_config
     from spmdrl.config import PpoConfig
-    from spmdrl.describe import memory_lines, memory_of
+    from spmdrl.training.checks.dry_run import memory_lines, memory_of
 
     changes = {"actor.optim.name": "muon", "actor.ema": 0.5, "actor.offload_optimizer": True}
     config = load_config(str(run_folder / "cfg.py"), PpoConfig, changes)

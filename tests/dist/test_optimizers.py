@@ -199,7 +199,7 @@ def test_the_average_is_the_closed_form(runs, name):
 
 
 def test_muon_in_bfloat16_is_the_librarys():
-    from spmdrl.engines.muon import Muon
+    from spmdrl.engines.fsdp.muon import Muon
 
     generator = torch.Generator().manual_seed(5)
     for shape in ((96, 40), (40, 96), (7, 7), (3, 130)):
@@ -246,8 +246,8 @@ def test_eight_bits_follow_float32_in_a_quarter_of_the_memory(runs):
 
 
 def test_the_plan_knows_what_is_kept(runs, models):
-    from spmdrl.engines.models import load_hf_config, meta_model
-    from spmdrl.engines.optimizers import state_bytes
+    from spmdrl.engines.fsdp.model import load_hf_config, meta_model
+    from spmdrl.engines.fsdp.optimizers import state_bytes
 
     hf = load_hf_config(str(models / "dense"))
     for name in NAMES:

@@ -14,10 +14,10 @@ import torch
 from ranks import run_calls
 
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
-from spmdrl.engines.lora import check_lora
-from spmdrl.engines.models import load_hf_config
-from spmdrl.packing import empty_batch
-from spmdrl.plan_shared import check_training_role
+from spmdrl.data.packing import empty_batch
+from spmdrl.engines.fsdp.lora import check_lora
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.training.checks.common import check_training_role
 from spmdrl.types import Batch
 
 LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9, 2]
@@ -68,8 +68,8 @@ def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: in
     """Of each case two updates' metrics, the logprobs of this rank's sequences, the average."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     whole, results = whole_batch(seed), []
     for case in cases:

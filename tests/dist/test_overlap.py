@@ -13,17 +13,17 @@ pytestmark = pytest.mark.clock
 JUDGE_S, STEP_S = 1.5, 0.025  # 60 tokens: an answer takes as long as the judge
 SLOW = f"""
 import asyncio, os, time
-import spmdrl.rollout.hf
+import spmdrl.rollout.hf.engine
 
 async def judge(response, ground_truth):
     await asyncio.sleep({JUDGE_S})
     return 0.01 * len(response)
 
-decode = spmdrl.rollout.hf.HfEngine.step
+decode = spmdrl.rollout.hf.engine.HfEngine.step
 def step(engine):
     time.sleep({STEP_S})
     return decode(engine)
-spmdrl.rollout.hf.HfEngine.step = step
+spmdrl.rollout.hf.engine.HfEngine.step = step
 """
 STEPS = 6
 

@@ -95,7 +95,7 @@ def test_who_waits_is_not_said_to_work(folder):
     slow = ALL_ROLES.replace(
         "config = PpoConfig(",
         """
-import os, time, spmdrl.engines.fsdp as fsdp
+import os, time, spmdrl.engines.fsdp.engine as fsdp
 update = fsdp.FsdpEngine.update
 def late(self, *args, **kwargs):
     time.sleep(2.0 if os.environ["RANK"] == "2" else 0.0)
@@ -194,7 +194,7 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
 @pytest.mark.parametrize(
     ("site", "phase", "module", "name"),
     [
-        ("sampling side", "balance", "spmdrl.step", "deal_out"),
+        ("sampling side", "balance", "spmdrl.training.step", "deal_out"),
         ("training side", "update_actor", "spmdrl.algo.objectives", "masked_max"),
     ],
 )

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from programs import set_up, train
 
-from spmdrl.cli import load_config
+from spmdrl.cli.arguments import load_config
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.plan import check
-from spmdrl.profiling import mend_names, steps_of
-from spmdrl.program import lost_timeout_s
+from spmdrl.distributed.process import lost_timeout_s
+from spmdrl.training.checks.rl import check
+from spmdrl.training.logs.profiler import mend_names, steps_of
 
 GRADIENT = "autograd::engine::evaluate_function"
 SFT = """
@@ -106,8 +106,8 @@ def test_fine_tuning_that_goes_on_amid_the_window(rows):
 
 
 FAILING_UPDATE = """
-import spmdrl.supervised
-true_update, calls = spmdrl.supervised.update, []
+import spmdrl.training.supervised_loop
+true_update, calls = spmdrl.training.supervised_loop.update, []
 
 def update(*args):
     calls.append(true_update(*args))
@@ -115,7 +115,7 @@ def update(*args):
         raise FloatingPointError("the second one")
     return calls[-1]
 
-spmdrl.supervised.update = update
+spmdrl.training.supervised_loop.update = update
 """
 
 

@@ -54,7 +54,7 @@ class Trainer:
         fully_shard(self.model, mesh=topology.mesh["dp", "fsdp"])
 
     def named_shards(self) -> dict[str, Any]:
-        from spmdrl.weights.names import checkpoint_parts
+        from spmdrl.weights.checkpoint_names import checkpoint_parts
         from spmdrl.weights.shards import shards_by_part
 
         parts = checkpoint_parts(self.model.config)
@@ -63,14 +63,16 @@ class Trainer:
 
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
-    from spmdrl import wire
-    from spmdrl.collectives import level_group_count
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
-    from spmdrl.rollout.engine import WeightMismatch
-    from spmdrl.rollout.hf import HfEngine
-    from spmdrl.rollout.vllm import VllmEngine
-    from spmdrl.topology import Topology, train_degrees
-    from spmdrl.weights import messages, reshard, sync
+    from spmdrl.distributed import p2p as wire
+    from spmdrl.distributed.collectives import level_group_count
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.rollout.base import WeightMismatch
+    from spmdrl.rollout.hf.engine import HfEngine
+    from spmdrl.rollout.vllm.engine import VllmEngine
+    from spmdrl.training import weight_sync as sync
+    from spmdrl.weights import bucket_messages as messages
+    from spmdrl.weights import transfer as reshard
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     results = []
@@ -283,9 +285,10 @@ def test_what_goes_to_an_fp8_engine_is_the_whole_matrix_quantised(
 def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
     """(bytes by which the process grew at its fullest, bytes of a bucket) of each case's push."""
     from spmdrl.config import WeightsConfig
-    from spmdrl.topology import Topology
-    from spmdrl.weights import reshard, sync
-    from spmdrl.weights.layout import layout_by_name
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.training import weight_sync as sync
+    from spmdrl.weights import transfer as reshard
+    from spmdrl.weights.engine_layout import layout_by_name
 
     class Held:
         """A trainer (float32 row shards) or, with dp and tp, an engine of big matrices."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import CONFIG, metrics_of, set_up, train
 
-from spmdrl import checkpoint
+from spmdrl.checkpoint import format as checkpoint
 
 SFT = """
 from spmdrl.config import *

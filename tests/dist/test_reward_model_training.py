@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl.config import RewardModelConfig
-from spmdrl.hf_export import export
-from spmdrl.rewards.model import RewardModel
+from spmdrl.engines.hf_export import export
+from spmdrl.rewards.reward_model import RewardModel
 from spmdrl.types import Prompt, Sample
 
 CONFIG = """

@@ -18,12 +18,12 @@ def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[An
     from transformers import AutoTokenizer
 
     from spmdrl.config import RolloutConfig
-    from spmdrl.rollout.engine import SamplingParams
-    from spmdrl.rollout.hf import HfEngine
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.base import SamplingParams
+    from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.sampling import questions_of, sample_questions
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.rollout.vllm import VllmEngine
-    from spmdrl.topology import Topology
+    from spmdrl.rollout.vllm.engine import VllmEngine
     from spmdrl.types import Prompt
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -84,9 +84,9 @@ def _update(topology: Any, folders: list[str]) -> list[float]:
     from test_rollout import flip_every_parameter, load_hf, rng_states, worst_error
 
     from spmdrl.config import RolloutConfig
-    from spmdrl.rollout.engine import SamplingParams
-    from spmdrl.rollout.vllm import VllmEngine
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.base import SamplingParams
+    from spmdrl.rollout.vllm.engine import VllmEngine
 
     ranks = Topology.build(torch.device("cpu"), dp=1, tp=2)
     config = RolloutConfig(dtype="float32", max_num_seqs=16, kv_cache_mib=16, tensor_parallel=2)

@@ -21,9 +21,15 @@ def make_sample(group, index):
 
 def dealt(topology, samples, mini_batches, keys=(), roles=None):
     """(Deal, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks."""
-    from spmdrl.collectives import all_gather_rows
-    from spmdrl.packing import deal, pack_samples
-    from spmdrl.routing import FIELDS, Post, packing_order, receive_batch, send_batch
+    from spmdrl.data.packing import deal, pack_samples
+    from spmdrl.distributed.collectives import all_gather_rows
+    from spmdrl.training.batch_exchange import (
+        FIELDS,
+        Post,
+        packing_order,
+        receive_batch,
+        send_batch,
+    )
 
     roles, me = roles or [topology.ranks], topology.rank
     rows = [(s.group, s.index, s.num_tokens, me) for s in samples]
@@ -59,7 +65,7 @@ def balanced_on(topology, makers):
 
 def results_on(topology, roles, makers):
     """What rank r of a role says of a token must reach whoever has it in another role."""
-    from spmdrl.routing import Post, receive_results, send_results
+    from spmdrl.training.batch_exchange import Post, receive_results, send_results
 
     mine = [make_sample(g, i) for g in range(5) for i in range(3)
             if makers[(g + i) % len(makers)] == topology.rank]  # fmt: skip
@@ -126,7 +132,7 @@ def test_balance_keeps_every_sample_whole_and_once(runs):
 def few_on(topology, estimator):
     """Two samples on three ranks."""
     from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
-    from spmdrl.credit import add_advantages
+    from spmdrl.training.credit import add_advantages
 
     config = PpoConfig("-", DataConfig("-"), "gsm8k", algo=AlgoConfig(advantage=estimator))
     mine = [make_sample(0, i) for i in range(2)] if topology.rank == 0 else []
@@ -143,7 +149,7 @@ def test_fewer_samples_than_ranks(runs):
 
 
 def kth_on(topology, values, ks):
-    from spmdrl.collectives import kth_largest
+    from spmdrl.distributed.collectives import kth_largest
 
     mine = torch.tensor(values[topology.rank :: topology.world], dtype=torch.float64)
     return [kth_largest(mine, k, topology) for k in ks]

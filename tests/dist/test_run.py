@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from programs import CONFIG, metrics_of, torchrun, train, write_task
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmdrl.engines.models import load_hf_config
-from spmdrl.flops import Flops
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.training.logs.flops import Flops
 
 VLLM = CONFIG.replace('engine="hf"', 'engine="vllm"')
 
@@ -172,8 +172,9 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
 
 
 def test_critic_reference_and_tensor_parallel_rollout(folder):
-    known = "import spmdrl.trainer\nspmdrl.trainer.peak_tflops = lambda device: 1e-3\n"
-    known += "import spmdrl.progress as p\np.TICK_S = p.PATIENCE_S = p.LONG_S = 0.01\n"  # talkative
+    known = "import spmdrl.training.rl_loop as t\nt.peak_tflops = lambda device: 1e-3\n"
+    known += "import spmdrl.distributed.progress as p\n"
+    known += "p.TICK_S = p.PATIENCE_S = p.LONG_S = 0.01\n"  # talkative
     Path(folder, "known.py").write_text(VLLM + known)  # as if the device's peak were known
     done = train(
         folder, 2, "--config", "known.py", "--run_dir", "all_roles",

@@ -21,7 +21,7 @@ NUM, SEQS = 64, 24
 
 def long_first(num: int = NUM) -> list[Any]:
     """The first quarter takes ten times as long as the rest, so engine 0 has too much to do."""
-    from spmdrl.rollout.engine import Request
+    from spmdrl.rollout.base import Request
 
     return [
         Request([5 + i % 60, 6, 7], seed=i, max_tokens=60 if i < num // 4 else 6)
@@ -37,10 +37,10 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
     from torch.distributed.distributed_c10d import _get_default_store
 
     from spmdrl.config import RolloutConfig
+    from spmdrl.distributed.topology import Topology
     from spmdrl.rollout import build_engine
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.topology import Topology
 
     store, results, prefixes = _get_default_store(), {}, []
     params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -76,8 +76,8 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
 def three_rounds(scheduler: Any, params: Any, other: Any) -> dict[str, Any]:
     """A whole round; one that ends after half of the groups and is gone on with; one in which the
     weights change."""
-    from spmdrl.rollout.handover import resume, share
-    from spmdrl.rollout.rounds import Goal
+    from spmdrl.rollout.answer_codec import resume, share
+    from spmdrl.rollout.scheduler_messages import Goal
 
     requests, engine = long_first(), scheduler.engine
     whole = scheduler.run(requests, params)
@@ -125,7 +125,7 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
     import torch
     from test_rollout import forward_logprobs, load_hf
 
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     by_rank = run_ranks(4, _subsets, str(qwen3), str(other), timeout_s=200)
     requests, params = long_first(), SamplingParams(max_tokens=60, ignore_eos=True)
@@ -167,12 +167,12 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
 def _carried(topology: Any, folder: str) -> dict[str, Any]:
     """An early stop when most of what was begun before has not been taken by any engine yet."""
     from spmdrl.config import RolloutConfig
-    from spmdrl.rollout.engine import Completion, Request, SamplingParams
-    from spmdrl.rollout.handover import resume, share
-    from spmdrl.rollout.hf import HfEngine
-    from spmdrl.rollout.rounds import Goal
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.answer_codec import resume, share
+    from spmdrl.rollout.base import Completion, Request, SamplingParams
+    from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.topology import Topology
+    from spmdrl.rollout.scheduler_messages import Goal
 
     place = Topology.build(topology.device, dp=-1, tp=1)
     config = RolloutConfig(engine="hf", dtype="float32", max_num_seqs=4)
@@ -199,10 +199,10 @@ def _failing(topology: Any, folder: str) -> list[str]:
     from torch.distributed.distributed_c10d import _get_default_store
 
     from spmdrl.config import RolloutConfig
-    from spmdrl.rollout.engine import SamplingParams
-    from spmdrl.rollout.hf import HfEngine
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.base import SamplingParams
+    from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.topology import Topology
 
     place = Topology.build(topology.device, dp=-1, tp=1)
     config = RolloutConfig(engine="hf", dtype="float32", max_num_seqs=SEQS)

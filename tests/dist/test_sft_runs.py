@@ -15,7 +15,7 @@ from programs import finish, metrics_of, pids_of, start, train, wait_for
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.hf_export import export
+from spmdrl.engines.hf_export import export
 from spmdrl.timeline import read_trace
 
 CONFIG = """
@@ -52,8 +52,8 @@ def test_a_signal_stops_and_the_rest_is_bit_for_bit(folder):
     sft(folder, 2, "--run_dir", "whole", "--out", "out_whole")
     whole = metrics_of(folder / "whole")
     assert [path.name for path in (folder / "whole/checkpoints").iterdir()] == ["step_00000006"]
-    slow = "\nimport time, spmdrl.sft_data\nexample = spmdrl.sft_data.SftDataset.example\n"
-    slow += "spmdrl.sft_data.SftDataset.example = lambda *a: time.sleep(0.2) or example(*a)\n"
+    slow = "\nimport time, spmdrl.data.sft\nexample = spmdrl.data.sft.SftDataset.example\n"
+    slow += "spmdrl.data.sft.SftDataset.example = lambda *a: time.sleep(0.2) or example(*a)\n"
     Path(folder, "slow.py").write_text(CONFIG + slow)
     proc = start(folder, 2, "--config", "slow.py", program="spmdrl.sft")
     wait_for(folder, "step 2/6 | loss", proc)
@@ -208,8 +208,8 @@ def test_updates_that_are_not_finite_are_passed_over_where_the_config_says_so(fo
     """In step 2 the loss of one rank is not a number; in steps 4 to 6 either."""
     fault = """
 import os
-import spmdrl.sft_data
-example, calls = spmdrl.sft_data.SftDataset.example, []
+import spmdrl.data.sft
+example, calls = spmdrl.data.sft.SftDataset.example, []
 def broken(self, index):
     calls.append(index)
     found = example(self, index)
@@ -218,7 +218,7 @@ def broken(self, index):
         object.__setattr__(found, "loss_mask", [m * float("inf") for m in found.loss_mask])
     return found
 """
-    fault += "spmdrl.sft_data.SftDataset.example = broken\n"
+    fault += "spmdrl.data.sft.SftDataset.example = broken\n"
     Path(folder, "cfg.py").write_text(CONFIG + fault)
     done = train(folder, 2, "--config", "cfg.py", "--steps", "9", "--nan_updates", "2",
                  program="spmdrl.sft")  # fmt: skip

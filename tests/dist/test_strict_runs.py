@@ -13,7 +13,7 @@ config = replace(
 )
 """
 BROKEN = """
-from spmdrl.rollout import vllm_strict
+from spmdrl.rollout.vllm import strict as vllm_strict
 vllm_strict.make_strict = lambda engine: None  # the engine stays as it is
 """
 

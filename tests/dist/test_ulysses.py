@@ -92,8 +92,8 @@ CASES = [
 def engine_on(topology, folder, case):
     """On the first of the ranks; the head of values is not 0, so that gradients flow through it.
     Returns it and this rank's sequences: those of the last team get none where there are three."""
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.topology import Topology, train_degrees
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     model, kind, ranks, batch, config = case
     place = Topology.build(topology.device, range(ranks), **train_degrees(config))
@@ -284,7 +284,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])
 def test_every_query_meets_its_key_value_head(ranks):
-    from spmdrl.engines.ulysses import dealt_kv_heads
+    from spmdrl.engines.fsdp.ulysses import dealt_kv_heads
 
     for heads in range(ranks, 49, ranks):
         for kv_heads in (k for k in range(1, heads + 1) if heads % k == 0):
@@ -302,7 +302,7 @@ def test_every_query_meets_its_key_value_head(ranks):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_shares_are_equal_and_make_up_the_micro_batch(size):
-    from spmdrl.engines.ulysses import Team, share_of
+    from spmdrl.engines.fsdp.ulysses import Team, share_of
 
     for name in ("whole", "long", "few"):
         mb = batch_of(name)
@@ -322,7 +322,7 @@ def test_shares_are_equal_and_make_up_the_micro_batch(size):
 
 
 def test_a_topology_of_teams():
-    from spmdrl.topology import train_degrees
+    from spmdrl.distributed.topology import train_degrees
 
     assert train_degrees(TrainConfig(ulysses=2)) == {"dp": 1, "fsdp": -1, "sp": 2}
     assert train_degrees(TrainConfig(ulysses=2, fsdp=4)) == {"dp": -1, "fsdp": 2, "sp": 2}

@@ -13,9 +13,9 @@ from tiny import SHOWING_TEMPLATE, png, save_qwen_vl
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.engines.models import load_hf_config
-from spmdrl.sft_data import SftDataset
-from spmdrl.vision import Vision
+from spmdrl.data.images import Vision
+from spmdrl.data.sft import SftDataset
+from spmdrl.engines.fsdp.model import load_hf_config
 
 CONFIG = """
 from spmdrl.config import *

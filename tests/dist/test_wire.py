@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.wire import READ_BYTES
+from spmdrl.distributed.p2p import READ_BYTES
 
 SIZES = [1, 7, 20_000, READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 3 << 20, 5, 9 << 20]
 
@@ -21,7 +21,7 @@ def content(sender, receiver, number, tag):
 
 def exchanged_on(topology, how):
     """Everyone sends everyone all sizes under two tags, and spoils what it sent afterwards."""
-    from spmdrl import wire as module
+    from spmdrl.distributed import p2p as module
 
     if how == "socket":
         module.LIBC = object()  # of another system: no such call
@@ -57,7 +57,7 @@ def can_read() -> bool:
 
 
 def readable_on(topology):
-    from spmdrl.wire import Wire
+    from spmdrl.distributed.p2p import Wire
 
     return list(Wire(topology).readable)
 
@@ -80,7 +80,7 @@ def test_messages_arrive_whole_and_in_order(how, may_read):
 
 def scattered_on(topology):
     """One message into more tensors than one call takes."""
-    from spmdrl.wire import Spans, Wire
+    from spmdrl.distributed.p2p import Spans, Wire
 
     wire, count = Wire(topology), 2500
     values = torch.arange(count * 64, dtype=torch.int32)
@@ -102,7 +102,7 @@ def waited_for_on(topology):
     """Whether a sender waits for its reader; what comes of waits out of turn, and twice."""
     import time
 
-    from spmdrl.wire import Wire
+    from spmdrl.distributed.p2p import Wire
 
     wire, size = Wire(topology), 1 << 20
     if topology.rank == 0:
@@ -135,8 +135,8 @@ def test_a_sender_waits_for_its_reader_who_reads_in_any_order(may_read):
 
 
 def paired_on(topology):
-    from spmdrl.topology import Topology
-    from spmdrl.wire import Wire
+    from spmdrl.distributed.p2p import Wire
+    from spmdrl.distributed.topology import Topology
 
     pair = Topology.build(topology.device, ranks=[1, 2], dp=-1)
     return list(Wire(pair).readable) if pair.here else None
@@ -148,7 +148,7 @@ def test_ranks_are_named_by_their_numbers_in_the_job(may_read):
 
 
 def test_memory_that_is_not_there_is_an_error_and_not_garbage(may_read):
-    from spmdrl import wire
+    from spmdrl.distributed import p2p as wire
 
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     place = torch.full((16,), 7, dtype=torch.uint8)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 
 @pytest.fixture(scope="module")
 def topology():
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def batch_of(lens, seed=0):
-    from spmdrl.packing import empty_batch
+    from spmdrl.data.packing import empty_batch
 
     g = torch.Generator().manual_seed(seed)
     batch = empty_batch(torch.tensor(lens))
@@ -42,7 +42,7 @@ def batch_of(lens, seed=0):
 
 def engine_of(model, topology, **settings):
     from spmdrl.config import OptimConfig, TrainConfig
-    from spmdrl.engines.fsdp import FsdpEngine
+    from spmdrl.engines.fsdp.engine import FsdpEngine
 
     settings = {"micro_batch_tokens": 128, "optim": OptimConfig(lr=1e-3)} | settings
     return FsdpEngine("policy", model, TrainConfig(**settings), topology)
@@ -73,7 +73,7 @@ def test_packed_logprobs_match_transformers(topology, model):
 
 
 def test_flash_and_padded_attention_agree_in_value_and_gradient():
-    from spmdrl.engines import attention
+    from spmdrl.engines.fsdp import attention
 
     lens = torch.tensor([5, 130, 1, 64, 33])
     packing = attention.Packing.build(lens, torch.device("cuda"))
@@ -125,9 +125,9 @@ def test_offload_gives_the_memory_back(topology, tmp_path):
 
 def test_hf_rollout_and_trainer_agree(topology, model):
     from spmdrl.config import RolloutConfig
+    from spmdrl.distributed.topology import Topology
     from spmdrl.rollout import build_engine
-    from spmdrl.rollout.engine import Request, SamplingParams
-    from spmdrl.topology import Topology
+    from spmdrl.rollout.base import Request, SamplingParams
 
     ranks = Topology.build(topology.device, dp=-1, tp=1)
     rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 200, ranks)

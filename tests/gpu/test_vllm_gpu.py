@@ -31,7 +31,7 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[Any]:
-    from spmdrl.topology import Topology
+    from spmdrl.distributed.topology import Topology
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def engine_of(folder: str, topology: Any) -> Any:
     from spmdrl.config import RolloutConfig
-    from spmdrl.rollout.vllm import VllmEngine
+    from spmdrl.rollout.vllm.engine import VllmEngine
 
     config = RolloutConfig(max_num_seqs=64, gpu_memory_utilization=0.1, kv_cache_mib=CACHE_MIB)
     return VllmEngine(folder, config, LIMIT, topology)
@@ -72,7 +72,7 @@ def load(folder: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def some_requests(n: int) -> list[Any]:
-    from spmdrl.rollout.engine import Request
+    from spmdrl.rollout.base import Request
 
     draw = torch.Generator().manual_seed(n)
     rows = [torch.randint(4, len(CHARS), (2 + i % 40,), generator=draw).tolist() for i in range(n)]
@@ -101,7 +101,7 @@ def errors(folder: str, requests: list[Any], answers: list[Any], temperature: fl
 def test_logprobs_are_those_of_the_distribution_sampled_from(
     engine: Any, folders: tuple[str, str], temperature: float
 ) -> None:
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     requests = some_requests(90)
     params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)
@@ -114,7 +114,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 
 def test_equal_seeds_give_equal_answers_and_others_do_not(engine: Any) -> None:
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = some_requests(50)
@@ -125,7 +125,7 @@ def test_equal_seeds_give_equal_answers_and_others_do_not(engine: Any) -> None:
 
 
 def test_stops_and_limits(engine: Any) -> None:
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     requests = some_requests(40)
     params = SamplingParams(max_tokens=100, stop_token_ids=(7,), stop=("a", "bc"), min_tokens=3)
@@ -144,7 +144,7 @@ def test_stops_and_limits(engine: Any) -> None:
 
 def test_requests_come_and_go_while_others_run(engine: Any) -> None:
     """More than are decoded at once; some are taken away, and go on later from where they were."""
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     requests = some_requests(90)
@@ -174,7 +174,7 @@ def test_requests_come_and_go_while_others_run(engine: Any) -> None:
 
 def test_new_weights_are_used_proven_and_versioned(engine: Any, folders: tuple[str, str]) -> None:
     """Also by answers that are under way: their prefixes are computed anew."""
-    from spmdrl.rollout.engine import SamplingParams, WeightMismatch
+    from spmdrl.rollout.base import SamplingParams, WeightMismatch
 
     models = [load(folder) for folder in folders]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -208,7 +208,7 @@ def test_new_weights_are_used_proven_and_versioned(engine: Any, folders: tuple[s
 def test_sleep_gives_memory_back_and_waking_brings_all_of_it(
     engine: Any, folders: tuple[str, str]
 ) -> None:
-    from spmdrl.rollout.engine import SamplingParams
+    from spmdrl.rollout.base import SamplingParams
 
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     before = engine.generate(some_requests(30), params)
@@ -227,10 +227,10 @@ def test_weights_that_the_trainer_sends_arrive(
 ) -> None:
     """By the resharding that a run does, through sleep, each time compared bit by bit."""
     from spmdrl.config import TrainConfig, WeightsConfig
-    from spmdrl.engines.fsdp import FsdpEngine
-    from spmdrl.rollout.engine import SamplingParams
-    from spmdrl.topology import Topology
-    from spmdrl.weights.sync import WeightSync
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+    from spmdrl.rollout.base import SamplingParams
+    from spmdrl.training.weight_sync import WeightSync
 
     ranks = Topology.build(topology.device, dp=1, fsdp=-1)
     actor = FsdpEngine("policy", folders[1], TrainConfig(), ranks)

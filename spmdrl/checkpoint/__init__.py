@@ -1,0 +1,1 @@
+"""Checkpoints: format, writing in the background, safe reading, resume."""

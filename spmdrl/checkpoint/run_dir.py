@@ -1,0 +1,68 @@
+"""One run at a time in a folder: two would write each other's checkpoints and metrics."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdrl.config import ConfigError
+from spmdrl.distributed.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+NAME = "lock"
+PATIENCE_S = 5.0  # for a process that is just ending
+
+
+def lock_run_dir(run_dir: Path, topology: Topology) -> int | None:
+    """Rank 0 takes run_dir/lock until its process ends, however it ends. Collective.
+
+    Returns its file descriptor on rank 0, to be kept. Raises ConfigError on every rank where
+    another process has it. A POSIX record lock: no child inherits it, and it spans hosts where the
+    file system does that.
+    """
+    fd, problem = take(run_dir) if topology.rank == 0 else (None, None)
+    told: list[Any] = [problem]
+    dist.broadcast_object_list(told, group=topology.control, group_src=0)
+    if told[0]:
+        raise ConfigError(told[0])
+    return fd
+
+
+def take(run_dir: Path) -> tuple[int | None, str | None]:
+    """(file descriptor, what is wrong)."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(Path(run_dir, NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        return (
+            None,
+            f"run_dir={str(run_dir)!r}: cannot make {Path(run_dir, NAME)}: {error.strerror}",
+        )
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning("%s cannot be locked (%s): start no other run there", run_dir, error)
+                return fd, None
+            if time.monotonic() > end:
+                holder = os.read(fd, 200).decode(errors="replace").strip() or "another process"
+                return None, (
+                    f"run_dir={str(run_dir)!r} is in use by {holder}: wait for that run, stop it, "
+                    "or give this one a run_dir of its own"
+                )
+        time.sleep(0.2)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return fd, None

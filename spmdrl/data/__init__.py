@@ -1,0 +1,1 @@
+"""Rows of files -> prompts, token ids, images, packed batches."""

@@ -1,0 +1,480 @@
+"""Images of prompts: from a row of the data to what a vision tower is given.
+
+    images   [{"bytes": b"..."}], [{"path": "a.png"}], ["a.png"] or ["data:image/png;base64,..."]
+    prompt   [{"role": "user", "content": "<image>How many are red?"}]
+
+"<image>" says where each image stands; TRL's content parts, {"type": "image"}, do too. The chat
+template writes one placeholder token for it, of which there are then as many as the tower gives
+vectors. Pixels do not travel: whoever needs them reads them from its own copy of the data.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import shutil
+import struct
+import warnings
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+from transformers.utils import cached_file
+
+from spmdrl.config import ConfigError, DataConfig, SftDataConfig
+from spmdrl.data.table_files import BadRow, bad_field
+
+if TYPE_CHECKING:
+    from spmdrl.types import Batch, Message
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are understood
+MARK = "<image>"
+CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
+EXPECTED = "images as {'bytes': ...}, {'path': ...}, a path or a data: URI"
+# by Pillow, whose readers of damaged files raise whatever their parsing runs into
+UNREADABLE = (
+    OSError, ValueError, SyntaxError, RuntimeError, EOFError, LookupError, TypeError,
+    ArithmeticError, AttributeError, struct.error, zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
+ORIENTATION, TURNED = 0x0112, range(5, 9)  # the tag in EXIF, and its values that swap the sides
+FILES = (
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "chat_template.json",
+)  # fmt: skip
+
+
+def sees_images(config: PreTrainedConfig) -> bool:
+    return config.model_type in FAMILIES
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that finds the model's, with its vision tower where there is one."""
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+# ---- in the data
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image (PNG, JPEG, ...)."""
+
+    source: bytes | Path
+
+    @property
+    def encoded(self) -> bytes:
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    def open(self) -> Image.Image:
+        """In RGB, upright, on white. Raises BadRow for what cannot be decoded."""
+        return self._read(in_rgb)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) by its header. Raises BadRow."""
+        return self._read(
+            lambda image: (
+                image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
+            )
+        )
+
+    def _read(self, look: Callable[[Image.Image], Any]) -> Any:
+        try:
+            with Image.open(io.BytesIO(self.encoded)) as image:
+                return look(image)
+        except UnidentifiedImageError as error:
+            reason = "is of no format that Pillow reads"
+            raise BadRow(f"field 'images': {self} {reason}") from error
+        except UNREADABLE as error:
+            raise BadRow(f"field 'images': {self} cannot be read: {error!r}") from error
+
+    def __str__(self) -> str:
+        if isinstance(self.source, bytes):
+            return f"an image of {len(self.source)} bytes"
+        return f"'{self.source}'"
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """As people see it. Raises ValueError for numbers of which nobody says which is white."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of mode {image.mode!r}: save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # convert() would clip at 255
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
+    """Of a row's field `images`. folder: of the data file, where relative paths begin.
+
+    Raises BadRow.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise bad_field("images", value, f"a list of {EXPECTED}")
+    return tuple(picture_of(item, folder) for item in value)
+
+
+def picture_of(item: Any, folder: Path) -> Picture:
+    if isinstance(item, dict):  # Arrow gives every image the keys of all others, with null
+        found = [item[k] for k in ("bytes", "path", "image") if item.get(k) is not None]
+        item = found[0] if found else None
+    if isinstance(item, bytes) and item:
+        return Picture(item)
+    if not isinstance(item, str) or not item:
+        raise bad_field("images", item, EXPECTED)
+    if item.startswith(("http://", "https://")):
+        raise BadRow(
+            f"field 'images': {item[:80]!r} is on the web: fetch it before the run and name the "
+            "file, so that every rank and every later run sees the same"
+        )
+    if item.startswith("data:"):
+        try:
+            return Picture(base64.b64decode(item.partition(",")[2], validate=True))
+        except ValueError as error:
+            raise BadRow(f"field 'images': a data: URI that is not base64: {error}") from error
+    return Picture(folder / item.removeprefix("file://"))
+
+
+def with_parts(chat: list[Message], num_images: int) -> list[Message]:
+    """The chat as templates want it where there are images: {"type": "image"} for each mark.
+
+    Raises BadRow where marks and images are not as many.
+    """
+    seen = [turn | {"content": parts_of(turn["content"])} for turn in chat]
+    marks = sum(part["type"] == "image" for turn in seen for part in turn["content"])
+    if marks != num_images:
+        raise BadRow(
+            f"field 'images': {num_images} of them, but the prompt has {marks} places for one: "
+            f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
+        )
+    return seen
+
+
+def says_image(chat: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the text of any turn has the mark of an image."""
+    return any(
+        MARK in part["text"]
+        for turn in chat
+        for part in (
+            [{"text": turn["content"]}] if isinstance(turn["content"], str) else turn["content"]
+        )
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )
+
+
+def parts_of(content: Any) -> list[dict[str, str]]:
+    if isinstance(content, list):
+        return [part for given in content for part in parts_of_one(given)]
+    pieces = re.split(f"({MARK})", content)
+    return [
+        {"type": "image"} if piece == MARK else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
+    ]
+
+
+def parts_of_one(part: Any) -> list[dict[str, str]]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image":
+        own = [key for key in ("image", "path", "bytes", "url") if part.get(key) is not None]
+        if own:
+            raise BadRow(
+                f"field 'prompt[].content[]': an image with its own {own[0]!r}: put it into the "
+                "row's 'images', in the order in which the prompt shows them"
+            )
+        return [{"type": "image"}]
+    if kind == "text" and isinstance(part.get("text"), str):
+        return [{"type": "text", "text": part["text"]}] if part["text"] else []
+    raise bad_field("prompt[].content[]", part, "{'type': 'image'} or {'type': 'text', 'text': ..}")
+
+
+# ---- as a model sees them
+
+
+@dataclass(frozen=True)
+class View:
+    """What a prompt is to a model with a vision tower.
+
+    pixels: of each image, (patches, channels * patch area) float32 by the image processor; grids:
+    (num_images, 3) int64, patches in time, height and width; spans: (first token, tokens) of each;
+    positions: (3, prompt tokens) int64, of multimodal rotary embeddings.
+    """
+
+    pixels: list[Tensor]
+    grids: Tensor
+    spans: list[tuple[int, int]]
+    positions: Tensor
+    digests: list[str]
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token behind the prompt; the later ones count on from there."""
+        return int(self.positions.max()) + 1 if self.positions.numel() else 0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The images of packed sequences, on their device.
+
+    pixels (patches, size) float32, grids (num_images, 3), is_image (num_tokens,) bool, positions
+    (3, num_tokens).
+    """
+
+    pixels: Tensor
+    grids: Tensor
+    is_image: Tensor
+    positions: Tensor
+
+
+class Vision:
+    """A model's image processor, and which tokens stand for an image."""
+
+    def __init__(self, config: PreTrainedConfig, processor: Any) -> None:
+        self.processor = processor
+        self.token_id: int = config.image_token_id
+        self.merge: int = config.vision_config.spatial_merge_size  # patches a side per token
+        self.cache: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+        self.cached_bytes = 0
+
+    @classmethod
+    def load(
+        cls, model: str, config: PreTrainedConfig, data: DataConfig | SftDataConfig
+    ) -> Vision | None:
+        """None where the model sees no images. Raises ConfigError."""
+        if not sees_images(config):
+            return None
+        processor = load_processor(model)
+        edges = ("shortest_edge", data.image_min_pixels), ("longest_edge", data.image_max_pixels)
+        limits = {edge: limit for edge, limit in edges if limit is not None}
+        if limits:
+            processor.size = replace(processor.size, **limits)
+        least, most = processor.size.shortest_edge, processor.size.longest_edge
+        if least > most:
+            raise ConfigError(
+                f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
+                "be what the model's preprocessor_config.json says)"
+            )
+        return cls(config, processor)
+
+    def num_tokens(self, picture: Picture) -> int:
+        """By its size. Raises BadRow for one that has none, or is far too long a strip."""
+        width, height = picture.size
+        try:
+            patches = self.processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
+        return patches // self.merge**2
+
+    def times(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """How often each of the template's tokens is to stand there: a placeholder as often as its
+        image wants it, all others once.
+
+        Raises BadRow where the template wrote more or fewer placeholders than there are images.
+        """
+        if ids.count(self.token_id) != len(pictures):
+            raise BadRow(
+                f"field 'images': {len(pictures)} of them, but the chat template gives "
+                f"{ids.count(self.token_id)} image tokens"
+            )
+        counts = map(self.num_tokens, pictures)
+        return [next(counts) if id == self.token_id else 1 for id in ids]
+
+    def placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """The template's token ids, with as many placeholders as the images want. Raises BadRow."""
+        return repeated(ids, self.times(ids, pictures))
+
+    def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> View:
+        found = [self.pixels(picture) for picture in pictures]
+        grids = torch.stack([torch.empty(3, dtype=torch.int64), *(g for _, g in found)])[1:]
+        spans = self.spans(prompt_ids, grids)
+        return View(
+            [pixels for pixels, _ in found], grids, spans,
+            rope_positions(len(prompt_ids), spans, grids // torch.tensor([1, *[self.merge] * 2])),
+            [picture.digest for picture in pictures],
+        )  # fmt: skip
+
+    def spans(self, prompt_ids: Sequence[int], grids: Tensor) -> list[tuple[int, int]]:
+        """Raises ValueError where the tokens are of other images."""
+        spans, first = [], 0
+        for count in (grids.prod(1) // self.merge**2).tolist():
+            first = prompt_ids.index(self.token_id, first)
+            if any(id != self.token_id for id in prompt_ids[first : first + count]):
+                raise ValueError("the images of a prompt have changed since it was tokenised")
+            spans.append((first, count))
+            first += count
+        return spans
+
+    def pixels(self, picture: Picture) -> tuple[Tensor, Tensor]:
+        """(patches, size) float32 and (3,) int64."""
+        key = picture.digest
+        if key not in self.cache:
+            made = self.processor(images=[picture.open()], return_tensors="pt")
+            found = made["pixel_values"].float(), made["image_grid_thw"][0]
+            self.cache[key] = found
+            self.cached_bytes += found[0].nbytes
+            while self.cached_bytes > CACHE_BYTES and len(self.cache) > 1:
+                _, (oldest, _) = self.cache.popitem(last=False)
+                self.cached_bytes -= oldest.nbytes
+        self.cache.move_to_end(key)
+        return self.cache[key]
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Pixels and grid of the smallest image there is, one token's."""
+        grid = torch.tensor([[1, self.merge, self.merge]])
+        return torch.zeros(self.merge**2, self.num_values), grid
+
+    @cached_property
+    def num_values(self) -> int:
+        """Of a patch."""
+        probe = self.processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
+        return probe["pixel_values"].shape[1]
+
+
+def repeated(values: list[int], times: list[int]) -> list[int]:
+    return [value for value, n in zip(values, times, strict=True) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a rollout engine has to reckon with."""
+
+    vision: Vision
+    per_prompt: int  # images, at most; 0: none
+    tokens: int  # of the largest
+
+
+class Illustrated(Protocol):
+    """What a sequence begins with, or all of it: its token ids, and the images that they show."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def images(self) -> tuple[Picture, ...]: ...
+
+
+class Sight:
+    """A training engine's: which images belong to the sequences of a batch.
+
+    by_id: what Batch.prompts stands for.
+    """
+
+    def __init__(self, vision: Vision, by_id: Callable[[int], Illustrated]) -> None:
+        self.vision = vision
+        self.prompt = lru_cache(maxsize=512)(by_id)  # with images, encoded
+
+    def scene(self, batch: Batch) -> Scene:
+        """A batch without images gets the smallest one, which no token stands for: the tower's
+        weights are sharded, so every rank has to pass through it."""
+        pixels, grids, firsts = [], [], []
+        is_image = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        positions = torch.empty(3, batch.num_tokens, dtype=torch.int64)
+        starts, lens = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
+        for start, length, id in zip(starts, lens, batch.prompts.tolist(), strict=False):
+            view = self.view(id)
+            known = min(view.positions.shape[1], length)
+            behind = torch.arange(length - known) + view.next_position
+            positions[:, start : start + length] = torch.cat(
+                [view.positions[:, :known], behind.expand(3, -1)], 1
+            )
+            pixels += view.pixels
+            grids.append(view.grids)
+            firsts += [(start + first, count) for first, count in view.spans]
+        for first, count in firsts:
+            is_image[first : first + count] = True
+        device = batch.token_ids.device
+        is_image = is_image.to(device)
+        if bool((batch.token_ids[is_image] != self.vision.token_id).any()):
+            raise ValueError("a sequence and the data of its prompt disagree about images")
+        if not pixels:
+            empty, grid = self.vision.nothing()
+            pixels, grids = [empty], [grid]
+        return Scene(
+            torch.cat(pixels).to(device), torch.cat(grids).to(device), is_image,
+            positions.to(device),
+        )  # fmt: skip
+
+    def view(self, id: int) -> View:
+        """id: of a prompt; negative where a sequence is of none."""
+        if id < 0:
+            return self.vision.view([], ())
+        prompt = self.prompt(id)
+        return self.vision.view(prompt.token_ids, prompt.images)
+
+
+def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor) -> Tensor:
+    """(3, num_tokens) int64: in time, height and width.
+
+    Text counts on in all three; an image's tokens have their row and column, and the text behind it
+    goes on from its longer side. grids: (num_images, 3), in tokens. Source: Qwen2-VL, arXiv
+    2409.12191, section 2.1; for still images Qwen2.5-VL and Qwen3-VL do the same.
+    """
+    parts: list[Tensor] = []
+    end = position = 0
+    for (first, count), (frames, rows, columns) in zip(spans, grids.tolist(), strict=True):
+        parts.append((torch.arange(first - end) + position).expand(3, -1))
+        position += first - end
+        axes = [torch.arange(n) for n in (frames, rows, columns)]
+        parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1) + position)
+        position, end = position + max(rows, columns), first + count
+    parts.append((torch.arange(num_tokens - end) + position).expand(3, -1))
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """What a model's processor is made of, to be written beside its weights."""
+
+    model: str
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        for name in FILES:
+            found = cached_file(self.model, name, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                shutil.copy(found, folder)
+
+
+def same_pixels(model: str, other: str) -> bool:
+    """Whether both are given the same numbers for an image. Raises ConfigError."""
+    mine, theirs = (load_processor(name).to_dict() for name in (model, other))
+    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
+             "rescale_factor", "size")  # fmt: skip
+    return all(mine.get(name) == theirs.get(name) for name in names)
+
+
+def load_processor(model: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: {model!r} sees images, but its preprocessor_config.json does not load: {error}"
+        ) from error

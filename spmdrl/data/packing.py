@@ -1,0 +1,266 @@
+"""Samples -> packed batches, dealt to ranks and mini-batches, cut into micro-batches."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmdrl.distributed.placement import Ranks
+from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
+
+ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
+
+
+def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool = False) -> Batch:
+    """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
+
+    keys: which of the samples' rewards_by_key are wanted; per_turn: whether their turn_rewards are.
+    """
+    lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
+    batch = empty_batch(lens, len(keys), per_turn=per_turn)
+    tokens: list[int] = []
+    mask: list[float] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for sample in samples:
+        nothing = [0] * len(sample.prompt.token_ids)
+        kept = sample.loss_mask if sample.invalid is None else [0] * len(sample.loss_mask)
+        tokens += sample.prompt.token_ids + sample.response_ids
+        mask += nothing + kept
+        logprobs += nothing + sample.rollout_logprobs
+        versions += nothing + sample.policy_version
+    batch.token_ids = torch.tensor(tokens, dtype=torch.int64)
+    batch.loss_mask = torch.tensor(mask, dtype=torch.float32)
+    batch.rollout_logprobs = torch.tensor(logprobs, dtype=torch.float32) * batch.loss_mask
+    batch.policy_version = torch.tensor(versions, dtype=torch.int64)
+    batch.groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+    batch.indices = torch.tensor([s.index for s in samples], dtype=torch.int64)
+    batch.prompts = torch.tensor([s.prompt.id for s in samples], dtype=torch.int64)
+    batch.rewards = torch.tensor(
+        [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
+    )
+    batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
+    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
+    table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
+    batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
+    if per_turn:
+        by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
+        batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
+    return batch
+
+
+def turn_rewards_by_token(sample: Sample) -> list[float]:
+    """(num_tokens,): each turn's on its last token; all 0 where the sample is invalid."""
+    row = [0.0] * sample.num_tokens
+    if sample.invalid is not None:
+        return row
+    ends = turn_ends(sample.loss_mask)
+    # a sample without any token has a turn, and no place for its reward
+    assert len(ends) in (0, len(sample.turn_rewards)), (ends, sample.turn_rewards)
+    for end, reward in zip(ends, sample.turn_rewards, strict=False):
+        row[len(sample.prompt.token_ids) + end] = reward
+    return row
+
+
+def empty_batch(
+    seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False
+) -> Batch:
+    """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
+
+    without: per-token fields that are to be set by the caller. per_turn: with turn_rewards.
+    """
+    num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
+    tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
+    return Batch(
+        token_ids=torch.zeros(tokens["token_ids"], dtype=torch.int64),
+        cu_seqlens=lengths_to_cu_seqlens(seq_lens),
+        loss_mask=torch.zeros(tokens["loss_mask"]),
+        rollout_logprobs=torch.zeros(tokens["rollout_logprobs"]),
+        groups=torch.zeros(num_seqs, dtype=torch.int64),
+        indices=torch.zeros(num_seqs, dtype=torch.int64),
+        prompts=torch.full((num_seqs,), -1),
+        rewards=torch.zeros(num_seqs, dtype=torch.float64),
+        valid=torch.zeros(num_seqs),
+        greedy=torch.zeros(num_seqs, dtype=torch.float64),
+        keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
+        policy_version=torch.zeros(tokens["policy_version"], dtype=torch.int64),
+        turn_rewards=(
+            torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None
+        ),
+    )
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One Batch of the sequences of several, in order; all have the same fields set."""
+    joined = {
+        name: torch.cat([getattr(batch, name) for batch in batches])
+        for name, _ in batches[0].tensors()
+    }
+    lens = torch.cat([batch.seq_lens for batch in batches])
+    return replace(batches[0], **joined, cu_seqlens=lengths_to_cu_seqlens(lens))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank trains on which sequence: the same on every rank.
+
+    A row per sequence of the step, ordered by (group, index). A mini-batch is a run of consecutive
+    groups, whatever the number of ranks.
+    """
+
+    groups: Tensor  # (n,) int64
+    indices: Tensor  # (n,) int64
+    seq_lens: Tensor  # (n,) int64, tokens
+    makers: Tensor  # (n,) int64, the rank of the job that sampled it
+    minis: Tensor  # (n,) int64, its mini-batch
+    owners: dict[Ranks, Tensor]  # by a role's ranks: (n,) int64, which of them trains on it
+    num_minis: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.groups)
+
+    def held(self, ranks: Ranks, rank: int) -> Tensor:
+        """Rows that `rank` trains on as one of `ranks`, by mini-batch, then address."""
+        return self.by_mini((self.owners[ranks] == rank).nonzero().flatten())
+
+    def by_mini(self, rows: Tensor) -> Tensor:
+        """Ascending rows, reordered by mini-batch."""
+        return rows[torch.argsort(self.minis[rows], stable=True)]
+
+    def imbalance(self, ranks: Ranks) -> float:
+        """The heaviest rank's work over the mean, averaged over mini-batches."""
+        work, found = sequence_work(self.seq_lens), []
+        for mini in range(self.num_minis):
+            mine = self.minis == mini
+            loads = [float(work[mine & (self.owners[ranks] == rank)].sum()) for rank in ranks]
+            found.append(max(loads) * len(ranks) / max(sum(loads), 1e-9))
+        return sum(found) / max(len(found), 1)
+
+
+def deal(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> Deal:
+    """Deals sequences to the ranks of each role, so that all have the same work in a mini-batch.
+
+    table: (n, 4) int64 of group, index, tokens, maker, in any order. Sequences are dealt by address
+    and not by who made them, so that the deal is the same for any placement of the rollout. There
+    are fewer than `mini_batches` where there are fewer groups.
+    """
+    table = table[address_order(table)]
+    groups, place = table[:, 0].unique(return_inverse=True)  # sorted
+    num_minis = max(min(mini_batches, len(groups)), 1)
+    minis = place * num_minis // max(len(groups), 1)
+    work = sequence_work(table[:, 2])
+    owners: dict[Ranks, Tensor] = {}
+    for ranks in roles:
+        owners[ranks] = torch.full((len(table),), -1)
+        for mini in range(num_minis):
+            members = (minis == mini).nonzero().flatten()
+            for rank, part in zip(
+                ranks, partition(work[members].tolist(), len(ranks)), strict=True
+            ):
+                owners[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
+    groups, indices, seq_lens, makers = (column.contiguous() for column in table.unbind(1))
+    return Deal(groups, indices, seq_lens, makers, minis, owners, num_minis)
+
+
+def address_order(table: Tensor) -> Tensor:
+    """Order of rows by (column 0, column 1)."""
+    by_index = torch.argsort(table[:, 1], stable=True)
+    return by_index[torch.argsort(table[by_index, 0], stable=True)]
+
+
+def sequence_work(seq_lens: Tensor) -> Tensor:
+    """Relative cost of a sequence: linear layers plus attention. (n,) int64 -> (n,) float64."""
+    lens = seq_lens.double()
+    return lens * (1 + lens / ATTENTION_TOKENS)
+
+
+def partition(work: list[float], num_parts: int) -> list[list[int]]:
+    """Deals items to parts so that the sums are even: Karmarkar and Karp's largest differencing.
+
+    Returns the item numbers of each part, ascending. Deterministic.
+    """
+    # A node is a way to fill all parts: with one item, or as the merger of two others. `sums` has
+    # its parts' work, heaviest first; `merged` which two it joins and how its parts were sorted.
+    n = len(work)
+    sums: dict[int, np.ndarray] = {}
+    merged: list[tuple[int, int, np.ndarray]] = []
+    heap = [(-cost, i) for i, cost in enumerate(work)]  # largest difference first
+    heapq.heapify(heap)
+
+    def taken(node: int) -> np.ndarray:
+        if node >= n:
+            return sums.pop(node)
+        alone = np.zeros(num_parts)
+        alone[0] = work[node]
+        return alone
+
+    while len(heap) > 1:
+        (_, one), (_, other) = heapq.heappop(heap), heapq.heappop(heap)
+        # the heaviest part of one takes the lightest of the other
+        both = taken(one) + taken(other)[::-1]
+        order = np.argsort(-both, kind="stable")
+        sums[n + len(merged)] = both = both[order]
+        heapq.heappush(heap, (float(both[-1] - both[0]), n + len(merged)))
+        merged.append((one, other, order))
+
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    pending = [(node, np.arange(num_parts)) for _, node in heap]
+    while pending:  # which part each place of a node became in the end
+        node, labels = pending.pop()
+        if node < n:
+            parts[labels[0]].append(node)
+            continue
+        one, other, order = merged[node - n]
+        places = np.empty_like(labels)
+        places[order] = labels
+        pending += [(one, places), (other, places[::-1])]
+    return [sorted(items) for items in parts]
+
+
+def micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
+    """Cuts sequences into micro-batches of at most max_tokens (first fit, longest first).
+
+    A sequence that is longer than max_tokens is a micro-batch of its own. Deterministic, so that
+    passes over the same Batch see the same packing and thus bit-equal logprobs.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for seq in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
+        fits = next((b for b, free in enumerate(room) if free >= seq_lens[seq]), None)
+        if fits is None:
+            bins.append([])
+            room.append(max_tokens)
+            fits = len(bins) - 1
+        bins[fits].append(seq)
+        room[fits] -= seq_lens[seq]
+    return [sorted(b) for b in bins]
+
+
+def padded_micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
+    """As micro_batches, where every sequence takes as much as the longest beside it."""
+    bins: list[list[int]] = []
+    for seq in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
+        if not bins or (len(bins[-1]) + 1) * seq_lens[bins[-1][0]] > max_tokens:
+            bins.append([])
+        bins[-1].append(seq)
+    return [sorted(b) for b in bins]
+
+
+def split_to_count(bins: list[list[int]], count: int) -> list[list[int]]:
+    """Makes `count` micro-batches of fewer: halves the fullest; adds empty ones at last."""
+    bins = [list(b) for b in bins]
+    while len(bins) < count:
+        fullest = max(range(len(bins)), key=lambda b: len(bins[b]), default=None)
+        if fullest is None or len(bins[fullest]) < 2:
+            bins.append([])
+            continue
+        items = bins[fullest]
+        bins[fullest] = items[: len(items) // 2]
+        bins.append(items[len(items) // 2 :])
+    return bins

@@ -1,0 +1,235 @@
+"""Pairs of conversations to learn a reward from.
+
+    chosen    [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
+    rejected  [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "6"}]
+
+Optional are `prompt`, what stands before both, which then leave it out, and `margin`, by how much
+the chosen one is better. Without a chat all are strings, which are read one behind the other as
+they stand. Behind a prompt that is a chat list, a string is the assistant's turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
+from spmdrl.data.chat import Encoded, Encoder
+from spmdrl.data.prompts import check_prompt, unread_tools
+from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
+from spmdrl.data.table_files import (
+    MISSING,
+    BadRow,
+    Files,
+    bad_field,
+    columns_at,
+    load_together,
+    lookup,
+    without_nulls,
+)
+from spmdrl.distributed.topology import Topology
+from spmdrl.rewards.reward_model import encode_said, to_batch
+from spmdrl.types import Batch, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from spmdrl.data.images import Sight
+
+MOST_MARGIN = 1e6
+
+
+class Pair(NamedTuple):
+    """One row."""
+
+    chosen: Encoded
+    rejected: Encoded
+    margin: float
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairReader:
+    """Makes a Pair of a row."""
+
+    encoder: Encoder
+    config: PreferenceDataConfig
+    pad_token_id: int | None  # of the model, see `encode`
+    append_eos: bool = False  # to strings, see encode_said
+
+    def read(self, row: dict[str, Any]) -> Pair:
+        """Raises BadRow, ConfigError."""
+        config = self.config
+        prompt = self.optional(row, "prompt_key")
+        if prompt is not None:
+            check_prompt(str(config.prompt_key), prompt)
+        keys = config.chosen_key, config.rejected_key
+        said = [self.conversation(row, key, prompt) for key in keys]
+        if isinstance(lookup(row, keys[0]), str) != isinstance(lookup(row, keys[1]), str):
+            raise BadRow(f"fields '{keys[0]}' and '{keys[1]}': expected two strings, or two chats")
+        chosen, rejected = map(self.encode, keys, said)
+        if chosen.ids == rejected.ids:
+            raise BadRow(f"fields '{keys[0]}' and '{keys[1]}' are the same: nothing is preferred")
+        return Pair(chosen, rejected, self.margin(row))
+
+    def conversation(
+        self, row: dict[str, Any], key: str, prompt: list[Message] | str | None
+    ) -> str | list[Message]:
+        """The whole of it. Raises BadRow."""
+        said = lookup(row, key)
+        if said is MISSING:
+            raise bad_field(key, said, "a chat list or a string", row)
+        check_prompt(key, said)
+        asked = list(map(without_nulls, prompt)) if isinstance(prompt, list) else prompt
+        if isinstance(said, str):
+            if isinstance(asked, str) and said.startswith(asked):
+                raise self.said_twice(key)
+            if isinstance(asked, list):
+                return [*asked, {"role": "assistant", "content": said}]
+            return (asked or "") + said
+        answer = list(map(without_nulls, said))
+        if isinstance(asked, str) or (asked and asked[-1] in answer):
+            raise self.said_twice(key)
+        if said[-1]["role"] != "assistant":
+            raise bad_field(f"{key}[{len(said) - 1}].role", said[-1]["role"], "'assistant'")
+        return [*(asked or ()), *answer]
+
+    def said_twice(self, key: str) -> BadRow:
+        return BadRow(
+            f"field '{self.config.prompt_key}': it would stand before what is in '{key}'. Where "
+            "that is the whole conversation set data.prompt_key=None; else the prompt must be a "
+            "chat list, or a string that the answers do not begin with"
+        )
+
+    def encode(self, key: str, said: str | list[Message]) -> Encoded:
+        """transformers takes the score of the last token that is no padding. Raises BadRow."""
+        try:
+            found = encode_said(said, self.encoder, self.append_eos)
+        except BadRow as error:
+            raise BadRow(f"field '{key}', with what stands before it: {error}") from error
+        if found.ids[-1] == self.pad_token_id:
+            token = self.encoder.tokenizer.convert_ids_to_tokens(found.ids[-1])
+            raise BadRow(
+                f"field '{key}': it ends in {token!r}, the model's padding, of which transformers' "
+                "classifiers take no score: set another pad_token in tokenizer_config.json and "
+                "its pad_token_id in config.json"
+            )
+        return found
+
+    def left_out(self, row: dict[str, Any]) -> set[str]:
+        """Names of what the row holds and its texts do not. Raises BadRow, ConfigError."""
+        prompt, found = self.optional(row, "prompt_key"), set()
+        for key in (self.config.chosen_key, self.config.rejected_key):
+            said = self.conversation(row, key, prompt)
+            if not isinstance(said, str):
+                found |= self.encoder.left_out(said, asks=False) | unread_tools(row, self.encoder)
+        return found
+
+    def margin(self, row: dict[str, Any]) -> float:
+        """Raises BadRow."""
+        value = self.optional(row, "margin_key")
+        if value is None:
+            return 0.0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= MOST_MARGIN:
+            raise bad_field(str(self.config.margin_key), value, f"a number, 0 to {MOST_MARGIN:g}")
+        return float(value)
+
+    def optional(self, row: dict[str, Any], field: str) -> Any:
+        """The column that this field of the config names; None where it is not there, which it may
+        be under its usual name. Raises BadRow."""
+        key = getattr(self.config, field)
+        if key is None:
+            return None
+        value = lookup(row, key)
+        if value is MISSING and key != getattr(PreferenceDataConfig, field):
+            raise bad_field(key, value, f"a column of that name (data.{field})", row)
+        return None if value is MISSING else value
+
+
+class PreferenceDataset:
+    """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
+
+    sight: Sight | None = None
+
+    def __init__(self, files: Files, measured: Measured, reader: PairReader) -> None:
+        self.files, self.measured, self.reader = files, measured, reader
+
+    @classmethod
+    def load(
+        cls,
+        paths: str | tuple[str, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        config: PreferenceDataConfig,
+        topology: Topology,
+        vocab_size: int | None = None,
+        pad_token_id: int | None = None,
+        append_eos: bool = False,
+    ) -> PreferenceDataset:
+        """As PromptDataset.load: a collective; ConfigError for a bad file or row.
+
+        pad_token_id: of the model's config; None: the tokenizer's. append_eos: config's, or the
+        model's where that is None.
+        """
+        keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.margin_key)
+        columns = (*columns_at(*(key for key in keys if key is not None)), "images", "tools")
+        files = load_together(topology, lambda: Files.open(paths, columns))
+        asked = DataConfig(
+            "", chat_template_kwargs=config.chat_template_kwargs,
+            control_tokens=config.control_tokens,
+        )  # fmt: skip
+        padding = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
+        reader = PairReader(
+            Encoder(tokenizer, asked, config.max_tokens, vocab_size), config, padding, append_eos
+        )  # fmt: skip
+
+        def size(row: dict[str, Any], _: Path) -> Size:
+            if row.get("images"):
+                raise BadRow("field 'images': a reward model sees none")
+            pair = reader.read(row)
+            lens = len(pair.chosen.ids), len(pair.rejected.ids)
+            escaped = pair.chosen.escaped or pair.rejected.escaped
+            if max(lens) > config.max_tokens:
+                return Size(NO_ROOM, escaped)
+            missing = frozenset(reader.left_out(row))
+            return Size(sum(lens), escaped, left_out=missing)
+
+        measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
+        if len(measured.rows) == 0:
+            raise ConfigError(
+                f"{files.names}: all {len(files) - measured.num_bad} pairs have a conversation of "
+                f"more than max_tokens={config.max_tokens} tokens. Raise max_tokens."
+            )
+        left_out = len(files) - measured.num_bad - len(measured.rows)
+        if left_out and topology.rank == 0:
+            logger.info(
+                "%d of %d pairs have a conversation of more than max_tokens=%d and were left out",
+                *(left_out, len(files), config.max_tokens),
+            )
+        return cls(files, measured, reader)
+
+    def __len__(self) -> int:
+        return len(self.measured.rows)
+
+    def pair(self, index: int) -> Pair:
+        return self.reader.read(self.files.row(int(self.measured.rows[index])))
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Two sequences of each pair, the chosen one first; its margin is in `rewards`."""
+        pairs = [self.pair(i) for i in indices]
+        batch = to_batch([said.ids for pair in pairs for said in (pair.chosen, pair.rejected)])
+        for i, pair in enumerate(pairs):
+            batch.rewards[2 * i] = pair.margin
+        return batch
+
+    def shown(self) -> list[str]:
+        pair = self.pair(0)
+        return [
+            f"  row {self.measured.rows[0]}, margin {pair.margin:g}:",
+            f"    chosen   {pair.chosen.text[-200:]!r}",
+            f"    rejected {pair.rejected.text[-200:]!r}",
+        ]

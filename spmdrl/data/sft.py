@@ -1,0 +1,311 @@
+"""Rows to learn from by supervised fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from spmdrl.config import ConfigError, SftDataConfig
+from spmdrl.data.chat import Encoder
+from spmdrl.data.chat_labels import encode_turns
+from spmdrl.data.images import (
+    Picture,
+    Sight,
+    Vision,
+    parts_of,
+    pictures_of,
+    repeated,
+    says_image,
+    with_parts,
+)
+from spmdrl.data.left_out import IDS, calls_of
+from spmdrl.data.packing import empty_batch
+from spmdrl.data.prompts import check_prompt, sees_none, unread_tools
+from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
+from spmdrl.data.table_files import (
+    MISSING,
+    BadRow,
+    Files,
+    bad_field,
+    columns_at,
+    load_together,
+    lookup,
+    without_nulls,
+)
+from spmdrl.distributed.topology import Topology
+from spmdrl.types import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SftExample:
+    """One row to learn. Both lists have one entry per token."""
+
+    id: int  # row number in the concatenated files
+    token_ids: list[int]
+    loss_mask: list[int]  # 1 on what is learnt: what the assistant said, and the end of its turn
+    images: tuple[Picture, ...] = ()  # in order of their tokens, none of which is learnt
+
+    def parts(self) -> list[tuple[bool, list[int]]]:
+        """(whether it is learnt, token ids) of each run of tokens."""
+        pairs = zip(self.loss_mask, self.token_ids, strict=True)
+        runs = groupby(pairs, key=lambda pair: pair[0])
+        return [(bool(learnt), [token for _, token in run]) for learnt, run in runs]
+
+
+class SftDataset:
+    """Rows for supervised fine-tuning.
+
+    A row with `response_key` is a prompt and a response: a string prompt becomes one user turn
+    (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
+    without takes the chat in `messages`, whose last turn is the assistant's: that is learnt, or
+    with turns="all" every turn of the assistant's (chat_labels.py). The end of a row over
+    max_tokens is cut; where that leaves nothing to learn, or would cut into its images, the row is
+    left out. Both are counted as overlong.
+    """
+
+    def __init__(
+        self, files: Files, measured: Measured, reader: SftReader, config: SftDataConfig
+    ) -> None:  # fmt: skip
+        self.files, self.measured, self.reader, self.config = files, measured, reader, config
+        vision = reader.vision if measured.num_illustrated else None
+        self.sight = None if vision is None else Sight(vision, self.by_id)
+
+    @classmethod
+    def load(
+        cls,
+        paths: str | tuple[str, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SftDataConfig,
+        topology: Topology,
+        vocab_size: int | None = None,
+        vision: Vision | None = None,
+    ) -> SftDataset:
+        """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer of '{tokenizer.name_or_path}' has no eos_token, so a model could "
+                "not learn to stop. Set eos_token in its tokenizer_config.json."
+            )
+        keys = (config.prompt_key, config.response_key, "messages")
+        columns = (*columns_at(*keys), "images", "image", "tools")
+        files = load_together(topology, lambda: Files.open(paths, columns))
+        encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
+        reader = SftReader(encoder, config, vision)
+
+        def size(row: dict[str, Any], folder: Path) -> Size:
+            found = reader.read(row, folder)
+            for picture in found.images:
+                picture.open()
+            # A prompt without room for a response is told from a row that is only cut.
+            has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
+            tokens = len(found.ids) if has_room else NO_ROOM
+            missing = frozenset(reader.left_out(row, found.images) if has_room else ())
+            return Size(tokens, found.escaped, bool(found.images), found.blind, missing)
+
+        measured = measure(files, size, topology, config.max_tokens, config.on_bad_row)
+        usable = len(files) - measured.num_bad
+        left_out = usable - len(measured.rows)
+        if left_out == usable:
+            raise ConfigError(
+                f"{files.names}: in all {usable} rows the prompt alone has at least "
+                f"max_tokens={config.max_tokens} tokens. Raise max_tokens."
+            )
+        if measured.num_overlong and topology.rank == 0:
+            logger.info(
+                "%d of %d rows are longer than max_tokens=%d: %d were cut, %d left out",
+                *(measured.num_overlong, len(files), config.max_tokens),
+                *(measured.num_overlong - left_out, left_out),
+            )
+        num_tokens = np.minimum(measured.num_tokens, config.max_tokens)
+        return cls(files, replace(measured, num_tokens=num_tokens), reader, config)
+
+    def __len__(self) -> int:
+        return len(self.measured.rows)
+
+    def batch(self, indices: list[int]) -> Batch:
+        examples = [self.example(i) for i in indices]
+        batch = empty_batch(torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64))
+        ids = [token for e in examples for token in e.token_ids]
+        batch.token_ids = torch.tensor(ids, dtype=torch.int64)
+        batch.loss_mask = torch.tensor([float(m) for e in examples for m in e.loss_mask])
+        batch.prompts = torch.tensor([e.id for e in examples], dtype=torch.int64)
+        return batch
+
+    def shown(self) -> list[str]:
+        example, decode = self.example(0), self.reader.encoder.tokenizer.decode
+        images = [f"    {picture}" for picture in example.images]
+        return [f"  row {example.id}:", *images] + [
+            f"    {'learnt' if learnt else 'given '} {decode(ids)[-200:]!r}"
+            for learnt, ids in example.parts()
+        ]
+
+    def example(self, index: int) -> SftExample:
+        row = int(self.measured.rows[index])
+        folder = self.files.locate(row)[0].path.parent
+        found, most = self.reader.read(self.files.row(row), folder), self.config.max_tokens
+        return SftExample(row, found.ids[:most], found.learnt[:most], found.images)
+
+    def by_id(self, row: int) -> SftExample:
+        """The example whose id this is."""
+        return self.example(int(np.searchsorted(self.measured.rows, row)))
+
+
+class Lesson(NamedTuple):
+    """A row's tokens, not cut."""
+
+    ids: list[int]
+    learnt: list[int]  # 1: the assistant's
+    escaped: bool
+    images: tuple[Picture, ...] = ()
+    seen: int = 0  # tokens up to the end of the last image
+    blind: bool = False  # whether it says where an image stands, and has none
+
+
+@dataclass(frozen=True)
+class SftReader:
+    """How a row becomes tokens. vision: of the model, where it sees images."""
+
+    encoder: Encoder
+    config: SftDataConfig
+    vision: Vision | None
+
+    def read(self, row: dict[str, Any], folder: Path) -> Lesson:
+        """folder: of the file. Raises BadRow, ConfigError."""
+        images = self.images(row, folder)
+        prompt, response = self.asked_and_said(row)
+        blind = False
+        if not isinstance(prompt, str):
+            blind = self.vision is not None and not images and says_image(prompt)
+            prompt = self.seen(prompt, images)
+        elif images:
+            raise BadRow("field 'images': the tokenizer has no chat template to show them in")
+        if response is None:
+            assert not isinstance(prompt, str)  # it is `messages`
+            turns = encode_turns(prompt, self.encoder)
+            found = self.placed(turns.ids, turns.learnt, turns.escaped, images)
+            return found._replace(blind=blind)
+        asked, answer = self.encoder.prompt(prompt), self.encoder.answer(response, "response")
+        found = self.placed(asked.ids, [0] * len(asked.ids), asked.escaped, images)
+        return found._replace(
+            ids=[*found.ids, *answer.ids, int(self.encoder.tokenizer.eos_token_id)],
+            learnt=found.learnt + [1] * (len(answer.ids) + 1),
+            escaped=asked.escaped or answer.escaped, blind=blind,
+        )  # fmt: skip
+
+    def left_out(self, row: dict[str, Any], images: Sequence[Picture]) -> set[str]:
+        """Names of what the row holds and its text does not. Raises BadRow, ConfigError."""
+        chat, response = self.asked_and_said(row)
+        if isinstance(chat, str):
+            return set()
+        found = self.encoder.left_out(self.seen(chat, images), asks=response is not None)
+        if response is not None and lookup(row, self.config.response_key) is MISSING:
+            said = without_nulls(row["messages"][-1])  # its content is learnt, and nothing else
+            others = said.keys() - {"role", "content"} - IDS
+            found |= {f"{said['role']}.{key}" for key in others if said[key]}
+        return found | unread_tools(row, self.encoder)
+
+    def images(self, row: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
+        """Raises BadRow, ConfigError."""
+        found = pictures_of(row.get("images"), folder)
+        if self.vision is None and found:
+            raise sees_none()
+        if self.vision is not None and not found and row.get("image") is not None:
+            raise bad_field("image", row["image"], "a column 'images', a list for each row")
+        return found
+
+    def asked_and_said(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]] | str, str | None]:
+        """None: what the assistant said is in the chat, all of which is learnt. Raises BadRow."""
+        response = lookup(row, self.config.response_key)
+        if response is MISSING and "messages" in row:
+            chat = messages_of(row, self.vision is not None)
+            if self.config.turns == "all":
+                return chat, None
+            for key in calls_of(chat[-1]):
+                raise BadRow(
+                    f"field 'messages[{len(chat) - 1}].{key}': data.turns='last' learns the "
+                    "content of the last turn alone, so what it calls would not be learnt. Set "
+                    "data.turns='all', under a chat template that writes calls"
+                )
+            return chat[:-1], chat[-1]["content"]
+        prompt, response = prompt_and_response(row, response, self.config, self.vision is not None)
+        if isinstance(prompt, str) and self.encoder.tokenizer.chat_template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt, response
+
+    def seen(self, chat: list[dict[str, Any]], images: Sequence[Picture]) -> list[dict[str, Any]]:
+        """The chat as templates want it where there are images, which stand in others' turns than
+        the assistant's. Raises BadRow."""
+        if not images and not any(isinstance(turn["content"], list) for turn in chat):
+            return chat
+        others = iter(with_parts([t for t in chat if t["role"] != "assistant"], len(images)))
+        return [turn if turn["role"] == "assistant" else next(others) for turn in chat]
+
+    def placed(
+        self, ids: list[int], learnt: list[int], escaped: bool, images: tuple[Picture, ...]
+    ) -> Lesson:
+        """Each image's placeholder as often as it wants it. Raises BadRow."""
+        if not images:
+            return Lesson(ids, learnt, escaped)
+        assert self.vision is not None
+        if len(ids) > self.encoder.limit and ids.count(self.vision.token_id) < len(images):
+            return Lesson(ids, learnt, escaped, images, len(ids))  # not all of a very long text
+        times = self.vision.times(ids, images)
+        last = len(ids) - ids[::-1].index(self.vision.token_id)
+        return Lesson(
+            repeated(ids, times), repeated(learnt, times), escaped, images, sum(times[:last])
+        )
+
+
+def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
+    """parts: contents may be lists of them; the assistant's become text. Raises BadRow."""
+    chat = row["messages"]
+    check_prompt("messages", chat, parts)
+    if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
+        expected = "a chat list of at least two turns, the last by the assistant"
+        raise bad_field("messages", chat, expected)
+    return turns_of(chat)
+
+
+def turns_of(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they were written, the assistant's as text. Raises BadRow."""
+    turns = [without_nulls(turn) for turn in chat]
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn["content"] = text_of(turn["content"])
+    return turns
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """What the assistant said. Raises BadRow where it shows an image."""
+    if isinstance(content, str):
+        return content
+    parts = parts_of(content)
+    if any(part["type"] == "image" for part in parts):
+        raise BadRow("an image in what the assistant says, which only others may show")
+    return "".join(part["text"] for part in parts)
+
+
+def prompt_and_response(
+    row: dict[str, Any], response: Any, config: SftDataConfig, parts: bool
+) -> tuple[list[dict[str, Any]] | str, str]:
+    """Raises BadRow."""
+    prompt = lookup(row, config.prompt_key)
+    check_prompt(config.prompt_key, prompt, parts)
+    if not isinstance(response, str) or not response:
+        expected = "a non-empty string (data.response_key), or a column 'messages'"
+        raise bad_field(config.response_key, response, expected, row)
+    if isinstance(prompt, str):
+        return prompt, response
+    return turns_of(prompt), response

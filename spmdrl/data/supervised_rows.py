@@ -1,0 +1,104 @@
+"""Rows that are learnt from as they stand: those of fine-tuning and of preferences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spmdrl.data.prompts import report_blind, report_escaped, report_left_out, sum_by_name
+from spmdrl.data.table_files import BAD_ROW, Files, measure_rows
+from spmdrl.distributed.topology import Topology
+from spmdrl.types import Batch
+
+if TYPE_CHECKING:
+    from spmdrl.data.images import Sight
+
+NO_ROOM = 2**62  # a length that no row has: of one that is left out for its length
+
+
+class Rows(Protocol):
+    """The usable rows of some files, the same on every rank."""
+
+    files: Files
+    measured: Measured
+    sight: Sight | None  # of their images, where any row has one
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Those rows, in this order, without loss_weights; what is learnt from is unmasked."""
+        ...
+
+    def shown(self) -> list[str]:
+        """The first row, for --dry-run: a line for each of its parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a pass over all rows of the files found."""
+
+    rows: np.ndarray  # (n,) int64, numbers of the usable rows over all files
+    num_tokens: np.ndarray  # (n,) int64
+    num_overlong: int  # too long: cut, or left out
+    num_bad: int  # rows that cannot be used and were left out (on_bad_row="skip")
+    num_escaped: int  # rows whose text names control tokens, which were made ordinary text
+    num_illustrated: int  # rows with images
+    # by name, rows that hold something which the chat template does not write (data/left_out.py)
+    left_out: Mapping[str, int]
+
+
+class Size(NamedTuple):
+    """Of a row."""
+
+    tokens: int  # or NO_ROOM
+    escaped: bool  # whether its text names control tokens, which were made ordinary text
+    illustrated: bool = False  # whether it has images
+    blind: bool = False  # whether it says where an image stands, and has none
+    left_out: frozenset[str] = frozenset()  # names of what it holds and its text does not
+
+
+def measure(
+    files: Files,
+    size: Callable[[dict[str, Any], Path], Size],
+    topology: Topology,
+    longest: int,
+    on_bad_row: str,
+) -> Measured:
+    """size: of a row and the folder that its file is in; raises BadRow.
+
+    longest: tokens of a row; one with more is overlong. A collective; ConfigError on every rank for
+    a bad row.
+    """
+    counts = np.zeros(3)  # of this rank's rows: escaped, illustrated, blind
+    missing: Counter[str] = Counter()
+
+    def length(row: dict[str, Any], path: Path) -> int:
+        nonlocal counts
+        found = size(row, path.parent)
+        counts += found.escaped, found.illustrated, found.blind
+        missing.update(found.left_out)
+        return found.tokens
+
+    lengths = measure_rows(files, length, topology, on_bad_row)
+    everyone = torch.from_numpy(counts)
+    dist.all_reduce(everyone, group=topology.group)
+    num_escaped, num_illustrated, num_blind = map(round, everyone.tolist())
+    report_escaped(num_escaped, len(files), topology)
+    report_blind(num_blind, len(files), topology)
+    gathered: list[Any] = [None] * topology.world
+    dist.all_gather_object(gathered, missing, group=topology.group)
+    left_out = sum_by_name(gathered)
+    report_left_out(left_out, len(files), topology)
+    rows = np.flatnonzero((lengths != BAD_ROW) & (lengths != NO_ROOM))
+    return Measured(
+        rows, lengths[rows], int((lengths > longest).sum()), int((lengths == BAD_ROW).sum()),
+        num_escaped, num_illustrated, left_out,
+    )  # fmt: skip

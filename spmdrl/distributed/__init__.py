@@ -1,0 +1,1 @@
+"""Ranks, groups, messages between them, and how they start and fail together."""

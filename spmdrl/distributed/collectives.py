@@ -1,0 +1,149 @@
+"""Collectives that more than one module needs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from spmdrl.distributed.topology import Topology
+
+T = TypeVar("T")
+
+
+class FailedElsewhere(RuntimeError):
+    """Another rank's share of common work failed; there the cause is raised."""
+
+
+def all_gather_rows(rows: Tensor, topology: Topology) -> list[Tensor]:
+    """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank."""
+    count = torch.tensor([len(rows)])
+    counts = [torch.empty_like(count) for _ in range(topology.world)]
+    dist.all_gather(counts, count, group=topology.group)
+    most = max(int(c) for c in counts)
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in range(topology.world)]
+    dist.all_gather(gathered, padded, group=topology.group)
+    return [g[: int(c)] for g, c in zip(gathered, counts, strict=True)]
+
+
+def all_to_all_rows(rows: Tensor, send_counts: list[int], topology: Topology) -> Tensor:
+    """Sends consecutive runs of rows to the ranks in order; returns what they sent, in rank order.
+
+    rows: (n, ...) on the CPU, sum(send_counts) == n.
+    """
+    send = torch.tensor(send_counts, dtype=torch.int64)
+    receive = torch.empty_like(send)
+    dist.all_to_all_single(receive, send, group=topology.group)
+    result = rows.new_empty((int(receive.sum()), *rows.shape[1:]))
+    dist.all_to_all_single(
+        result, rows.contiguous(), receive.tolist(), send_counts, group=topology.group
+    )
+    return result
+
+
+def sum_over_ranks(value: float, topology: Topology) -> float:
+    """The float64 sum of one number over all ranks."""
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total, group=topology.group)
+    return float(total)
+
+
+def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
+    """The k-th largest of all ranks' (n_r,) float64 values; -inf where there are fewer than k.
+
+    A radix search, one byte at a time: eight all-reduces of 256 counts whatever the sizes.
+    """
+    bits = values.contiguous().view(torch.int64)
+    # float order as unsigned order, shifted into int64: negative floats run backwards
+    keys = torch.where(bits < 0, ~bits, bits ^ torch.iinfo(torch.int64).min)
+    prefix, left = 0, k
+    for shift in range(56, -8, -8):
+        digit = (keys >> shift) & 255
+        same = torch.ones_like(keys, dtype=torch.bool)
+        if shift < 56:
+            same = (keys >> (shift + 8)) & ((1 << (56 - shift)) - 1) == prefix
+        counts = torch.bincount(digit[same], minlength=256)
+        dist.all_reduce(counts, group=topology.group)
+        above = counts.flip(0).cumsum(0)
+        if int(above[-1]) < left:
+            return -float("inf")
+        found = int((above >= left).nonzero()[0])
+        left -= int(above[found] - counts.flip(0)[found])
+        prefix = (prefix << 8) | (255 - found)
+    key = torch.tensor(prefix - (1 << 64) if prefix >= 1 << 63 else prefix)
+    bits = torch.where(key >= 0, ~key, key ^ torch.iinfo(torch.int64).min)
+    return float(bits.view(torch.float64))
+
+
+def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """Every rank's result of `work`, in rank order. Collective over the group.
+
+    A failure is raised where it happened, FailedElsewhere on the group's other ranks: none is left
+    alone in what follows. Safe in a thread whose group no other thread uses: it asks nothing of
+    torch.distributed's global state, which the main thread may be changing (world_of).
+    """
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001  raised again below
+        failure = error
+    told = gather_objects((failure is None, result), group)
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, (worked, _) in enumerate(told) if not worked]
+    if failed:
+        raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
+    return [result for _, result in told]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """As dist.all_gather_object, by the group's own methods alone; gloo."""
+    row = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(row)])]).wait()
+    most = max(int(size) for size in sizes)
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(row)] = row
+    rows = [torch.empty_like(padded) for _ in sizes]
+    group.allgather([rows], [padded]).wait()
+    return [
+        pickle.loads(found[: int(size)].numpy().tobytes())
+        for found, size in zip(rows, sizes, strict=True)
+    ]
+
+
+def level_group_count(group: dist.ProcessGroup | None = None) -> None:
+    """After some ranks made process groups among themselves. Collective over the job.
+
+    group: all its ranks, where CPU tensors can travel; None: torch.distributed's own.
+
+    torch names a group by a counter, and ranks that disagree on the name of their next common group
+    wait for each other for ever.
+    """
+    count = torch.tensor([c10d._world.group_count])
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    c10d._world.group_count = int(count)
+
+
+@contextmanager
+def world_of(group: dist.ProcessGroup) -> Iterator[None]:
+    """Meanwhile the group is all that torch.distributed knows: its ranks are numbered from 0.
+
+    For libraries that take the default group for their world: they see the group's ranks alone,
+    and make their own groups among them, whatever other ranks the job has and whatever they do.
+    """
+    world = c10d._get_default_group()
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)

@@ -1,0 +1,66 @@
+"""What a program sees to before it imports torch and transformers.
+
+torchao has our 8-bit optimizer. transformers and vLLM import it wherever it is installed, for
+quantised models: a second for each rank, and lines about libraries that do not load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from spmdrl.distributed.limits import warn_of_limits
+
+MODULES: dict[str, Any] = sys.modules
+
+# oneDNN keeps the code of a product for each shape, 0.3 MiB, and ideep, which torch calls it
+# through, keeps its own: 1024 each. Packed batches bring new shapes in every step. oneDNN's own
+# saves the half a millisecond that it takes to make one; ideep's saves nothing beside it.
+PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
+
+
+def before_torch() -> None:
+    """For programs."""
+    warn_of_limits()
+    hide_torchao()
+    # a rank that ends takes a store along, of which every other's torch shows a C++ stack
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name, value in PRODUCTS_KEPT.items():
+        os.environ.setdefault(name, value)
+    if on_cpus_with_large_pages():
+        # for large tensors: a cast of 50 million weights, bound by memory, takes 20 ms, not 31
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def on_cpus_with_large_pages() -> bool:
+    """Whether the kernel has pages of 2 MiB for programs that ask, and this one may: with GPUs it
+    keeps its allocator, under which each tensor would be a mapping, and their number is limited."""
+    try:
+        asked_for = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return asked_for and not Path("/dev/nvidiactl").exists()
+
+
+def hide_torchao() -> None:
+    """It looks as if it were not installed."""
+    MODULES.setdefault("torchao", None)
+
+
+def show_torchao() -> None:
+    """It is imported, where it is installed, without what it logs: libraries of other GPUs and of
+    other Pythons that it cannot load, and deprecations between it and torch."""
+    if "torchao" in MODULES and MODULES["torchao"] is None:
+        del MODULES["torchao"]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module("torchao.optim")
+    finally:
+        logging.disable(before)

@@ -1,0 +1,1 @@
+"""Who is missing, died or froze: start-up, heartbeats, one report."""

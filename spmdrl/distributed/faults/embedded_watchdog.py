@@ -1,0 +1,90 @@
+"""A watchdog for a step inside another program, which has none of ours between its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.distributed.faults.watchdog import Watchdog
+from spmdrl.distributed.phases import PhaseError, Phases
+from spmdrl.distributed.topology import Topology
+
+SHARED = ("story", "felt", "progress", "told", "claims")  # a watchdog's keys, but beats
+
+
+class Guard:
+    """Makes watchdogs, one for each call into our step; between calls nothing watches.
+
+    A rank that fails inside a call prints the cause at once. Ranks that come to the same phase then
+    raise it too; those that are blocked in a collective of Megatron's are ended a few seconds
+    later, and so is the failed one, which waits for them. A rank that died ends the others too.
+    """
+
+    number = 0  # of guards made in this process, the same on all ranks
+
+    def __init__(self, topology: Topology, config: PpoConfig) -> None:
+        """topology: all ranks. Collective over it."""
+        Guard.number += 1
+        self.topology, self.config = topology, config
+        self.folder = Path(config.run_dir, "errors")
+        self.prefix, self.calls = f"spmdrl/{Guard.number}", 0
+        store: Any = c10d._get_default_store()
+        self.store = store.clone()  # calls on one connection block each other
+        hosts: list[Any] = [None] * topology.world
+        dist.all_gather_object(hosts, topology.host, group=topology.control)
+        here = [rank for rank, host in enumerate(hosts) if host == topology.host]
+        after = here[(here.index(topology.rank) + 1) % len(here)]
+        self.first_here = here[0]
+        self.neighbour = after if len(here) > 1 else None
+        self.near_store = hosts[0] == topology.host
+        self.master = None
+        if len(set(hosts)) > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+            self.master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def store_of(self, call: int) -> dist.Store:
+        return dist.PrefixStore(f"{self.prefix}/{call}", self.store)
+
+    @contextmanager
+    def watching(self, phases: Phases) -> Iterator[None]:
+        """Around each call. Collective: a rank that never comes is missed."""
+        self.calls += 1
+        # that all have ended the last call proves that all have closed the one before it
+        self.forget(self.calls - 2)
+        phases.name = "start of the call"
+        watchdog = Watchdog(
+            self.store_of(self.calls), self.topology.rank, self.topology.world, self.folder,
+            self.config.stall_timeout_s, self.config.lost_timeout_s, self.neighbour,
+            near_store=self.near_store, master=self.master, first_here=self.first_here,
+            at_once=True,
+        )  # fmt: skip
+        watchdog.beat()  # at once: a call may be shorter than a watchdog's period
+        phases.watchdog = watchdog
+        try:
+            yield
+            with phases("end of the call"):  # nobody leaves while another may still fail
+                pass
+        except (PhaseError, ConfigError):  # all ranks know of it
+            raise
+        except BaseException as error:  # outside of a phase: on this rank alone
+            watchdog.report(asdict(phases.story(error)))
+            raise
+        finally:
+            phases.watchdog = None
+            with suppress(RuntimeError):  # the store's rank may have left after a failure
+                watchdog.close()
+
+    def forget(self, call: int) -> None:
+        """Takes an earlier call's keys out of the program's store: a run makes many calls."""
+        keys = [f"beat/{self.topology.rank}", *(SHARED if self.topology.rank == 0 else ())]
+        if call > 0:
+            store = self.store_of(call)
+            for key in keys:
+                store.delete_key(key)

@@ -1,0 +1,403 @@
+"""Threads of each rank that notice what a blocked rank cannot: a peer that failed, died or froze.
+
+Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
+the traffic per rank does not grow with the world. On its own host it also looks whether its
+neighbour's process still exists, which tells of a kill in half a second; to a rank on another host
+it holds a connection, which ends with the process (peer_connection.py). The first failure is
+written to the store once; every watchdog that sees it gives its own rank a few seconds to end in
+order, then ends it. One rank prints the story; it is also what torchrun shows last.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from spmdrl.distributed.exit import FAILED, is_of_this_start, leave_word, say, write_story
+from spmdrl.distributed.faults.peer_connection import Anchor, Tether
+from spmdrl.distributed.faults.shared_page import Page
+from spmdrl.distributed.limits import kills_for_memory, memory_limits
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+STALLED = "no progress"
+GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
+DIED = "its process {} ended without a word: {}"
+ENDED = (
+    "its process {} ended and told nobody why: killed, out of memory (see dmesg), or as its own "
+    "output says"
+)  # on another host
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection was likely closed",
+)  # the last by a store
+# by gloo, a line or a store, and not by a reward's service or a pipe
+OF_A_RANK = (LOST_PEER[0], ("RuntimeError", "DistNetworkError"))
+LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
+ENDED_S = 1.0  # without a beat, once the process of a rank is known to be gone: it may have its say
+FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
+GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
+
+
+def wait_for(happened: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's sign of life, as it stands in the store."""
+
+    count: int
+    pid: int
+    host: str
+    phase: str
+    page: int = -1  # file descriptor of the rank's Page; -1: it has none
+
+    @classmethod
+    def read(cls, text: str) -> Beat | None:
+        if text in ("", "bye"):
+            return None
+        count, pid, page, host, phase = text.split(" ", 4)
+        return cls(int(count), int(pid), host, phase, int(page))
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.pid} {self.page} {self.host} {self.phase}"
+
+
+class Watchdog:
+    """Runs until `close`. Story: a dict with the fields of phases.Story.
+
+    store: a connection of its own (Store.clone), since calls on a store block each other.
+    folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
+    lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
+    unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
+    host the store, is on this host. first_here: the first rank of this host, whose page says if a
+    story has been told on it. master: the store's address and port, in a job of many hosts.
+    at_once: a failure of this rank is printed when it is reported, not when the rank ends.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
+        lost_s: float = 20.0, neighbour: int | None = None, near_store: bool = False,
+        master: tuple[str, int] | None = None, first_here: int | None = None,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
+        self.store, self.rank, self.world, self.folder = store, rank, world, folder
+        self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
+        self.near_store, self.at_once = near_store, at_once
+        self.host = socket.gethostname()
+        self.phase, self.phase_since = "start", time.monotonic()
+        self.page = Page()
+        self.page.write_phase(self.phase)
+        self.first_here = rank if first_here is None else first_here
+        self.pages = {rank: self.page}  # by rank: of the neighbour and of first_here as well
+        self.beating = threading.Lock()  # a beat with an older phase must not come after a newer
+        self.count = 0  # of beats
+        self.reached = time.monotonic()  # the last time the store answered
+        self.broken = 0  # how often in a row it was not there
+        self.woke = time.monotonic()
+        self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
+        self.own: dict[str, Any] | None = None  # why this rank is about to end by itself
+        self.kills = kills_for_memory()  # before this run
+        self.felt = False  # a connection broke
+        self.beside: Beat | None = None  # the neighbour's last
+        self.head: Beat | None = None  # rank 0's last, on other hosts
+        self.anchor: Anchor | None = None
+        self.ties = master is not None  # to a rank on another host, if that is the next
+        if master is not None:
+            try:
+                self.anchor = Anchor(store, rank, master)
+            except OSError as error:
+                logger.warning("this rank cannot listen (%s): should its process die, that may be "
+                               "noticed after lost_timeout_s only", error)  # fmt: skip
+        self.tether: Tether | None = None
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
+        self.thread.start()
+        self.guard.start()
+
+    def progress(self, phase: str) -> None:
+        """This rank gets on. The name of a new phase is written at once: it may die of it."""
+        is_new, self.phase, self.phase_since = phase != self.phase, phase, time.monotonic()
+        if not is_new:
+            return
+        self.page.write_phase(phase)
+        if self.neighbour is None and self.world > 1:  # nobody on this host reads the page
+            with suppress(RuntimeError):  # a store that is gone is the guard's to tell
+                self.beat()
+
+    def beat(self) -> Beat:
+        """Gives a sign of life."""
+        with self.beating:
+            self.count += 1
+            own = Beat(self.count, os.getpid(), self.host, self.phase, self.page.fd)
+            self.store.set(f"beat/{self.rank}", str(own))
+        return own
+
+    @property
+    def heard(self) -> bool:
+        """Of a failure anywhere."""
+        return self.first is not None
+
+    def report(self, story: dict[str, Any]) -> dict[str, Any]:
+        """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first.
+        The story to be told: another's, where that came first."""
+        if any(words in story["cause"] for words in LOST_PEER):
+            # this rank only feels another's end: give it, its neighbour or torchrun time to tell;
+            # who watches a rank that is alone on its host need not wait as long as usual
+            if OF_A_RANK[0] in story["cause"] or story["cause"].startswith(OF_A_RANK[1]):
+                self.felt = True
+                with suppress(RuntimeError):  # it may be the store's rank that is gone
+                    self.store.set("felt", "1")
+            wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
+            if self.first:
+                return self.first
+        self.own = story
+        with suppress(RuntimeError):
+            self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
+        own = story["rank"] == self.rank  # who has ended may have written more than others know
+        path = Path(self.folder, f"rank_{story['rank']}.json")
+        if own or not (path.exists() and is_of_this_start(path)):
+            write_story(story, self.folder)
+        if self.at_once and self.first in (None, story):
+            self.announce(story)
+        return self.first or story  # the store's rank may have left since: what was heard counts
+
+    def announce(self, story: dict[str, Any]) -> None:
+        """Prints the story unless another rank has, and leaves it where torchrun looks for it."""
+        text = leave_word(story, self.folder)
+        try:
+            first = self.store.add("claims", 1) == 1
+        except RuntimeError:  # no store any more: better told once on each host than not at all
+            first = self._claim()
+        else:
+            if first:
+                self._claim()
+        if first:
+            say(text)
+            with suppress(RuntimeError):
+                self.store.set("told", "1")
+
+    def tell(self, story: dict[str, Any]) -> None:
+        """Announces the story, and waits until it has been said."""
+        self.announce(story)
+        with suppress(RuntimeError):
+            wait_for(lambda: self.store.check(["told"]), 2.0)
+            # others may be about to tell it too, and this rank may take the store along
+            wait_for(lambda: self.store.add("claims", 0) >= self.world, 1.0)
+
+    def close(self) -> None:
+        """Says goodbye, so that the rank that watches this one does not miss it."""
+        self.done.set()
+        self.thread.join(timeout=5)
+        self.store.set(f"beat/{self.rank}", "bye")
+        for end in (self.tether, self.anchor):  # who watches this rank has its goodbye by now
+            if end is not None:
+                end.close()
+        for page in self.pages.values():
+            page.close()
+
+    def _watch(self) -> None:
+        story_since = None
+        told, others, others_since = self.phase_since, b"", time.monotonic()
+        peer = (self.rank + 1) % self.world
+        peer_text, peer_since = "", time.monotonic()
+        while not self.done.wait(PERIOD_S):
+            try:
+                own = self.beat()
+                if self.first is None and self.store.check(["story"]):
+                    self.first = json.loads(self.store.get("story"))
+                ended_for = self._tether_ended_for(peer)  # before its beat, which may be a goodbye
+                text = self._beat_of(peer)
+                limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
+                if not self.near_store and (self.count % 2 or self.head is None):
+                    self.head = Beat.read(self._beat_of(0)) or self.head
+                if self.neighbour is not None:
+                    self.beside = Beat.read(self._beat_of(self.neighbour))
+                self._open_pages()
+                if self.phase_since != told and self.count % 8 == 0:
+                    told = self.phase_since
+                    self.store.set("progress", f"{self.rank} {told}")
+                elif time.monotonic() - self.phase_since > self.stall_s / 2:
+                    seen = self.store.get("progress") if self.store.check(["progress"]) else b""
+                    if seen != others:
+                        others, others_since = seen, time.monotonic()
+            except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
+                self.broken += "imed out" not in str(error)
+                if peer == 0 and self.tether is not None:  # whose store it is
+                    self.felt |= self.tether.ended_for() > 0
+                if self.beside is not None and self._state(self.beside) in GONE:
+                    died = DIED.format(self.beside.pid, self._why_killed())
+                    self._end_alone(self._lost(self.neighbour, self.beside, died))
+                continue
+            before, now = self.reached, time.monotonic()
+            self.reached, self.broken = now, 0
+            if now - before > self.lost_s / 2:  # this process was stopped itself, maybe all were
+                self.woke = now
+            peer_since = max(peer_since, self.woke)
+            if self.first is not None:
+                story_since = story_since or now
+                if now - story_since > GRACE_S:
+                    self._end(self.first)
+                continue
+            if text != peer_text or text in ("", "bye"):
+                peer_text, peer_since = text, now
+            beat = Beat.read(peer_text)
+            silent_s = now - peer_since
+            ended = text != "bye" and ended_for > ENDED_S and (beat is None or silent_s > ENDED_S)
+            if self.beside is not None and self._state(self.beside) in GONE:
+                died = DIED.format(self.beside.pid, self._why_killed())
+                self.report(self._lost(self.neighbour, self.beside, died))
+            elif silent_s > limit_s:
+                silent = f"no sign of life for {silent_s:.0f} s"
+                self.report(self._lost(peer, beat, silent))
+            elif ended:
+                self.report(self._lost(peer, beat, ENDED.format(beat.pid if beat else "")))
+            elif now - self.phase_since > self.stall_s and self._is_last(
+                others, now - others_since
+            ):
+                stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
+                self.report(self._lost(self.rank, own, stalled))
+
+    def _tether_ended_for(self, peer: int) -> float:
+        """Seconds since the peer's process is known to be gone, where it is on another host."""
+        if self.anchor is not None:
+            self.anchor.hold()
+        key = f"tether/{peer}"
+        if self.ties and self.tether is None and peer != self.neighbour and self.store.check([key]):
+            offer = self.store.get(key).decode()
+            try:
+                self.tether = Tether(offer, peer)
+            except RuntimeError as error:  # no thread left; the store is not what failed
+                self.ties = False
+                logger.warning("rank %d is watched by its signs of life alone: %s", peer, error)
+        return self.tether.ended_for() if self.tether else 0.0
+
+    def _beat_of(self, rank: int) -> str:
+        key = f"beat/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _open_pages(self) -> None:
+        for rank in {self.neighbour, self.first_here} - self.pages.keys() - {None}:
+            assert rank is not None
+            beat = Beat.read(self._beat_of(rank))
+            page = Page.of(beat.pid, beat.page) if beat and beat.host == self.host else None
+            if page is not None:
+                self.pages[rank] = page
+
+    def _why_killed(self) -> str:
+        kills = kills_for_memory() - self.kills
+        if kills > 0:
+            known = f"killed by the kernel, which ran out of memory ({kills} processes in all)"
+        else:
+            known = "killed, or out of memory (see dmesg)"
+        return "; ".join([known, *memory_limits()])
+
+    def _state(self, beat: Beat) -> str:
+        """Of a rank's process on this host, as ps has it; "" where there is none, ? elsewhere."""
+        if beat.host != self.host:
+            return "?"
+        try:
+            stat = Path(f"/proc/{beat.pid}/stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return stat.rpartition(")")[2].split()[0]
+
+    def _is_last(self, others: bytes, silent_s: float) -> bool:
+        """Whether the job has stopped, as far as this rank can tell. Who has stood still longest
+        says so first; of ranks that stopped within LAST_WORD_S of each other, who got on last: the
+        others were waiting for it."""
+        mine = others.startswith(f"{self.rank} ".encode())
+        return silent_s > self.stall_s / 2 + (0 if mine else LAST_WORD_S)
+
+    def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
+        host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
+        if rank in self.pages and beat is not None:
+            phase = self.pages[rank].phase
+        return {"rank": rank, "host": host, "phase": phase, "cause": cause, "exit_code": FAILED,
+                "pid": pid, "by": self.host,
+                "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
+
+    def _guard(self) -> None:
+        """Reads from a store whose host vanished may block for ever; this thread never reads it."""
+        looked = time.monotonic()
+        while not self.done.wait(PERIOD_S):
+            now = time.monotonic()
+            if now - looked > self.lost_s / 2:  # this process was stopped itself, maybe all were
+                self.reached = self.woke = now
+            looked = now
+            silent_s = now - self.reached
+            refused = self.broken > (1 if self.felt else 2) * GRACE_S / PERIOD_S
+            if silent_s <= self.lost_s and not refused:
+                continue
+            beside = self.beside
+            if beside is not None and self._state(beside) in STOPPED:  # it is the store's host
+                frozen = f"its process {beside.pid} is stopped, for {silent_s:.0f} s as it seems"
+                self._end_alone(self._lost(self.neighbour, beside, frozen))
+            # a rank beside that of the store knows more: it comes first
+            if silent_s > self.lost_s + (GRACE_S if self.near_store else 0) or refused:
+                gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
+                own = Beat(0, os.getpid(), self.host, self.phase)
+                if self.felt and refused and not self.near_store:
+                    ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
+                    self._end_alone(self._lost(0, self.head, ended))
+                self._end_alone(self._lost(self.rank, own, gone))
+
+    def _end_alone(self, story: dict[str, Any]) -> NoReturn:
+        """Without a store a rank says what it knows, unless one of this host has spoken: the story
+        is told then, and that rank's end no story of its own. Nor is the store's end one to a rank
+        that is ending: with a second Ctrl-C the store's rank may just be the first to go."""
+        known = self.first or self.own
+        if known:
+            os._exit(known["exit_code"])
+        if not self._claim():
+            os._exit(FAILED)
+        write_story(story, self.folder)
+        say(leave_word(story, self.folder))
+        self._end_frozen(story)
+        os._exit(FAILED)
+
+    def _claim(self) -> bool:
+        """Whether this rank is the first of its host that tells a story of this attempt."""
+        page = self.pages.get(self.first_here)
+        return page is None or page.claim()
+
+    def _end(self, story: dict[str, Any]) -> None:
+        if STALLED in story["cause"]:
+            faulthandler.dump_traceback(sys.stderr)  # every rank's, to see who waits for whom
+        self.tell(story)
+        self._end_frozen(story)
+        # the main thread may be blocked in a collective that never returns
+        os._exit(story["exit_code"])
+
+    def _end_frozen(self, story: dict[str, Any]) -> None:
+        """A stopped process does not hear torchrun's SIGTERM, for which torchrun waits 30 s."""
+        pid = story.get("pid", 0)
+        if not pid or story["host"] != self.host or story["rank"] == self.rank:
+            return
+        if STALLED in story["cause"]:  # it hears, and is to show its stack
+            return
+        with suppress(OSError):
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={story['rank']}".encode() in environ:
+                os.kill(pid, signal.SIGKILL)

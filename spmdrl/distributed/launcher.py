@@ -1,0 +1,276 @@
+"""What spmdrl.launch does: torchrun in this process, what it would overlook, and exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.utils import (
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+from torch.distributed.run import main as torchrun
+from torch.distributed.run import parse_args, parse_min_max_nnodes
+
+from spmdrl.distributed import exit as exits
+from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
+from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
+from spmdrl.distributed.faults.rendezvous import owner_of, reason_of
+
+FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
+HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
+LAST_WORDS_S = 30.0  # for ranks whose peers on another node have ended: to notice it, and say so
+HELD_UP_S = 4.0  # a launcher looks after its ranks ten times a second
+watch_ranks = LocalElasticAgent._monitor_workers
+
+
+class Watch:
+    """What torchrun's agent sees of its ranks, and what it would overlook."""
+
+    def __init__(self) -> None:
+        self.seen_at = time.monotonic()
+        self.closed_at = 0.0
+        self.agent: Any = None
+        self.guard: threading.Thread | None = None
+        self.folder: str | None = None  # see own_folder; None: there is none any more
+
+    def __call__(self, agent: Any, group: Any) -> Any:
+        """In place of LocalElasticAgent._monitor_workers. What no restart cures takes them away.
+
+        Raises RendezvousClosedError where another node's launcher ended some time ago: ranks that
+        still wait to meet its ranks would wait for ever.
+        """
+        self.agent = agent
+        if self.guard is None:
+            self.guard = threading.Thread(target=self._guard, args=(agent, group), daemon=True)
+            self.guard.start()
+        self.seen_at = now = time.monotonic()
+        seen = watch_ranks(agent, group)
+        if exit_code_of(seen.failures) in FINAL:
+            agent._remaining_restarts = 0
+        several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
+        if several and group.spec.rdzv_handler.is_closed():
+            self.closed_at = self.closed_at or now
+            if now - self.closed_at > LAST_WORDS_S:
+                raise RendezvousClosedError
+        return seen
+
+    def code_after(self, number: signal.Signals) -> int:
+        """Of ranks that torchrun has told of the signal, and given time to end."""
+        context = self.agent._pcontext if self.agent is not None else None
+        ranks = context.subprocess_handlers.values() if context is not None else ()
+        codes = [rank.proc.poll() for rank in ranks]
+        for code in (BAD_CONFIG, FAILED, REQUEUE, INTERRUPTED):
+            if code in codes:
+                return code
+        if codes and all(code == 0 for code in codes):  # None: it still runs
+            return 0  # they were done
+        return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+    def _guard(self, agent: Any, group: Any) -> None:
+        """Ends a launcher whose ranks have all ended, but which is held up by a store that is cut
+        off, each call on which takes a minute to fail."""
+        running = (WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.FAILED)
+        gone_at = None
+        while True:
+            time.sleep(1.0)
+            held_up = time.monotonic() - self.seen_at > HELD_UP_S and group.state in running
+            ranks = agent._pcontext.pids().values() if agent._pcontext else ()
+            codes = [exit_status(pid) for pid in ranks]
+            if not held_up or None in codes or not any(codes):
+                gone_at = None
+            elif gone_at is None:
+                gone_at = time.monotonic()
+            elif time.monotonic() - gone_at > HELD_UP_S:
+                say("all ranks here have ended, and the rendezvous does not answer")
+                if self.folder is not None:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                os._exit(next((code for code in FINAL if code in codes), FAILED))
+
+
+def exit_status(pid: int) -> int | None:
+    """How a child ended, which is left for torchrun to see; None: it runs."""
+    try:
+        seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # torchrun has seen it already, and was held up later
+        return FAILED
+    if seen is None:
+        return None
+    return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+def say(what: str) -> None:
+    exits.say(f"\nspmdrl: {socket.gethostname()}: {what}")
+
+
+def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
+    """Of the rank that failed first: the others are ended with it."""
+    if not failures:
+        return 0
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    return first.exitcode if first.exitcode in FINAL else FAILED
+
+
+def told_of(failures: Mapping[int, ProcessFailure]) -> str:
+    """What is left to say of them: of ranks that said why they ended, nothing.
+
+    What a rank leaves for torchrun in its error file it, or another, has printed.
+    """
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    if any(Path(failure.error_file).is_absolute() for failure in failures.values()):
+        return ""
+    how = f"ended with exit code {first.exitcode}"
+    if first.exitcode < 0:
+        how = f"was ended by signal {-first.exitcode} ({first.signal_name()})"
+    rank = next(rank for rank, failure in failures.items() if failure is first)
+    return f"rank {rank} (process {first.pid}) {how}, and left no word but what stands above"
+
+
+@contextmanager
+def own_folder(watch: Watch) -> Iterator[None]:
+    """For what torchrun makes in the temporary folder, and would leave there. Sets watch.folder."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="spmdrl_launch_", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder  # of this process; ranks have TMPDIR as it is
+        watch.folder = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir, watch.folder = before, None
+
+
+def be_quiet() -> None:
+    """torchrun's own log tells of processes and signals: for those who ask for it by LOGLEVEL."""
+    for name in list(logging.root.manager.loggerDict) if "LOGLEVEL" not in os.environ else ():
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+class HeldPorts:
+    """Ports for the stores that rank 0 opens, seconds later, when it has imported all it needs.
+
+    A socket that is bound and does not listen keeps the system from giving the port to others; the
+    store may bind it too, since both set SO_REUSEADDR.
+    """
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []  # one for each start of the ranks
+
+    def __call__(self) -> int:
+        """In place of torchrun's get_free_port, which lets go of the port again."""
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        self.sockets.append(held)
+        return int(held.getsockname()[1])
+
+
+def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
+    """Of a store that this launcher was to open; else what torch said."""
+    options = parse_args(arguments)
+    said = f" ({reason_of(error) or error})"
+    if "failed to listen" not in str(error):
+        return f"the store of the job cannot be reached{said}"
+    port = options.master_port or 29500  # torchrun's own
+    if options.rdzv_backend != "static":
+        port = parse_rendezvous_endpoint(options.rdzv_endpoint, 29400)[1]
+    return (
+        f"port {port} (--master-port, or that of --rdzv-endpoint) is taken{owner_of(port)}: choose "
+        f"another, or name none for a run on this machine alone, which takes a free one{said}"
+    )
+
+
+def wait_for_head(host: str, port: int) -> None:
+    """Until the head listens. Raises RendezvousConnectionError where it does not in HEAD_S."""
+    end = time.monotonic() + HEAD_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                late = f"nobody listens at {host}:{port} after {HEAD_S:.0f} s: {error}"
+                raise RendezvousConnectionError(late) from error
+        time.sleep(0.2)
+
+
+def meet_other_nodes(arguments: list[str]) -> list[str]:
+    """Options for torchrun, and the environment for gloo, by which other nodes find this one.
+
+    Waits for the node that the rendezvous is on: torchrun would give it a minute, which machines
+    that are started by hand, or that pull an image first, do not keep.
+    """
+    options = parse_args(arguments)
+    if parse_min_max_nnodes(options.nnodes)[1] == 1 and options.rdzv_backend != "c10d":
+        return []  # torchrun takes 127.0.0.1
+    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    host, port = parse_rendezvous_endpoint(endpoint, 29400)
+    own = options.local_addr or address_towards(host, port)
+    interface = interface_of(own) if own else None
+    if interface:  # else gloo takes the address of the host's name, which may be a loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    known = ["--local-addr", own] if own else []
+    if options.rdzv_backend != "c10d":
+        return known
+    said = _parse_rendezvous_config(options.rdzv_conf).get("is_host")
+    is_head = host == socket.gethostname() or any(map(interface_of, addresses_of(host)))
+    if said is not None:
+        is_head = said.lower() in ("1", "true", "t", "yes", "y")
+    elif not options.rdzv_conf and not addresses_of(socket.gethostname()):
+        known += ["--rdzv-conf", f"is_host={int(is_head)}"]  # torchrun fails to find out itself
+    if not is_head:
+        wait_for_head(host, port)
+    return known
+
+
+def main(arguments: list[str] | None = None) -> int:
+    watch = Watch()
+    LocalElasticAgent._monitor_workers = lambda *args: watch(*args)  # type: ignore[method-assign]
+    rendezvous_api.get_free_port = HeldPorts()
+    be_quiet()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # a locale that lacks a letter of a path or a prompt must not matter to the ranks
+    os.environ.setdefault("PYTHONUTF8", "1")
+    # else ranks that are started again read the addresses of those before them
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    try:
+        with own_folder(watch):
+            torchrun([*meet_other_nodes(arguments), *arguments])
+    except ChildFailedError as error:
+        if told := told_of(error.failures):
+            say(told)
+        return exit_code_of(error.failures)
+    except SignalException as error:
+        return watch.code_after(error.sigval)
+    except RendezvousError as error:
+        say(str(error) or "the launcher of another node has ended; its output says why")
+        return FAILED
+    except DistNetworkError as error:
+        say(why_not_open(error, arguments))
+        return FAILED
+    except OSError as error:  # of the temporary folder, a script or a log folder that is not there
+        say(f"the ranks cannot be started: {error}")
+        return FAILED
+    return 0

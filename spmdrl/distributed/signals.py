@@ -1,0 +1,201 @@
+"""Signals that end a run in order: after the step, with a checkpoint, by the code for "again".
+
+SIGINT (Ctrl-C), SIGTERM (torchrun, Slurm, Kubernetes) and SIGUSR1 (what sbatch --signal sends ahead
+of a time limit) are noted by a thread, since the main one may be blocked in a collective, and
+Python runs its handlers there only. Ranks hear of a signal at different moments, or not at all:
+after each step they vote.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology, timeout_of
+
+if TYPE_CHECKING:
+    from spmdrl.checkpoint.writer import Saver
+    from spmdrl.config import RunConfig
+    from spmdrl.distributed.process import Runtime
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
+WORD_S = 4.0  # for the other ranks to hear why this one leaves
+TOLD_S = 2.0  # torchrun's SIGTERM may be its answer to a rank that died, which a watchdog tells of
+STOP, BROKEN = 1, 2  # what a rank may wish: an end in order; that all hear what failed
+LARGEST = dist.AllreduceOptions()
+LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+
+
+class Stopping:
+    """What a signal asked of this rank, and what is done about it.
+
+    Only a program calls `listen`. Until `arm` is called nothing would be lost, so the first signal
+    ends the process, a SIGTERM after TOLD_S. Afterwards it asks the run to stop after the step;
+    `grace_s` later, or with a second Ctrl-C or SIGTERM, the process ends at once. `on_quit` hears
+    why and with which code, to tell the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.failed: Callable[[], bool] = lambda: False  # then torchrun's signal is its answer
+        self.on_quit: Callable[[str, int], None] = lambda why, _: say(f"stopped by {why}")
+        self.armed, self.grace_s = False, 0.0
+        self.asked: str | None = None  # the first signal's name
+        self.asked_at = 0.0
+        self.told = False
+
+    def listen(self) -> None:
+        """Takes the process's signals: a program's business, not a library's."""
+        self.pipe, self.inlet = os.pipe()
+        os.set_blocking(self.inlet, False)
+        for number in SIGNALS:
+            signal.signal(number, _noted)
+        signal.set_wakeup_fd(self.inlet, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def arm(self, grace_s: float) -> None:
+        """From now on a signal leaves the run `grace_s` to end its step and save; 0: none."""
+        self.armed, self.grace_s = grace_s > 0, grace_s
+
+    def _listen(self) -> None:
+        poll = select.poll()  # select.select knows no descriptor above 1023
+        poll.register(self.pipe, select.POLLIN)
+        while True:
+            ready = poll.poll(200)
+            for number in os.read(self.pipe, 64) if ready else b"":
+                if number in SIGNALS:
+                    self._on(signal.Signals(number))
+            since = time.monotonic() - self.asked_at
+            if not self.asked:
+                continue
+            if not self.armed and since > TOLD_S and not self.failed():
+                self._quit(self.asked, code_of(signal.Signals[self.asked]))
+            if self.armed and since > self.grace_s:
+                late = f"{self.asked}, and the step had not ended after {self.grace_s:g} s"
+                self._quit(late, REQUEUE)
+            if self.armed and not self.told and since > SAME_S and not self.failed():
+                self.told = True
+                say(f"{self.asked}: the run stops after this step, with a checkpoint, "
+                    f"within {self.grace_s:g} s; once more, and it stops now")  # fmt: skip
+
+    def _on(self, number: signal.Signals) -> None:
+        if self.asked is None:
+            self.asked, self.asked_at = number.name, time.monotonic()
+            if not self.armed and number != signal.SIGTERM:
+                self._quit(number.name, code_of(number))
+        elif number != signal.SIGUSR1 and time.monotonic() - self.asked_at > SAME_S:
+            code = code_of(signal.Signals[self.asked])  # torchrun passes a second SIGINT as SIGTERM
+            # another rank may take this signal for the first that it heard
+            self._quit(f"a second signal, {number.name}", code, number == signal.SIGTERM)
+
+    def _quit(self, why: str, code: int, may_answer: bool = False) -> NoReturn:
+        """may_answer: the signal may be torchrun's, about a rank that a watchdog will tell of."""
+        end = time.monotonic() + TOLD_S
+        while may_answer and not self.failed() and time.monotonic() < end:
+            time.sleep(0.05)
+        if not (may_answer and self.failed()):
+            told = threading.Thread(target=self.on_quit, args=(why, code), daemon=True)
+            told.start()
+            told.join(WORD_S)  # a store that does not answer is not waited for
+        leave(code)
+
+
+def code_of(number: signal.Signals) -> int:
+    return INTERRUPTED if number == signal.SIGINT else REQUEUE
+
+
+def say(what: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        PROGRESS.line(f"\nspmdrl: {what}")
+
+
+def _noted(_signal: int, _frame: Any) -> None:
+    """Python's own handler has nothing to do: the thread has read of the signal."""
+
+
+class StopVotes:
+    """Agrees on the last step without making ranks that work ahead wait for the others.
+
+    The vote that is cast at the end of a step is counted `lag` steps later, when every rank must
+    have come that far anyway; so all hear the same at the same step.
+    """
+
+    def __init__(self, topology: Topology, lag: int) -> None:
+        """topology: of all ranks. Collective."""
+        self.lag = lag
+        # of its own: votes that wait for slow ranks would hold up what else goes over a group
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout_of(topology.control))
+        self.votes: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def agree(self, wish: int) -> int:
+        """The largest of what the ranks wished `lag` calls ago; 0 before. Every rank must call it.
+
+        wish: 0, STOP or BROKEN.
+        """
+        vote = torch.tensor([wish])
+        self.votes.append((vote, self.group.allreduce([vote], LARGEST)))
+        if len(self.votes) <= self.lag:
+            return 0
+        vote, work = self.votes.popleft()
+        work.wait()
+        return int(vote.item())
+
+    def close(self) -> None:
+        """Waits for the votes that were not counted. Every rank must call it."""
+        for _, work in self.votes:
+            work.wait()
+
+
+class Ending:
+    """What all ranks do after a step: go on, save, or end the run in order.
+
+    From now on a signal leaves the run time to end its step, where there is a checkpoint to save.
+    lag: see StopVotes.
+    """
+
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, saver: Saver | None, lag: int = 0
+    ) -> None:
+        """Collective over all ranks."""
+        self.config, self.runtime, self.saver = config, runtime, saver
+        if saver is not None:
+            runtime.stopping.arm(config.checkpoint.grace_s)
+        self.votes = StopVotes(runtime.topology, lag)
+        self.stops = False  # after this step, because of a signal
+        self.saves = False
+        self.failed = False  # a save did, somewhere: Saver.wait raises it
+
+    def vote(self, step: int) -> None:
+        """Every rank must call it."""
+        stopping = self.runtime.stopping
+        asked = stopping.armed and stopping.asked is not None
+        failed = self.saver is not None and self.saver.failed
+        wish = self.votes.agree(BROKEN if failed else STOP if asked else 0)
+        last, every = step == self.config.steps, self.config.checkpoint.every_steps
+        self.stops, self.failed = wish == STOP and not last, wish == BROKEN
+        self.saves = self.saver is not None and (last or self.stops or step % every == 0)
+
+    def stop(self, step: int) -> str:
+        """Waits for what is being saved; what there is to say. Every rank must call it."""
+        if self.saver is not None:
+            self.saver.wait()
+        self.runtime.stopped = (
+            f"stopped after step {step} of {self.config.steps}; --resume auto goes on"
+        )
+        self.runtime.stopping.told = True  # that it will stop is no news any more
+        return self.runtime.stopped
+
+    def close(self) -> None:
+        """Every rank must call it."""
+        self.votes.close()

@@ -1,0 +1,206 @@
+"""The ranks of one role as a device mesh with named axes.
+
+Nothing below a program reads WORLD_SIZE, RANK or an environment variable: it is handed a Topology.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.local_sockets import Lines, lay_lines
+
+LOWEST = dist.AllreduceOptions()
+LOWEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a role, as they are arranged. Exists on every rank of the job.
+
+    On a rank outside the role `here` is False, and nothing but `ranks` and `world` has a meaning.
+    """
+
+    ranks: tuple[int, ...]  # of the job, ascending; the mesh's order too, the last axis fastest,
+    # but for a host's (from_megatron)
+    mesh: DeviceMesh
+    group: dist.ProcessGroup  # these ranks; takes CPU tensors too
+    control: dist.ProcessGroup  # these ranks again: gloo, for what ranks tell each other
+    device: torch.device
+    host: str
+    lines: Lines  # to those on this host; agreements at the end of phases, if it has all
+    # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
+    sharding: DeviceMesh | None = None
+
+    @classmethod
+    def build(
+        cls,
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+        share: Topology | None = None,
+        hosted: bool = False,
+        **degrees: int,
+    ) -> Topology:
+        """`ranks` (None: all), outermost axis first; one degree may be -1 (what is left).
+
+        Topology.build(cpu, dp=-1, tp=2) on 8 ranks: dp 4 x tp 2, TP groups are neighbours.
+        share: another arrangement of the same ranks, whose groups serve for this one too.
+        hosted: torch.distributed's own group is another program's, and left alone.
+        Collective over the job, also for ranks outside. Raises ConfigError where the degrees do not
+        multiply to the number of ranks.
+        """
+        everyone = range(dist.get_world_size())
+        chosen = sorted(everyone if ranks is None else ranks)
+        shape = resolve_degrees(degrees, len(chosen))
+        table = torch.tensor(chosen).view(*shape.values())
+        mesh = DeviceMesh(device.type, table, mesh_dim_names=tuple(shape))
+        sharding = None
+        if "sp" in shape:
+            table = table.view(shape["dp"], -1)
+            sharding = DeviceMesh(device.type, table, mesh_dim_names=("dp", "fsdp"))
+        whole = dist.group.WORLD
+        assert whole is not None
+        if share is not None:
+            assert share.ranks == tuple(chosen), (share.ranks, chosen)
+            group, control, lines = share.group, share.control, share.lines
+        else:
+            limit = timeout_of(whole)
+            both = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            everywhere = len(chosen) == len(everyone) and not hosted
+            group = whole if everywhere else dist.new_group(chosen, backend=both, timeout=limit)
+            control = dist.new_group(chosen, backend="gloo", timeout=limit)
+            lines = Lines(chosen, {}, complete=False)
+            if dist.get_rank() in chosen:
+                lines = lay_lines(chosen, control, limit.total_seconds())
+        host = socket.gethostname()
+        return cls(tuple(chosen), mesh, group, control, device, host, lines, sharding)
+
+    @classmethod
+    def from_megatron(cls, share: Topology) -> Topology:
+        """The layout of megatron-core's parallel_state on all ranks, in whatever order it has them.
+
+        Axes pp, dp, cp, tp. share: all ranks, whose groups serve for this one too. Collective.
+        """
+        from megatron.core import parallel_state as ps
+
+        mine = (
+            ps.get_pipeline_model_parallel_rank(), ps.get_data_parallel_rank(),
+            ps.get_context_parallel_rank(), ps.get_tensor_model_parallel_rank(),
+        )  # fmt: skip
+        places: list[Any] = [None] * share.world
+        dist.all_gather_object(places, mine, group=share.control)
+        table = torch.empty([1 + max(axis) for axis in zip(*places, strict=True)], dtype=torch.int)
+        for rank, place in zip(share.ranks, places, strict=True):
+            table[place] = rank
+        mesh = DeviceMesh(share.device.type, table, mesh_dim_names=("pp", "dp", "cp", "tp"))
+        return cls(
+            share.ranks, mesh, share.group, share.control, share.device, share.host, share.lines
+        )
+
+    @property
+    def here(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return dist.get_rank() in self.ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's number among `ranks`; -1 outside."""
+        return dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """Those that are given sequences, each its own: one of every model-parallel group.
+
+        It is the first of its tensor- and context-parallel ranks in the last pipeline stage, where
+        losses and logprobs are, or of those that share sequences (sp). Without these axes every
+        rank is one.
+        """
+        names, table = self.mesh.mesh_dim_names, self.mesh.mesh
+        assert names is not None
+        one = {"tp": 0, "cp": 0, "sp": 0, "pp": -1}
+        index = tuple(one.get(name, slice(None)) for name in names)
+        return tuple(sorted(table[index].flatten().tolist()))
+
+    @property
+    def copies(self) -> DeviceMesh:
+        """(dp, fsdp) of a role of engine fsdp: replicas of the weights, ranks that share one."""
+        return self.mesh["dp", "fsdp"] if self.sharding is None else self.sharding
+
+    def lowest(self, value: int) -> int:
+        """The least that any of the ranks says. Collective."""
+        if self.lines.complete:
+            return self.lines.lowest(value)
+        values = torch.tensor([value])
+        # as dist.all_reduce, which costs a sixth more: phases come twenty to a step
+        self.control.allreduce([values], LOWEST).wait()
+        return int(values)
+
+    def has_axis(self, name: str) -> bool:
+        return name in (self.mesh.mesh_dim_names or ())
+
+    def axis_size(self, axis: str) -> int:
+        return self.mesh.shape[self.axis(axis)]
+
+    def axis_rank(self, axis: str) -> int:
+        return self.mesh.get_local_rank(axis)
+
+    def axis(self, name: str) -> int:
+        assert self.mesh.mesh_dim_names is not None
+        return self.mesh.mesh_dim_names.index(name)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:
+    """Replaces the one -1 by what is left of `world`; raises ConfigError with the arithmetic."""
+    known = prod(d for d in degrees.values() if d != -1)
+    shown = " x ".join(f"{name}={d}" for name, d in degrees.items())
+    if any(d == 0 or d < -1 for d in degrees.values()):
+        raise ConfigError(f"parallel degrees must be positive, or -1 for the rest: {shown}")
+    if list(degrees.values()).count(-1) > 1:
+        raise ConfigError(f"only one parallel degree may be -1: {shown}")
+    if world % known or (-1 not in degrees.values() and known != world):
+        raise ConfigError(
+            f"{shown} does not fit {world} ranks: {known} does not divide {world}. "
+            f"Degrees that do: {[d for d in range(1, world + 1) if world % d == 0]}"
+        )
+    return {name: world // known if d == -1 else d for name, d in degrees.items()}
+
+
+def train_degrees(role: TrainConfig) -> dict[str, Any]:
+    """Axes of a training role.
+
+    fsdp: replicas of groups of `fsdp` ranks that share one copy; -1: all. Of a copy's ranks, each
+    `ulysses` neighbours share their sequences too (sp). megatron: its own order. Raises ConfigError
+    where a copy has no such groups.
+    """
+    if role.engine == "megatron":
+        return {"pp": role.pipeline_parallel, "dp": -1, "cp": role.context_parallel,
+                "tp": role.tensor_parallel}  # fmt: skip
+    dp = 1 if role.fsdp == -1 else -1
+    if role.ulysses == 1:
+        return {"dp": dp, "fsdp": role.fsdp}
+    if role.ulysses < 1 or (role.fsdp != -1 and role.fsdp % role.ulysses):
+        raise ConfigError(
+            f"ulysses={role.ulysses} with fsdp={role.fsdp}: ranks that share sequences share a "
+            "copy of the weights too: fsdp must be -1 or a multiple of ulysses, which is 1 or more"
+        )
+    return {
+        "dp": dp, "fsdp": -1 if dp == 1 else role.fsdp // role.ulysses, "sp": role.ulysses,
+    }  # fmt: skip

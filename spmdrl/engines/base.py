@@ -1,0 +1,112 @@
+"""What the step asks of an engine that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.distributed.topology import Topology
+from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.shards import Shards
+
+# The seam between algorithms and engines: (logprobs, entropy, micro_batch) -> (loss, metric sums).
+# logprobs and entropy are (num_tokens,) float32, 0 on tokens whose loss_mask is 0. The loss is a
+# sum already weighted by micro_batch.loss_weights; each metric is a sum over unmasked tokens, or a
+# maximum where its name ends in _max. For a critic: logprobs are the values, entropy is zeros.
+LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Staged(Protocol):
+    """A copy of an engine's state in the host's memory; the engine may go on meanwhile."""
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
+        """Writes it into the folder, which is there and empty, in whatever thread.
+
+        Collective over the engine's ranks, on `group` alone, which is gloo. A failure is raised
+        where it happened, on the other ranks as collectives.FailedElsewhere.
+        """
+        ...
+
+
+class TrainEngine(Protocol):
+    """One model under training, or a frozen one, on the ranks of its topology.
+
+    Every method is collective over these ranks.
+    """
+
+    topology: Topology
+    pretrained: list[Any]  # configs with save_pretrained, written beside the weights
+
+    def logprobs(self, batch: Batch, temperature: float, pi_squared: bool = False) -> PolicyStats:
+        """Log-probability and entropy of every unmasked token; sums of squares where wanted."""
+        ...
+
+    def values(self, batch: Batch) -> Tensor:
+        """(num_tokens,) float32 value of the state before every unmasked token, 0 elsewhere."""
+        ...
+
+    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        """One optimizer step on the mini-batch that all ranks hold together.
+
+        Returns loss, grad_norm (before clipping), lr, and the loss function's metrics as means over
+        the mini-batch's unmasked tokens (maxima for names ending in _max). Where no rank has an
+        unmasked token there is no update, and nothing is returned. Raises
+        FloatingPointError on every rank where loss or gradient is not finite; weights and optimizer
+        are then unchanged.
+        """
+        ...
+
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        """By Hugging Face name what this rank holds of every weight. Local.
+
+        merged: with its adapter, where there is one; else the base's weights, and as
+        `<layer>.lora_A.weight` and `<layer>.lora_B.weight` A and scale B.
+        It stays valid, whatever `offload` and `onload` do to the tensors' memory.
+        """
+        ...
+
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight on every rank, one at a time.
+
+        Takes the memory of one tensor and bucket_bytes. Collective until it is exhausted.
+        """
+        ...
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Starts from these: (Hugging Face name, full tensor) of all but a value head, adapters.
+
+        Before the first update, of an engine that was built without weights. Raises ConfigError
+        where one is missing.
+        """
+        ...
+
+    def offload(self) -> None:
+        """Moves to the CPU what the config says may leave the device while the role is idle."""
+        ...
+
+    def onload(self, weights_only: bool = False) -> None:
+        """Takes it back; weights_only: what a push needs, not what an update does."""
+        ...
+
+    def stage(self) -> Staged:
+        """Copies weights and optimizer into memory that is kept for the next time."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and optimizer into the folder, which is there and empty.
+
+        Without a copy. Failures are raised as Staged.write raises them.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Loads what `save` wrote, on as many ranks as there are, in whatever layout.
+
+        Raises ConfigError where another kind of engine wrote it, or for another base's adapters.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""FSDP2 around Hugging Face models."""

@@ -1,0 +1,64 @@
+"""Sequence classifiers with one output, which is a reward.
+
+They are loaded as such, or begun from a causal language model: its backbone, and a score of zeros.
+"""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from spmdrl.config import ConfigError
+from spmdrl.engines.fsdp.model import build_model, load_hf_config, meta_model
+
+SUFFIX = "ForSequenceClassification"
+
+
+def is_classifier(hf: PreTrainedConfig) -> bool:
+    return any(name.endswith(SUFFIX) for name in hf.architectures or ())
+
+
+def classifier_config(model: str) -> PreTrainedConfig:
+    """Of the classifier that the model is, or that is begun from it. Raises ConfigError."""
+    hf = load_hf_config(model)
+    if is_classifier(hf):
+        return hf
+    if type(hf) not in AutoModelForSequenceClassification._model_mapping:
+        raise ConfigError(
+            f"model: {model!r}: transformers has no sequence classifier of type {hf.model_type!r}"
+        )
+    hf.num_labels = 1
+    hf.architectures = [type(meta_classifier(hf)).__name__]
+    return hf
+
+
+def build_classifier(model: str, full: bool) -> PreTrainedModel:
+    """As build_model. A score that the model does not have yet is 0. Raises ConfigError."""
+    is_there = is_classifier(load_hf_config(model))
+    hf = build_model(
+        model, full, has_head=is_there, auto=AutoModelForSequenceClassification,
+        config=classifier_config(model),
+    )  # fmt: skip
+    if full and not is_there:
+        for parameter in hf.get_submodule("score").parameters():
+            nn.init.zeros_(parameter)
+    return hf
+
+
+def meta_classifier(hf: PreTrainedConfig) -> PreTrainedModel:
+    """Shapes and layers without memory."""
+    return meta_model(hf, AutoModelForSequenceClassification)
+
+
+def check_classifier(name: str, model: str, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError unless it has one output, of a linear layer over hidden states.
+
+    name: of the config's field that has the model. hf: its config as a classifier.
+    """
+    if hf.num_labels != 1:
+        raise ConfigError(f"{name}={model!r} has {hf.num_labels} outputs, expected one")
+    if not isinstance(getattr(meta_classifier(hf), "score", None), nn.Linear):
+        raise ConfigError(
+            f"{name}={model!r}: a classifier of type {hf.model_type!r} has no linear layer `score` "
+            "over its hidden states, as causal language models' classifiers do; use one of these"
+        )

@@ -1,0 +1,35 @@
+"""A moving average of the weights, in the weights' own shards: nothing is gathered for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from spmdrl.engines.fsdp.muon import local
+
+
+@torch.no_grad()
+def start(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The average before the first step: the weights themselves."""
+    return {name: p.detach().clone() for name, p in weights.items()}
+
+
+def update(average: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: float) -> None:
+    """average <- decay average + (1 - decay) weights, in place; both on one device."""
+    into = [local(tensor) for tensor in average.values()]
+    get_ema_multi_avg_fn(decay)(into, [local(weights[name].detach()) for name in average], 0)
+
+
+def move(average: dict[str, Tensor], device: torch.device) -> None:
+    for name, tensor in average.items():
+        average[name] = tensor.to(device)
+
+
+@torch.no_grad()
+def restart(average: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """From weights that were loaded from a checkpoint without an average."""
+    for name, tensor in average.items():
+        local(tensor).copy_(local(weights[name]))

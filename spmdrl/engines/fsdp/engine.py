@@ -1,0 +1,429 @@
+"""FSDP2: fully sharded weights, gradients and optimizer state around a Hugging Face model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+from spmdrl.checkpoint.safe_load import ShardReader
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.data.images import ProcessorFiles, Scene, Sight, sees_images
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.base import LossFn
+from spmdrl.engines.fsdp import ema, layers
+from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
+from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.classifier import build_classifier
+from spmdrl.engines.fsdp.lora import BASE_FILE, Adapters, adapters_off, add_adapters, check_base
+from spmdrl.engines.fsdp.model import (
+    TokenPolicy,
+    TokenReward,
+    TokenValue,
+    build_model,
+    decoder_layers,
+    load_hf_config,
+    require_given,
+)
+from spmdrl.engines.fsdp.muon import hidden_matrices
+from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.strict import make_strict
+from spmdrl.engines.fsdp.ulysses import (
+    Share,
+    Team,
+    check_ulysses,
+    counted_once,
+    share_of,
+    shared,
+    whole,
+)
+from spmdrl.engines.host_copies import HostCopies, StagedShards, stage
+from spmdrl.engines.lr_schedule import learning_rate
+from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
+from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
+from spmdrl.hub.remote_code import code_files
+from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.checkpoint_names import checkpoint_parts
+from spmdrl.weights.shards import Shards, fill, shards_by_part
+from spmdrl.weights.transfer import gathered
+
+HEADS: dict[str, type[nn.Module]] = {
+    "policy": TokenPolicy, "value": TokenValue, "reward": TokenReward,
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpEngine:
+    """A policy (`kind` "policy"), critic ("value") or reward model ("reward", whose `values` are of
+    what stands before an unmasked token); the TrainEngine Protocol says what it does. A reward
+    model that is trained takes its sequences in pairs, which no micro-batch divides.
+
+    The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
+    `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
+    given no sequences are empty, and so are their results for tokens.
+    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
+    compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
+    called. strict: the policy's logprobs are bit for bit those of a strict rollout engine with the
+    same weights (engines/fsdp/strict.py).
+    With config.lora the model's own weights are frozen, in config.dtype; gradients and moments are
+    of its adapters, in float32.
+    """
+
+    def __init__(
+        self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
+        strict: bool = False, load_weights: bool = True,
+    ) -> None:  # fmt: skip
+        """load_weights: without it they are anything, until `take_weights`."""
+        layers.check_here(config, topology.device)
+        self.config, self.topology, self.team = config, topology, Team.of(topology)
+        assert config.ulysses == (1 if self.team is None else self.team.size)
+        if kind == "reward":
+            hf = build_classifier(model, topology.rank == 0)
+        else:
+            full = topology.rank == 0 and load_weights
+            hf = build_model(model, full, has_head=kind != "value")
+        if not strict:
+            layers.use_kernels(hf, config, topology.device)
+        layers.use_attention(hf, config, topology.device)
+        generation = [hf.generation_config] if kind != "reward" else []
+        stored = stored_dtype(load_hf_config(model), model)
+        self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
+        if sees_images(hf.config):
+            self.pretrained.append(ProcessorFiles(model))
+        self.sight: Sight | None = None  # of the images in a run's data, where there are any
+        if config.freeze_vision:
+            hf.base_model.visual.requires_grad_(False)
+        check_ulysses(hf.config, config.ulysses)
+        self.parts = checkpoint_parts(hf.config)
+        self.module: nn.Module = HEADS[kind](hf)
+        self.unit = 2 if kind == "reward" and not frozen else 1
+        if strict:
+            make_strict(self.module, DTYPES[config.dtype], topology.device)
+        self.adapters: Adapters | None = None
+        self.without_adapters = False
+        if config.lora is not None and not frozen:
+            self.adapters = add_adapters(
+                hf, model, config, self.parts, topology.rank == 0,
+                layers.on_fast_cpu(config, topology.device),
+            )  # fmt: skip
+        full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
+        if not frozen:
+            use_checkpointing(hf, config.activation_checkpointing)
+        blocks = decoder_layers(hf)
+        if config.compile:
+            layers.compile_layers(blocks)
+        hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
+        shard(self.module, blocks, DTYPES[config.dtype], topology)
+        self.offloaded: AbstractContextManager[Any] = nullcontext()
+        if config.activation_offload and not frozen:
+            self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
+        scatter_weights(self.module, full_weights, topology)
+        self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.params = list(self.trained.values())
+        self.optimizer: Optimizer | None = None
+        self.average: dict[str, Tensor] = {}  # of the trained weights, where config.ema is set
+        self.num_updates = 0
+        self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
+        if frozen:
+            self.module.requires_grad_(False)
+        else:
+            self.optimizer = build_optimizer(
+                self.trained, config.optim, hidden, DTYPES[config.dtype]
+            )
+            self.average = ema.start(self.trained) if config.ema else {}
+
+    # ---- passes without gradient
+
+    @torch.no_grad()
+    def logprobs(
+        self, batch: Batch, temperature: float, pi_squared: bool = False
+    ) -> PolicyStats:  # fmt: skip
+        columns = 3 if pi_squared else 2
+        table = self._per_token(
+            batch, columns, lambda mb: self._policy(mb, temperature, pi_squared)[:columns]
+        )
+        return PolicyStats(*table)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        return self._per_token(batch, 1, lambda mb: (self._value(mb),))[0]
+
+    def _per_token(
+        self, own: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
+    ) -> Tensor:
+        """(columns, num_tokens) float32 on the CPU."""
+        result = torch.zeros(columns, own.num_tokens)
+        with adapters_off(self.module) if self.without_adapters else nullcontext():
+            for seqs, mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
+                found = torch.stack(forward(mb)).cpu()
+                if own.num_tokens:  # this is the rank that asked
+                    rows = token_rows(own, seqs)
+                    result[:, rows] = found[:, : len(rows)]
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()  # the root keeps its full weights for a backward pass that never is
+        return result
+
+    # ---- training
+
+    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        assert self.optimizer is not None, "a frozen engine is not trained"
+        group = self.topology.group
+        num_tokens = batch.loss_mask.sum(dtype=torch.float64)
+        dist.all_reduce(num_tokens, group=group)
+        if float(num_tokens) == 0:
+            return {}
+        sums: dict[str, Tensor] = {}
+        parts = self._micro_batches(batch)
+        for i, (_, mb) in enumerate(PROGRESS.each(parts, "micro-batches")):
+            set_replica_sync(self.module, last=i == len(parts) - 1)
+            with self.offloaded:
+                if isinstance(self.module, TokenPolicy):
+                    logprobs, entropy, _ = self._policy(mb, temperature)
+                else:
+                    logprobs = self._value(mb)
+                    entropy = torch.zeros_like(logprobs)
+            loss, metrics = loss_fn(logprobs, entropy, mb)
+            loss.backward()
+            add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
+        grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
+        totals = reduce_metrics(counted_once(sums, self.team), group)
+        lr = learning_rate(self.config.optim, self.num_updates)
+        if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
+            self.optimizer.zero_grad()
+            raise FloatingPointError(
+                f"update {self.num_updates + 1}: loss {totals['loss_sum']}, gradient norm "
+                f"{float(grad_norm)}; the weights are unchanged"
+            )
+        self.optimizer.set_lr(lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average:
+            ema.update(self.average, self.trained, self.config.ema)
+        self.num_updates += 1
+        result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
+        for name, total in totals.items():
+            result[name] = total if name.endswith("_max") else total / float(num_tokens)
+        return result
+
+    def _policy(
+        self, mb: Batch, temperature: float, pi_squared: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
+        mine, packing = self._inputs(mb)
+        found = self.module(
+            mine.token_ids, mine.positions, packing, mine.states, mb.token_ids[mine.rows],
+            temperature, pi_squared, self._scene(mb),
+        )  # fmt: skip
+        logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
+        return logprobs, entropy, squares
+
+    def _value(self, mb: Batch) -> Tensor:
+        mine, packing = self._inputs(mb)
+        values = self.module(
+            mine.token_ids, mine.positions, packing, mine.states, self._scene(mb)
+        )  # fmt: skip
+        return whole(values, mine.rows, mb, self.team)
+
+    def _inputs(self, mb: Batch) -> tuple[Share, Packing]:
+        mine = share_of(mb, self.team)
+        return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
+
+    def _scene(self, mb: Batch) -> Scene | None:
+        return None if self.sight is None else self.sight.scene(mb)
+
+    def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
+        batch = shared(own, self.team, self.topology.device)
+        budget = self.config.micro_batch_tokens * self.config.ulysses
+        return cut(batch, budget, self.topology, unit=self.unit)
+
+    # ---- weights and memory
+
+    def base(self) -> FsdpEngine:
+        """The model without its adapters, frozen, in the same memory."""
+        assert self.adapters is not None
+        view = copy.copy(self)
+        view.optimizer, view.without_adapters = None, True
+        return view
+
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        return self._shards_of(dict(self.module.named_parameters()), merged)
+
+    def _shards_of(self, parameters: dict[str, Any], merged: bool) -> dict[str, Shards]:
+        weights = {n.removeprefix("hf."): p for n, p in parameters.items()}
+        if self.adapters is not None:
+            return self.adapters.named_shards(weights, self.parts, merged)
+        return shards_by_part(weights, self.parts)
+
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
+
+    def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """As named_weights, of the moving average; weights that are not trained are as they are."""
+        weights = dict(self.module.named_parameters()) | self.average
+        shards = self._shards_of(weights, merged=True)
+        yield from gathered(shards, dtype, bucket_bytes, self.topology)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))
+        if self.average:
+            ema.restart(self.average, self.trained)
+
+    def offload(self) -> None:
+        if self.config.offload_params:
+            self.module.to("cpu")
+        if self.config.offload_optimizer and self.optimizer is not None:
+            self._move_optimizer(torch.device("cpu"))
+
+    def onload(self, weights_only: bool = False) -> None:
+        if self.config.offload_params:
+            self.module.to(self.topology.device)
+        if self.config.offload_optimizer and self.optimizer is not None and not weights_only:
+            self._move_optimizer(self.topology.device)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        assert self.optimizer is not None
+        self.optimizer.move(device)
+        ema.move(self.average, device)
+
+    def stage(self) -> StagedShards:
+        if self.copies is None:
+            self.copies = HostCopies(pinned=self.topology.device.type == "cuda")
+        staged = stage(
+            self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, self.copies
+        )  # fmt: skip
+        staged.notes = self._notes()
+        return staged
+
+    def save(self, folder: Path) -> None:
+        whole = stage(self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, copies=None)
+        whole.notes = self._notes()
+        whole.write(folder, self.topology.control)
+
+    def _notes(self) -> dict[str, str]:
+        """Small files beside the shards: what adapters belong to."""
+        if self.adapters is None or self.topology.rank != 0:
+            return {}
+        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1)}
+
+    def load(self, folder: Path) -> None:
+        if Path(folder, "metadata.json").exists():
+            raise ConfigError(
+                f"{folder} was written by engine megatron. Export it (python -m spmdrl.export) and "
+                "start a run from that model, or resume with the engine that wrote it"
+            )
+        check_base(self.adapters, folder, self.topology)
+        state = self.state_dict()
+        reader = ShardReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        if self.optimizer is not None:
+            check_same_optimizer(folder, stored, self.optimizer)
+        has_average = any(key.startswith("ema.") for key in stored)
+        if self.average and not has_average:
+            del state["ema"]
+        if bool(self.average) != has_average and self.topology.rank == 0:
+            what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
+            logger.warning("%s: the moving average %s", folder, what)
+        dcp.load(state, storage_reader=reader, process_group=self.topology.control)
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded model and optimizer state for torch.distributed.checkpoint.
+
+        Of a model with adapters what is trained, and not the base.
+        """
+        model: dict[str, Any] = get_model_state_dict(self.module)
+        if self.adapters is not None:
+            trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name in trained}
+        state: dict[str, Any] = {"model": model}
+        if self.optimizer is not None:
+            state["moments"] = self.optimizer.state_dict()
+            state["num_updates"] = self.num_updates
+        if self.average:
+            state["ema"] = dict(self.average)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, after it was loaded in place."""
+        options = StateDictOptions(strict=self.adapters is None)
+        set_model_state_dict(self.module, state["model"], options=options)
+        if self.optimizer is not None:  # what it keeps was loaded in place, and so was the average
+            self.num_updates = state["num_updates"]
+            self.optimizer.set_step(self.num_updates)
+        if "ema" not in state:
+            ema.restart(self.average, self.trained)
+
+
+def shard(
+    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology
+) -> None:
+    """Shards each layer, then the rest with the root; gradients are summed in float32."""
+    settings: dict[str, Any] = {
+        "mesh": topology.copies,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if compute == torch.float32 else compute,
+            reduce_dtype=torch.float32,
+        ),
+    }
+    for layer in layers:
+        fully_shard(layer, **settings)
+    fully_shard(module, **settings)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
+            part.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topology) -> None:
+    """Fills the shards of `module` from the full tensors that the topology's first rank has."""
+    group, ranks = topology.group, topology.world
+    for name, target in module.state_dict().items():
+        if not isinstance(target, DTensor):
+            value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()
+            dist.broadcast(value, group=group, group_src=0)
+            target.copy_(value)
+            continue
+        shards = topology.copies.size(1)
+        rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
+        mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
+        parts = None
+        if topology.rank == 0:
+            padded = torch.zeros(rows * shards, *target.shape[1:], dtype=target.dtype)
+            padded[: target.shape[0]] = full[name]
+            parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
+        dist.scatter(mine, parts, group=group, group_src=0)
+        local = target.to_local()
+        local.copy_(mine[: len(local)])
+
+
+def set_replica_sync(module: nn.Module, last: bool) -> None:
+    """Shards' gradients are reduced in every micro-batch, replicas' once, in the last."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_all_reduce(last)
+
+
+def full_norm(norm: Tensor) -> Tensor:
+    """A plain tensor of a norm that may be a DTensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,0 +1,402 @@
+"""Low-rank adapters on a Hugging Face model's linear layers (Hu et al. 2021, arXiv 2106.09685).
+
+peft's layers compute y = W x + scale B A x, with scale = alpha / rank, or alpha / sqrt(rank)
+(Kalajdzievski 2023, arXiv 2312.03732). W is frozen and held in the role's dtype; A and B are
+float32. B starts at 0, so that the model starts as its base.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from spmdrl_kernels.linear import use_fast_linear
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from spmdrl.config import ConfigError, LoraConfig, TrainConfig
+from spmdrl.data.images import auto_class, sees_images
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.model import load_hf_config, meta_model
+from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
+from spmdrl.weights.derived import Derived, LowRank
+from spmdrl.weights.shards import Shards, shards_by_part, shards_of
+from spmdrl.weights.transfer import gathered
+
+BASE_FILE = "lora.json"  # in a role's folder of a checkpoint: what its adapters belong to
+PEFT_PREFIX = "base_model.model."
+IN_LAYER = ("lora_A.default.weight", "lora_B.default.weight")  # peft's names of A and B
+
+
+@dataclass
+class Adapters:
+    """The adapters of one engine, and the base that they belong to."""
+
+    config: LoraConfig
+    model: str  # the base: a folder or a hub id
+    dtype: str  # that the base is held in
+    layers: list[str]  # names of the layers that have one
+    fingerprint: str | None  # of the base's weights; known on the topology's first rank
+
+    def named_shards(
+        self, weights: Mapping[str, Tensor], parts: Parts, merged: bool
+    ) -> dict[str, Shards]:
+        """weights: the parameters by their names in the model; else as TrainEngine says."""
+        base = {n.replace(".base_layer.", "."): p for n, p in weights.items() if ".lora_" not in n}
+        scale, made_of = scale_of(self.config), {}
+        for layer in self.layers:
+            a, b = (weights[f"{layer}.{name}"] for name in IN_LAYER)
+            if merged:
+                weight = base.pop(f"{layer}.weight")
+                name = checkpoint_name(f"{layer}.weight", weight.shape, parts)
+                assert name is not None  # add_adapters
+                made_of[name] = LowRank(weight, a, b, scale)
+            else:
+                base[layer + ADAPTER[0]] = a
+                made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
+        return shards_by_part(base, parts) | Derived(made_of).shards()
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint says of its adapters."""
+        lora = self.config
+        return {
+            "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
+            "fingerprint": self.fingerprint, "dtype": self.dtype, "rank": lora.rank,
+            "alpha": lora.alpha, "use_rslora": lora.use_rslora, "layers": self.layers,
+            "target_modules": lora.target_modules,
+        }  # fmt: skip
+
+
+def scale_of(lora: LoraConfig) -> float:
+    return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+
+
+# ---- making them
+
+
+def add_adapters(
+    hf: Any, model: str, config: TrainConfig, parts: Parts, full: bool, fast_cpu: bool
+) -> Adapters:
+    """Puts adapters into a float32 model, in place, and freezes the rest of it.
+
+    full: it has weights, so A and B are given theirs too; those of a layer depend on lora.seed and
+    the layer's name alone. fast_cpu: layers that are fast there will be used.
+    """
+    from peft import inject_adapter_in_model
+
+    lora = config.lora
+    assert lora is not None
+    layers = target_layers(hf, lora, config.freeze_vision)
+    shapes = {name: hf.get_submodule(name).weight.shape for name in layers}
+    in_parts = [n for n in layers if checkpoint_name(f"{n}.weight", shapes[n], parts) is None]
+    if in_parts:
+        raise ConfigError(
+            f"lora.target_modules: a checkpoint of {model} has {in_parts[0]}.weight in parts, "
+            "which cannot be adapted: leave it out"
+        )
+    known = fingerprint(dict(hf.named_parameters())) if full else None
+    with torch.random.fork_rng(devices=[]):  # peft draws an A of its own
+        inject_adapter_in_model(peft_config(lora, layers, model), hf)
+    if fast_cpu:
+        use_fast_linear(hf)
+    dtype = getattr(torch, config.dtype)
+    for parameter in hf.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    if full:
+        fill_adapters(hf, lora, layers)
+    return Adapters(lora, model, config.dtype, layers, known)
+
+
+def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora,
+        target_modules=list(targets), lora_dropout=0.0, task_type="CAUSAL_LM",
+        base_model_name_or_path=model,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def fill_adapters(hf: Any, lora: LoraConfig, layers: Sequence[str]) -> None:
+    """A uniform in +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds."""
+    given = load_file(Path(lora.adapter, "adapter_model.safetensors")) if lora.adapter else {}
+    for name in layers:
+        a, b = (hf.get_submodule(name).get_parameter(part) for part in IN_LAYER)
+        if given:
+            a.copy_(given[PEFT_PREFIX + name + ADAPTER[0]])
+            b.copy_(given[PEFT_PREFIX + name + ADAPTER[1]])
+            continue
+        digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(a.shape[1])
+        a.uniform_(-bound, bound, generator=generator)
+        b.zero_()
+
+
+def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> list[str]:
+    """Names of the layers to adapt. Raises ConfigError where a target is no linear layer."""
+    others = {hf.get_output_embeddings()}
+    if freeze_vision and sees_images(hf.config):
+        others |= set(hf.base_model.visual.modules())
+    linear = [n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and m not in others]
+    if not linear:
+        raise ConfigError(f"lora: {type(hf).__name__} has no torch.nn.Linear to adapt")
+    if lora.target_modules == "all-linear":
+        return linear
+    targets = tuple(lora.target_modules)
+    if not targets:
+        raise ConfigError(
+            "lora.target_modules=() adapts no layer, so nothing would be trained: leave it at "
+            "'all-linear', or name layers, e.g. ('q_proj', 'v_proj')"
+        )
+    for target in targets:
+        if not any(is_target(name, (target,)) for name in linear):
+            leaves = sorted({name.rpartition(".")[2] for name in linear})
+            near = difflib.get_close_matches(target, leaves, n=3) or leaves
+            raise ConfigError(
+                f"lora.target_modules={target!r} is the end of no linear layer's name; nearest: "
+                f"{', '.join(near)}. Embeddings, the head and a mixture's experts are not adapted"
+            )
+    return [name for name in linear if is_target(name, targets)]
+
+
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Meanwhile the layers compute W x. peft's own switch would also freeze A and B, of which FSDP
+    has to know beforehand."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# ---- what is known before anything is built
+
+
+def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
+    """Raises ConfigError where the role's adapters cannot be had. config: of its model."""
+    lora = role.lora
+    if lora is None:
+        return
+    if role.engine != "fsdp":
+        raise ConfigError(
+            f"{name}.lora is of engine 'fsdp': {name}.engine={role.engine!r} trains all weights"
+        )
+    if role.optim.name == "muon":
+        raise ConfigError(
+            f"{name}.lora with {name}.optim.name='muon': what Muon makes orthogonal is the change "
+            "of a weight, which adapters hold as two factors; use 'adamw' or 'adamw8bit'"
+        )
+    for field in ("rank", "alpha"):
+        if getattr(lora, field) < 1:
+            raise ConfigError(f"{name}.lora.{field}={getattr(lora, field)} must be at least 1")
+    layers = target_layers(meta_model(config), lora, role.freeze_vision)
+    if lora.adapter is not None:
+        check_adapter(name, lora, layers)
+
+
+def check_adapter(name: str, lora: LoraConfig, layers: Sequence[str]) -> None:
+    """Whether the adapter to start from is what the config says, and nothing else besides."""
+    assert lora.adapter is not None
+    where = f"{name}.lora.adapter={lora.adapter!r}"
+    files = [Path(lora.adapter, n) for n in ("adapter_config.json", "adapter_model.safetensors")]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(f"{where} has no {' and no '.join(missing)}; is it a peft adapter?")
+    given = json.loads(files[0].read_text())
+    odd = [
+        key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save",
+                        "fan_in_fan_out", "lora_bias", "target_parameters")
+        if given.get(key)
+    ]  # fmt: skip
+    if given.get("peft_type") != "LORA" or odd or given.get("bias", "none") != "none":
+        raise ConfigError(f"{where} is more than plain LoRA: {odd or given.get('peft_type')}")
+    said = {"rank": given["r"], "alpha": given["lora_alpha"],
+            "use_rslora": bool(given.get("use_rslora"))}  # fmt: skip
+    for field, value in said.items():
+        if getattr(lora, field) != value:
+            raise ConfigError(
+                f"{where} has {field} {value}, not {getattr(lora, field)}: set "
+                f"{name}.lora.{field}={value}"
+            )
+    with safe_open(files[1], framework="pt") as file:
+        held = set(file.keys())
+    wanted = {PEFT_PREFIX + layer + part for layer in layers for part in ADAPTER}
+    if held != wanted:
+        leaves = sorted({key.split(".")[-3] for key in held})
+        raise ConfigError(
+            f"{where} has {len(held)} tensors, for {', '.join(leaves)}; {name}.lora.target_modules"
+            f"={lora.target_modules!r} of this model asks for {len(wanted)}, of which "
+            f"{len(wanted - held)} are not there"
+        )
+
+
+def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
+    """Parameters of all of a role's adapters on a model."""
+    assert role.lora is not None
+    model: Any = meta_model(config)
+    names = target_layers(model, role.lora, role.freeze_vision)
+    layers = [model.get_submodule(name) for name in names]
+    return sum(role.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+# ---- on disk
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """Of a model's weights: names, shapes and a checksum of each tensor, as they were read."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        data: Any = tensor.detach().contiguous().numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {zlib.crc32(data)}\n".encode())
+    return digest.hexdigest()
+
+
+def read_base(folder: Path) -> dict[str, Any] | None:
+    """What a role's folder of a checkpoint says of its adapters; None where it has the model."""
+    file = Path(folder, BASE_FILE)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def check_base(adapters: Adapters | None, folder: Path, topology: Topology) -> None:
+    """Raises ConfigError where the checkpoint's adapters are not this run's. Collective."""
+    problem: list[Any] = [None]
+    if topology.rank == 0:
+        problem = [difference(adapters, folder)]
+    dist.broadcast_object_list(problem, group=topology.control, group_src=0)
+    if problem[0] is not None:
+        raise ConfigError(problem[0])
+
+
+def difference(adapters: Adapters | None, folder: Path) -> str | None:
+    saved = read_base(folder)
+    if saved is None and adapters is None:
+        return None
+    if adapters is None:
+        assert saved is not None
+        return (
+            f"{folder} holds adapters of rank {saved['rank']}, and this run has no lora: set it, "
+            "or export the checkpoint (python -m spmdrl.export) and start from that model"
+        )
+    if saved is None:
+        return (
+            f"{folder} holds a whole model, and this run trains adapters: export it (python -m "
+            "spmdrl.export) and start from that model, or leave lora out"
+        )
+    mine = adapters.identity()
+    if saved["fingerprint"] != mine["fingerprint"]:
+        return (
+            f"{folder} holds adapters of the base {saved['model']} (fingerprint "
+            f"{saved['fingerprint'][:12]}); this run's base {mine['model']} has other weights "
+            f"({mine['fingerprint'][:12]}): set model to the former"
+        )
+    for key in ("rank", "alpha", "use_rslora"):
+        if saved[key] != mine[key]:
+            return f"{folder} was written with lora.{key}={saved[key]}, this run has {mine[key]}"
+    if saved["layers"] != mine["layers"]:
+        return (
+            f"{folder} has adapters on {len(saved['layers'])} layers, this run on "
+            f"{len(mine['layers'])}: lora.target_modules, or freeze_vision, is not what it was"
+        )
+    return None
+
+
+def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
+    """The config of a checkpoint's adapters; `saved` is what `read_base` gives."""
+    targets = saved["target_modules"]
+    targets = targets if targets == "all-linear" else tuple(targets)
+    return LoraConfig(saved["rank"], saved["alpha"], targets, saved["use_rslora"])
+
+
+def adapter_tensors(state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`<layer>.lora_A.weight` and `<layer>.lora_B.weight` out of a checkpoint's tensors."""
+    return {
+        layer + part: state[f"hf.{layer}.{inner}"]
+        for layer in saved["layers"]
+        for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
+    }
+
+
+def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dict[str, Tensor]:
+    """The whole model in float32: the base as it was held, and scale B A. Raises ConfigError where
+    the base is not there, or is another model. base: where it lies now; "": where it lay.
+    """
+    path = base or saved["model"]
+    if not base and Path(path).is_absolute() and not Path(path).is_dir():
+        raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
+    auto = auto_class(load_hf_config(path))
+    hf = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    weights: dict[str, Tensor] = {n: p.detach() for n, p in hf.named_parameters()}
+    if fingerprint(weights) != saved["fingerprint"]:
+        raise ConfigError(f"{path} has not the weights that these adapters were trained on")
+    dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
+    weights = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
+    found = adapter_tensors(state, saved)
+    for layer in saved["layers"]:
+        a, b = (found[layer + part] for part in ADAPTER)
+        weights[f"{layer}.weight"].addmm_(b, a, alpha=scale)
+    return weights
+
+
+def save_adapter(engine: Any, folder: Path) -> None:
+    """Writes an FsdpEngine's adapter as peft has it. Collective over the engine's ranks."""
+    adapters: Adapters = engine.adapters
+    found = {n.removeprefix("hf."): p for n, p in engine.module.named_parameters()}
+    named = {
+        layer + part: shards_of(found[f"{layer}.{inner}"])
+        for layer in adapters.layers
+        for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
+    }
+    first = engine.topology.rank == 0
+    tensors = gathered(named, torch.float32, 64 << 20, engine.topology)
+    kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
+    if first:
+        write_adapter(folder, kept, adapters.config, adapters.layers, adapters.model)
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, layers: Sequence[str], model: str
+) -> None:
+    """adapter_config.json and adapter_model.safetensors; peft.PeftModel.from_pretrained reads it.
+
+    tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, unscaled.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    targets: Sequence[str] = sorted({name.rpartition(".")[2] for name in layers})
+    # peft's own "all-linear" may mean other layers; a list of ends means these in peft and vLLM
+    if lora.target_modules != "all-linear":
+        targets = lora.target_modules
+    if any("language_model" in name for name in layers):  # a vision tower's may have the same ends
+        targets = layers
+    config = peft_config(lora, targets, model)
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    state = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(state, Path(folder, "adapter_model.safetensors"), metadata={"format": "pt"})

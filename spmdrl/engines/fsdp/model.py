@@ -1,0 +1,290 @@
+"""Hugging Face models as the engine wants them: packed tokens in, one number per token out.
+
+A model is built whole on rank 0 and as an empty shell elsewhere; the engine then hands out the
+shards, so that no more than one rank ever holds a full copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from pickle import PickleError
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from spmdrl_kernels.lm_head import lm_head_logprobs
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from spmdrl.cli.paths import check_model_path
+from spmdrl.config import ConfigError
+from spmdrl.data.images import Scene, auto_class, sees_images
+from spmdrl.engines.fsdp import attention
+from spmdrl.hub.remote_code import UNREADABLE, reason_of
+
+logger = logging.getLogger(__name__)
+
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+class TokenPolicy(nn.Module):
+    """A causal language model: log-probability and entropy of chosen tokens."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        self.lm_head_logprobs = lm_head_logprobs  # strict.py has another
+        text = hf.config.get_text_config()
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        for name in ("logit_scale", "logits_scaling"):
+            if getattr(text, name, None) not in (None, 1.0):
+                raise ConfigError(f"model {hf.config.name_or_path}: {name} is not supported")
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        targets: Tensor, temperature: float, pi_squared: bool = False, scene: Scene | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """token_ids, position_ids: (num_tokens,); states, targets: (n,) positions, token ids.
+
+        Returns logprobs, entropy and the sum of squared probabilities (0 unless `pi_squared`), (n,)
+        float32 each: of targets[i] as what follows on token states[i].
+        """
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
+        head: Any = self.hf.get_output_embeddings()
+        return self.lm_head_logprobs(
+            hidden[states], head.weight, targets, temperature,
+            bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
+        )  # fmt: skip
+
+
+class TokenValue(nn.Module):
+    """A language model's backbone with a scalar head: V(tokens before t). The head starts at 0."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+        hf.set_output_embeddings(None)
+        hf.config.tie_word_embeddings = False
+        self.value_head = nn.Linear(hf.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        scene: Scene | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns (n,) float32 values of the states after tokens `states`."""
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
+        return self.value_head(hidden[states]).float().squeeze(-1)
+
+
+class TokenReward(nn.Module):
+    """A sequence classifier with one output, asked at any token."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
+        scene: Scene | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns (n,) float32: its output of what ends with tokens `states`."""
+        hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
+        head: Any = self.hf.score  # (1, hidden_size): in float32, or near rewards would be equal
+        scores = hidden[states].float() @ head.weight[0].float()
+        return scores if head.bias is None else scores + head.bias.float()
+
+
+def backbone_hidden(
+    hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing,
+    scene: Scene | None = None,
+) -> Tensor:  # fmt: skip
+    """Last hidden state of every token: (num_tokens, hidden_size)."""
+    seen: dict[str, Any] = {"position_ids": position_ids[None]}
+    if scene is not None:
+        place_images(hf, scene.is_image[None])
+        seen = {"position_ids": scene.positions[:, None], "pixel_values": scene.pixels,
+                "image_grid_thw": scene.grids}  # fmt: skip
+    out = hf.base_model(
+        input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
+    )  # fmt: skip
+    return out.last_hidden_state[0]
+
+
+def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
+    """In its next pass the model puts its images at these tokens, (rows, tokens) bool.
+
+    It would look for the placeholder's id, which a policy may well write into an answer.
+    """
+    base: Any = hf.base_model
+    base.get_placeholder_mask = lambda *args, **kwargs: (
+        is_image[..., None], torch.zeros_like(is_image[..., None])
+    )  # fmt: skip
+
+
+def load_hf_config(model: str) -> PreTrainedConfig:
+    """Raises ConfigError where there is no such model, or only its own code could load it."""
+    check_model_path("model", model)
+    try:
+        hf = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except UNREADABLE as error:
+        where = "" if Path(model).is_dir() else " is no folder here and cannot be had from the hub"
+        raise ConfigError(f"model: {model!r}{where}: {reason_of(error)}") from error
+    for name in SIZES:
+        size = getattr(hf.get_text_config(), name, None)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"model: {model!r}: its config.json has {name}={size!r}")
+    return hf
+
+
+def vocab_size_of(model: str) -> int:
+    """Rows of its embedding: no token may have a higher id. Raises ConfigError."""
+    return load_hf_config(model).get_text_config().vocab_size
+
+
+def build_model(
+    model: str, full: bool, has_head: bool = True, auto: Any = None,
+    config: PreTrainedConfig | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """A float32 model on the CPU; `full` False gives uninitialised weights.
+
+    has_head False: weights of the output embedding, or of a classifier's score, are not needed.
+    auto: transformers' class that finds the model's; None: of language models. config: None: the
+    one of the model's folder. Raises ConfigError.
+    """
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    if full:
+        given = {} if config is None else {"config": config}
+        hf = load_model(model, has_head, auto, **settings, **given)
+        require_finite(hf, model)
+    else:
+        config = config or load_hf_config(model)
+        with no_init_weights():
+            hf = (auto or auto_class(config)).from_config(config, **settings)
+        hf.tie_weights()
+    without_dropout(hf)
+    if sees_images(hf.config):  # the tower's is neither packed nor causal
+        hf.config.vision_config._attn_implementation = "sdpa"
+    return hf.train()  # activation checkpointing only works in train mode
+
+
+def load_model(
+    model: str, has_head: bool = True, auto: Any = None, **settings: Any
+) -> PreTrainedModel:  # fmt: skip
+    """A model with the weights of its files, all of them.
+
+    Raises ConfigError for a file that is damaged, and for tensors that the files lack or have in
+    another shape, which transformers would draw at random; what is left over is reported. Files
+    other than safetensors are read with weights_only, which runs no code of theirs.
+    """
+    if Path(model).is_dir():
+        check_files(Path(model))
+    auto = auto or auto_class(load_hf_config(model))
+    try:
+        loaded: Any = auto.from_pretrained(
+            model, output_loading_info=True, ignore_mismatched_sizes=True,
+            trust_remote_code=False, **settings,
+        )  # fmt: skip
+    except (*UNREADABLE, SafetensorError, PickleError) as error:
+        raise ConfigError(f"model: {model!r} cannot be loaded: {reason_of(error)}") from error
+    hf, found = loaded
+    head = () if has_head else tuple(output_names(hf))
+    missing = sorted(name for name in found["missing_keys"] if name not in head)
+    for problem, names in (
+        ("its weight files lack", missing),
+        ("config.json and its weight files differ in the shape of",
+         sorted(f"{name} ({list(there)} in the files, {list(here)} by the config)"
+                for name, there, here in found["mismatched_keys"])),
+    ):  # fmt: skip
+        if names:
+            raise ConfigError(
+                f"model: {model!r}: {problem} {some_of(names)}. Are all files of it there?"
+            )
+    if found["unexpected_keys"]:
+        logger.warning(
+            "model: %r: the model has no use for %s, found in its weight files",
+            *(model, some_of(sorted(found["unexpected_keys"]))),
+        )
+    return hf
+
+
+def blank(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with weights of any value: only its config is read."""
+    config = load_hf_config(model)
+    with no_init_weights():
+        hf = auto_class(config).from_config(config, dtype=dtype)
+    hf.tie_weights()
+    return hf
+
+
+def output_names(hf: PreTrainedModel) -> list[str]:
+    """Of the parameters of the output embedding, or of a classifier's score."""
+    head = hf.get_output_embeddings() or getattr(hf, "score", None)
+    mine = {id(p) for p in head.parameters()} if head is not None else set()
+    return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
+
+
+def check_files(folder: Path) -> None:
+    """Raises ConfigError for a safetensors file that is cut short or not one at all."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"model: {file} is damaged: {error}. Fetch or copy it again"
+            ) from error
+
+
+def require_finite(hf: PreTrainedModel, model: str) -> None:
+    for name, parameter in hf.named_parameters():
+        # the sum alone would do, but for weights whose finite sum overflows
+        if not parameter.sum().isfinite() and not parameter.isfinite().all():
+            raise ConfigError(f"model: {model!r}: {name} has values that are not finite numbers")
+
+
+def require_given(named: Iterable[str], given: Collection[str]) -> None:
+    """Raises ConfigError where a weight is in neither, but for a value head and adapters."""
+    left = sorted(
+        name for name in named
+        if name not in given and not name.startswith("value_head.") and ".lora_" not in name
+    )  # fmt: skip
+    if left:
+        raise ConfigError(f"the model that it is to start from has no weights for {some_of(left)}")
+
+
+def some_of(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def meta_model(config: PreTrainedConfig, auto: Any = None) -> PreTrainedModel:
+    """Shapes and layers without memory."""
+    with torch.device("meta"):
+        hf = (auto or auto_class(config)).from_config(config)
+    hf.tie_weights()
+    return hf
+
+
+def without_dropout(hf: PreTrainedModel) -> None:
+    """Old and new logprobs must differ by the update alone, so dropout is off in every pass."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks, by the class names the model declares as not to be split."""
+    names = set(hf._no_split_modules or ())
+    layers = [m for m in hf.modules() if type(m).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(hf).__name__} does not say which modules are its layers")
+    return layers

@@ -1,0 +1,231 @@
+"""Checkpoints of the Megatron engine, in megatron-core's dist_checkpointing format "torch_dist".
+
+Weights and optimizer are stored by global names and whole shapes, so that a checkpoint loads in
+another tensor, pipeline and data parallel layout. megatron-core reads what is written here, and the
+other way round.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from spmdrl.checkpoint.safe_load import ShardReader, read_plain
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.topology import Topology, train_degrees
+from spmdrl.engines import host_copies as staging
+from spmdrl.engines.host_copies import HostCopies, StagedShards
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
+from spmdrl.weights.transfer import gathered
+
+COMMON = "common.pt"
+MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
+BACKEND, VERSION = "torch_dist", 1
+
+
+@dataclass
+class StagedModel:
+    """What megatron_core.dist_checkpointing.save would write, part by part."""
+
+    shards: StagedShards
+    common: bytes  # common.pt
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        if group.rank() == 0:
+            Path(folder, COMMON).write_bytes(self.common)
+        self.shards.write(folder, group)
+        if group.rank() == 0:
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+
+
+def stage(
+    parts: Parts, num_updates: int, topology: Topology, copies: HostCopies | None
+) -> StagedModel:
+    """Collective over the role; to be called while parts.state is active.
+
+    megatron-core's own saving is done in steps, because its asynchronous form starts processes that
+    import the main program anew, and ends in a barrier of the job's own group. copies: see
+    staging.stage.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    metadata = layout_metadata()
+    kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    state = {**facts, "content_metadata": kept}
+    state |= sharded_state(parts, metadata, is_loading=False)
+    sharded, common = save_preprocess(state)
+    named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        sharded, keep_only_main_replica=True
+    )
+    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    ready = torch_dist.mcore_to_pyt_state_dict(named, False)
+    shards = staging.stage(ready, planner, topology.rank == 0, copies)
+    return StagedModel(shards, saved_bytes(common))
+
+
+def saved_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(parts: Parts, folder: Path) -> int:
+    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
+    from megatron.core import dist_checkpointing
+
+    if not Path(folder, MARK).is_file():
+        raise ConfigError(
+            f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
+            "run from that model, or resume with the engine that wrote it"
+        )
+    stored = read_plain(Path(folder, COMMON)).get("content_metadata") or {}
+    wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
+    ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
+    with reading_plain():
+        state = dist_checkpointing.load(wanted, str(folder))
+    for name, chunk in named_chunks(parts):
+        chunk.load_state_dict(state[name])
+    if parts.optimizer is not None:
+        parts.optimizer.load_state_dict(state["optimizer"])
+        if parts.optim is not None:
+            set_hyperparameters(parts.optimizer, parts.optim)
+    return state["num_updates"]
+
+
+def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
+    """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
+    was, the model is put together without a cut."""
+    mcore_cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        facts = read_plain(Path(folder, COMMON))
+        config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
+        topology = Topology.build(torch.device("cpu"), **train_degrees(config))
+        parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
+        with parts.state.active():
+            load(parts, folder)
+            show_own_weights(parts)
+        return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
+    finally:
+        dist.destroy_process_group()
+
+
+def show_own_weights(parts: Parts) -> None:
+    """The float32 weights of the optimizer in place of the model's, on a single rank: what was
+    learnt is often less than the last bit of a bfloat16."""
+    for part in getattr(parts.optimizer, "chained_optimizers", [parts.optimizer]):
+        models = [p for group in getattr(part, "model_float16_groups", []) for p in group]
+        for weight, own in zip(models, own_weights(part), strict=True):
+            weight.data = own.detach().view(weight.shape)
+
+
+def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
+    if len(parts.raw) == 1:
+        return [("model", parts.raw[0])]
+    return [(f"model{i}", chunk) for i, chunk in enumerate(parts.raw)]
+
+
+def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    models = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named_chunks(parts)
+    }
+    state: dict[str, Any] = dict(models)
+    if parts.optimizer is not None:
+        with apart(parts.optimizer):
+            state["optimizer"] = parts.optimizer.sharded_state_dict(
+                models if len(models) > 1 else models["model"], is_loading=is_loading,
+                metadata=metadata,
+            )  # fmt: skip
+    return state
+
+
+@contextmanager
+def apart(optimizer: Any) -> Iterator[None]:
+    """Meanwhile the distributed optimizer finds every parameter's state where it is.
+
+    0.16.1 gathers the state of all buckets end to end, but reads it at places that count the
+    padding between buckets. A tied embedding of the last pipeline stage has a bucket of its own:
+    what follows it would be stored shifted, without a word.
+    """
+    parts = [
+        part
+        for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not getattr(part, "is_stub_optimizer", False)
+        and hasattr(part, "get_parameter_state_dp_zero")
+    ]
+    for part in parts:
+        part.get_parameter_state_dp_zero = partial(
+            _state_with_padding, part, part.get_parameter_state_dp_zero
+        )
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _state_with_padding(part: Any, gather: Callable[..., Any], **settings: Any) -> Any:
+    state = gather(**settings)
+    if state is None:
+        return None
+    for number, buffer in enumerate(part.buffers):
+        for tensors in state[number].values():
+            for name, flat in tensors.items():
+                if isinstance(flat, Tensor):
+                    tensors[name] = _with_padding(flat, buffer.buckets)
+    return state
+
+
+def _with_padding(flat: Tensor, buckets: list[Any]) -> Tensor:
+    """(numel,) of all buckets without their padding -> with that between them."""
+    whole = flat.new_zeros(max(bucket.offset + bucket.numel_unpadded for bucket in buckets))
+    sizes = [bucket.numel_unpadded for bucket in buckets]
+    for bucket, values in zip(buckets, flat.split(sizes), strict=True):
+        whole[bucket.offset : bucket.offset + len(values)] = values
+    return whole
+
+
+def layout_metadata() -> dict[str, Any]:
+    """How megatron-core is to name and cut the optimizer's state: not by the layout at hand."""
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+@contextmanager
+def reading_plain() -> Iterator[None]:
+    """Meanwhile megatron-core reads with our reader: its own unpickles whatever stands there."""
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    before = torch_dist._get_filesystem_reader
+    torch_dist._get_filesystem_reader = lambda folder, cache_metadata=False: ShardReader(
+        str(folder)
+    )
+    try:
+        yield
+    except CheckpointException as error:
+        refused = [e for e, _ in error.failures.values() if isinstance(e, ConfigError)]
+        raise (refused[0] if refused else error) from error
+    finally:
+        torch_dist._get_filesystem_reader = before

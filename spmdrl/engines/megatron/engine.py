@@ -1,0 +1,356 @@
+"""Megatron-core: tensor, pipeline, context and expert parallel training behind the same Protocol.
+
+The ranks of a model-parallel group (tensor x context x pipeline) work on the same sequences. One of
+them, the first of the last stage, is given them (Topology.data_ranks) and hands them to the others.
+The loss function of the step runs on the last stage, inside Megatron's pipeline schedule.
+
+The model is cut short before its output layer: it returns hidden states, of which those before
+chosen tokens go through the vocabulary-parallel head of spmdrl_kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from spmdrl_kernels.lm_head import lm_head_logprobs
+from torch import Tensor
+
+from spmdrl.config import TrainConfig
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.base import LossFn, Staged
+from spmdrl.engines.fsdp.model import require_given
+from spmdrl.engines.host_copies import HostCopies
+from spmdrl.engines.lr_schedule import learning_rate
+from spmdrl.engines.megatron.inputs import Inputs, inputs_of
+from spmdrl.engines.megatron.parts import Parts
+from spmdrl.engines.micro_batches import (
+    add_metrics,
+    cut,
+    reduce_metrics,
+    scatter_rows,
+    token_rows,
+)
+from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
+from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.shards import Shards, fill
+from spmdrl.weights.transfer import gathered
+
+
+class MegatronEngine:
+    """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
+
+    The topology has the axes pp, dp, cp and tp. Weights are in config.dtype; the optimizer, which
+    is distributed over the data-parallel ranks, keeps float32 ones, and gradients are summed in
+    float32. On ranks that are given no sequences, batches are empty and so are results for tokens.
+    """
+
+    def __init__(self, parts: Parts, config: TrainConfig, topology: Topology) -> None:
+        """parts: of megatron_parts.build_parts, or around a host's model and optimizer."""
+        self.parts, self.config, self.topology = parts, config, topology
+        self.pretrained = parts.pretrained
+        self.num_updates = 0
+        self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
+
+    # ---- passes without gradient
+
+    def logprobs(
+        self, batch: Batch, temperature: float, pi_squared: bool = False
+    ) -> PolicyStats:  # fmt: skip
+        columns = 3 if pi_squared else 2
+        look = partial(self.policy, temperature=temperature, pi_squared=pi_squared)
+        return PolicyStats(*self._per_token(batch, columns, look))
+
+    def values(self, batch: Batch) -> Tensor:
+        return self._per_token(batch, 1, self.value)[0]
+
+    @torch.no_grad()
+    def _per_token(
+        self, own: Batch, columns: int, look: Callable[[Inputs, Tensor], tuple[Tensor, ...]]
+    ) -> Tensor:
+        """(columns, num_tokens) float32 on the CPU."""
+        result = torch.zeros(columns, own.num_tokens)
+        with self.parts.state.active():
+            batch = self.shared(own)
+            parts = self._micro_batches(batch)
+
+            def stats(inputs: Inputs, hidden: Tensor) -> Tensor:
+                return torch.stack(look(inputs, hidden)[:columns]).cpu()
+
+            found = self.run([mb for _, mb in parts], stats, forward_only=True)
+        if own.num_tokens:  # this is the rank that asked
+            for (seqs, _), values in zip(parts, found, strict=True):
+                rows = token_rows(own, seqs)
+                result[:, rows] = values[:, : len(rows)]
+        return result
+
+    # ---- training
+
+    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+        assert self.parts.optimizer is not None, "a frozen engine is not trained"
+        num_tokens = batch.loss_mask.sum(dtype=torch.float64)
+        dist.all_reduce(num_tokens, group=self.topology.group)
+        if float(num_tokens) == 0:
+            return {}
+        sums: dict[str, Tensor] = {}
+
+        def loss(inputs: Inputs, hidden: Tensor) -> Tensor:
+            if self.parts.kind == "policy":
+                logprobs, entropy, _ = self.policy(inputs, hidden, temperature)
+            else:
+                (logprobs,) = self.value(inputs, hidden)
+                entropy = torch.zeros_like(logprobs)
+            value, metrics = loss_fn(logprobs, entropy, inputs.batch)
+            add_metrics(sums, {"loss_sum": value.detach(), **metrics})
+            return value
+
+        with self.parts.state.active():
+            parts = self._micro_batches(self.shared(batch))
+            self.parts.zero_grad()
+            self.run([mb for _, mb in parts], loss, forward_only=False)
+            totals = self._totals(sums)
+            lr = self._learning_rate()
+            grad_norm = self._step(totals["loss_sum"])
+        self.num_updates += 1
+        result = {"loss": totals.pop("loss_sum"), "grad_norm": grad_norm, "lr": lr}
+        for name, total in totals.items():
+            result[name] = total if name.endswith("_max") else total / float(num_tokens)
+        return result
+
+    def _learning_rate(self) -> float:
+        """Of the update to come; set here, but where the host has a schedule of its own."""
+        if not self.parts.owned:
+            return max((g["lr"] for g in self.parts.optimizer.param_groups), default=0.0)
+        lr = learning_rate(self.config.optim, self.num_updates)
+        for param_group in self.parts.optimizer.param_groups:
+            param_group["lr"] = lr
+        return lr
+
+    def _step(self, loss_sum: float) -> float:
+        """Clips and steps; returns the gradient norm before. FloatingPointError changes nothing."""
+        optimizer, parts = self.parts.optimizer, self.parts
+        assert optimizer is not None
+        overflow = optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm() or 0.0)
+        if overflow or not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+            parts.zero_grad()
+            raise FloatingPointError(
+                f"update {self.num_updates + 1}: loss {loss_sum}, gradient norm {grad_norm}; "
+                "the weights are unchanged"
+            )
+        # its own step: optimizers such as LayerWiseDistributedOptimizer do more in it than the
+        # parts that MegatronOptimizer names (it gathers what each rank has updated)
+        stepped, *_ = optimizer.step()
+        if not stepped:
+            raise RuntimeError(
+                f"update {self.num_updates + 1}: {type(optimizer).__name__}.step() says that it "
+                f"changed nothing, at loss {loss_sum} and gradient norm {grad_norm}"
+            )
+        parts.gather_weights()
+        parts.zero_grad()
+        return grad_norm
+
+    def _totals(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Of all micro-batches, on every rank: the last stage sums, the others are told."""
+        groups, device = self.parts.groups, self.topology.device
+        told: list[Any] = [None]
+        if groups.is_last:
+            told[0] = reduce_metrics(sums, groups.data, device)
+        last = groups.pipeline.size() - 1
+        if last > 0:
+            dist.broadcast_object_list(told, group=groups.pipeline, group_src=last, device=device)
+        return told[0]
+
+    # ---- one pass through the pipeline
+
+    def run(
+        self, micro_batches: list[Batch], finish: Callable[[Inputs, Tensor], Tensor],
+        forward_only: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Drives Megatron's schedule; finish(inputs, hidden states) is called on the last stage.
+
+        It returns the loss, or with forward_only what is to be collected. Returns that of every
+        micro-batch on the last stage, else [].
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        parts, num = self.parts, len(micro_batches)
+        inputs = [inputs_of(mb, parts.cut) for mb in micro_batches]
+        scale = parts.loss_scale(num)
+
+        def close(now: Inputs, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return finish(now, hidden)
+            loss = finish(now, hidden)
+            if scale is None:  # Megatron neither averages nor divides
+                return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+            return loss * scale, {}
+
+        def forward(batches: Iterator[Inputs], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            now = next(batches)
+            mask = causal_mask(now.token_ids) if now.packed is None else None
+            out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
+            return out, partial(close, now)
+
+        every = [iter(inputs) for _ in parts.chunks]
+        every[0] = PROGRESS.each(inputs, "micro-batches")
+        single = len(parts.chunks) == 1
+        with parts.configured(), cut_short(parts.raw[-1] if parts.kind == "policy" else None):
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=every[0] if single else every,
+                model=parts.chunks[0] if single else parts.chunks,
+                num_microbatches=num,
+                seq_length=inputs[0].token_ids.shape[1],
+                micro_batch_size=inputs[0].token_ids.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def policy(
+        self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked.
+
+        hidden: (rows, local tokens, hidden_size), as the model returns it.
+        """
+        head, mb = self.parts.head, inputs.batch
+        states = self.chosen_states(inputs, hidden)
+        targets = mb.token_ids[inputs.chosen[inputs.mine]]
+        stats = lm_head_logprobs(
+            states.to(head.weight.dtype), head.weight, targets, temperature, head.bias,
+            pi_squared=pi_squared, group=head.group, first_row=head.first_row,
+        )  # fmt: skip
+        logprobs, entropy, squares = (self.everywhere(inputs, found) for found in stats)
+        return logprobs, entropy, squares
+
+    def value(self, inputs: Inputs, values: Tensor) -> tuple[Tensor]:
+        """values: (rows, local tokens, 1), as the model with its ValueHead returns them."""
+        chosen = values.flatten()[inputs.states].float()
+        return (self.everywhere(inputs, chosen),)
+
+    def chosen_states(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """(m, hidden_size) of inputs.mine; each tensor-parallel rank has a use of its own for it,
+        so what flows back is summed over them."""
+        from megatron.core import tensor_parallel
+
+        groups = self.parts.groups
+        if self.parts.cut.tensor > 1:  # over the tokens: Megatron's (tokens, rows, hidden_size)
+            whole = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=groups.tensor
+            )
+            return whole.transpose(0, 1).flatten(0, 1)[inputs.states]
+        # not transposed: what flows back must be contiguous, or Megatron sums a copy of it
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=groups.tensor)
+        return shared.flatten(0, 1)[inputs.states]
+
+    def everywhere(self, inputs: Inputs, values: Tensor) -> Tensor:
+        """(m,) of inputs.mine -> (num_tokens,) on every context-parallel rank."""
+        rows = inputs.chosen[inputs.mine]
+        whole = scatter_rows(values, rows, inputs.batch)
+        if self.parts.groups.context.size() > 1:
+            whole = SumForward.apply(whole, self.parts.groups.context)
+        return whole
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
+        parts = self.parts
+        multiple = 1
+        if len(parts.chunks) > 1:
+            stages = parts.groups.pipeline.size()
+            multiple = parts.config.microbatch_group_size_per_vp_stage or stages
+        budget = self.config.micro_batch_tokens * parts.cut.context
+        return cut(batch, budget, self.topology, multiple, padded=parts.cut.form == "padded")
+
+    def shared(self, batch: Batch) -> Batch:
+        """What the data rank of this model-parallel group was given, on all of its ranks."""
+        for group, source in self.parts.groups.sharing:
+            batch = broadcast_batch(batch, group, source, self.topology.device)
+        return batch
+
+    # ---- weights and memory
+
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        return self.parts.named_shards()  # there are no adapters: check_lora refuses them
+
+    def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        with self.at_hand():
+            yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
+
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        named = self.named_shards()
+        with self.at_hand():
+            require_given(named, fill(named, weights))
+            if self.parts.optimizer is not None:  # its float32 weights
+                with self.parts.state.active():
+                    self.parts.optimizer.reload_model_params()
+
+    def offload(self) -> None:
+        with self.parts.state.active():
+            self.parts.offload(self.config)
+
+    def onload(self, weights_only: bool = False) -> None:
+        with self.parts.state.active():
+            self.parts.onload(weights_only)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Meanwhile nothing is offloaded."""
+        idle = bool(self.parts.away)
+        self.onload()
+        try:
+            yield
+        finally:
+            if idle:
+                self.offload()
+
+    def stage(self) -> Staged:
+        from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
+
+        if self.copies is None:  # not pinned: megatron-core's loader takes no note of pinned memory
+            self.copies = HostCopies(pinned=False)
+        with self.at_hand(), self.parts.state.active():
+            return megatron_checkpoint.stage(
+                self.parts, self.num_updates, self.topology, self.copies
+            )
+
+    def save(self, folder: Path) -> None:
+        from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
+
+        with self.at_hand(), self.parts.state.active():
+            whole = megatron_checkpoint.stage(self.parts, self.num_updates, self.topology, None)
+            whole.write(folder, self.topology.control)
+
+    def load(self, folder: Path) -> None:
+        from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
+
+        with self.at_hand(), self.parts.state.active():
+            self.num_updates = megatron_checkpoint.load(self.parts, folder)
+
+
+def causal_mask(token_ids: Tensor) -> Tensor:
+    """(1, 1, tokens, tokens) bool, True is hidden."""
+    width = token_ids.shape[1]
+    return torch.ones(1, 1, width, width, dtype=torch.bool, device=token_ids.device).triu(1)
+
+
+@contextmanager
+def cut_short(last_chunk: Any) -> Iterator[None]:
+    """Meanwhile the last stage's model returns hidden states in place of logits."""
+    if last_chunk is None or not last_chunk.post_process:
+        yield
+        return
+    layer = last_chunk.output_layer
+    before = vars(layer).copy()
+    layer.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    try:
+        yield
+    finally:
+        del layer.forward
+        vars(layer).update(before)

@@ -1,0 +1,82 @@
+"""megatron-core's process-wide state, one per role.
+
+megatron-core keeps its process groups in globals of one module and takes torch.distributed's
+default group for all ranks there are. Roles may lie on different ranks and have different layouts:
+each has its own set of globals, which stand only while the role is at work, and its ranks are then
+all that torch.distributed knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdrl.distributed.collectives import world_of
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron import patches as mcore_fixes
+
+GROUP_TIMEOUT_MINUTES = 7 * 24 * 60  # the watchdog knows what hangs, see distributed/process.py
+
+
+@dataclass
+class RoleState:
+    """What megatron.core.parallel_state holds for one role; None: the host's, as it stands."""
+
+    group: dist.ProcessGroup | None
+    values: dict[str, Any] | None
+
+    @classmethod
+    def build(cls, topology: Topology, **sizes: Any) -> RoleState:
+        """Makes the role's groups. sizes: of initialize_model_parallel. Collective over the role.
+
+        Another set that is initialised, a host's or another role's, is left as it is.
+        """
+        mcore_cpu.install()
+        from megatron.core import parallel_state
+
+        mcore_fixes.install(adam=not parallel_state.model_parallel_is_initialized())
+        state = cls(topology.group, dict.fromkeys(stored(parallel_state)))
+        assert state.values is not None
+        state.values["_HYBRID_DP_CP_GROUPS"] = {}
+        with state.active():
+            parallel_state.initialize_model_parallel(
+                distributed_timeout_minutes=GROUP_TIMEOUT_MINUTES, **sizes
+            )
+            state.values = stored(parallel_state)
+        return state
+
+    @classmethod
+    def of_host(cls) -> RoleState:
+        """That of a program which has initialised megatron-core itself, and made it run here."""
+        return cls(None, None)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around every call of megatron-core."""
+        if self.values is None or self.group is None:
+            yield
+            return
+        from megatron.core import parallel_state
+
+        before = stored(parallel_state)
+        vars(parallel_state).update(self.values)
+        try:
+            with world_of(self.group), mcore_cpu.scope():
+                yield
+        finally:
+            vars(parallel_state).update(before)
+
+
+def stored(module: Any) -> dict[str, Any]:
+    """The globals of parallel_state: its constants in capitals that are not constant."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if re.fullmatch(r"_[A-Z][A-Z_]*|_global_process_group_list", name)
+    }

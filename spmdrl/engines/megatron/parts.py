@@ -1,0 +1,411 @@
+"""What a MegatronEngine works with: model chunks, optimizer, groups; built here or a host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
+from spmdrl.engines.megatron.inputs import Cut
+from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
+from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
+from spmdrl.weights.boxes import Box
+from spmdrl.weights.shards import Shards
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's process groups of one role."""
+
+    tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup  # without the context-parallel ranks
+    is_last: bool  # in the last pipeline stage
+    sharing: tuple[tuple[dist.ProcessGroup, int], ...]  # the ways of a batch: (group, its source)
+
+    @classmethod
+    def of_parallel_state(cls) -> Groups:
+        """Those that parallel_state has. Collective over each model-parallel group."""
+        from megatron.core import parallel_state as ps
+
+        pipeline, context = ps.get_pipeline_model_parallel_group(), ps.get_context_parallel_group()
+        tensor, model = ps.get_tensor_model_parallel_group(), ps.get_model_parallel_group()
+        is_last = pipeline.rank() == pipeline.size() - 1
+        gives = is_last and tensor.rank() == 0
+        everyone: list[Any] = [None] * model.size()
+        dist.all_gather_object(everyone, gives, group=model)
+        sharing = []
+        if context.size() > 1 and gives:
+            sharing.append((context, 0))
+        if model.size() > 1:
+            sharing.append((model, everyone.index(True)))
+        data = ps.get_data_parallel_group()
+        return cls(tensor, context, pipeline, data, is_last, tuple(sharing))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer's rows that this rank has, padding left out."""
+
+    weight: Tensor  # (rows, hidden_size), with gradient
+    bias: Tensor | None
+    group: dist.ProcessGroup | None  # None: the rows are all there are
+    first_row: int
+
+
+@dataclass
+class Parts:
+    """A model and its optimizer on this rank. Megatron is only called while `state` is active."""
+
+    kind: str  # "policy" | "value"
+    chunks: list[Any]  # as they are driven: in Megatron's DistributedDataParallel if trained
+    optimizer: Any  # a MegatronOptimizer; None if frozen
+    state: RoleState
+    groups: Groups
+    cut: Cut
+    hf_config: PreTrainedConfig
+    pretrained: list[Any]
+    dp_size: int  # with the context-parallel ranks
+    owned: bool = True  # built here, so that learning rates are ours to set
+    away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
+    optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
+    dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
+
+    @property
+    def raw(self) -> list[Any]:
+        """The GPTModels inside."""
+        from megatron.core.utils import unwrap_model
+
+        return unwrap_model(self.chunks)
+
+    @property
+    def config(self) -> Any:
+        return self.raw[0].config
+
+    @property
+    def head(self) -> Head:
+        model, tensor = self.raw[-1], self.groups.tensor
+        weight = model.output_layer.weight
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        first = tensor.rank() * len(weight)
+        real = min(max(self.hf_config.get_text_config().vocab_size - first, 0), len(weight))
+        bias = getattr(model.output_layer, "bias", None)
+        return Head(
+            cut_to(weight, real), None if bias is None else cut_to(bias, real),
+            tensor if tensor.size() > 1 else None, first,
+        )  # fmt: skip
+
+    def loss_scale(self, num_micro_batches: int) -> float | None:
+        """What a loss is multiplied by so that gradients are its sum over all ranks.
+
+        Without calculate_per_token_loss Megatron's schedule divides by the micro-batches and
+        multiplies by the context-parallel ranks, and its DistributedDataParallel divides by the
+        data- and context-parallel ones. With it neither does, and None is returned.
+        """
+        if self.config.calculate_per_token_loss:
+            return None
+        return num_micro_batches * self.dp_size / self.groups.context.size()
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """A config as our passes need it: what a host has not set, and lengths that vary."""
+        from megatron.core.distributed import finalize_model_grads
+
+        config = self.config
+        wanted: dict[str, Any] = {
+            "variable_seq_lengths": self.groups.pipeline.size() > 1,
+            "param_sync_func": None,  # weights are gathered at once, see gather_weights
+        }
+        if config.num_moe_experts:  # balance is pretraining's aim; only the reward's counts here
+            aux = config.moe_aux_loss_coeff
+            wanted |= {
+                "moe_aux_loss_coeff": [0.0] * len(aux) if isinstance(aux, list) else 0.0,
+                "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0,
+                "moe_input_jitter_eps": None,
+            }  # fmt: skip
+        if config.finalize_model_grads_func is None:
+            wanted["finalize_model_grads_func"] = finalize_model_grads
+        if config.no_sync_func is None and hasattr(self.chunks[0], "no_sync"):
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            wanted["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
+        before = {name: getattr(config, name) for name in wanted}
+        vars(config).update(wanted)
+        for module, name, _ in self.dropout:
+            setattr(module, name, 0.0)
+        # a rank that raised amid the schedule would leave the others waiting; _step checks for all
+        checks = [
+            (chunk.ddp_config, name, getattr(chunk.ddp_config, name))
+            for chunk in self.chunks
+            if hasattr(chunk, "ddp_config")
+            for name in ("check_for_nan_in_grad", "check_for_large_grads")
+        ]
+        for settings, name, _ in checks:
+            setattr(settings, name, False)
+        try:
+            yield
+        finally:
+            for settings, name, value in checks:
+                setattr(settings, name, value)
+            vars(config).update(before)
+            for module, name, value in self.dropout:
+                setattr(module, name, value)
+
+    @contextmanager
+    def driven_by_us(self) -> Iterator[None]:
+        """A host that gathers updated weights when it next needs them has them gathered at once."""
+        lazy = [c for c in self.chunks if c.ddp_config.overlap_param_gather]
+        hooked = [c for c in lazy if c.remove_forward_pre_hook_handles]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
+
+    def gather_weights(self) -> None:
+        """After an optimizer step that leaves it to the next forward pass."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    # ---- weights and memory
+
+    def named_shards(self) -> dict[str, Shards]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        boxes: dict[str, list[Box]] = {}
+        views: dict[str, list[Callable[[], Tensor]]] = {}
+        with self.state.active():
+            for chunk in self.raw:
+                for _, parameter, held in pieces(chunk, self.hf_config):
+                    for piece in (p for p in held if not p.tied):
+                        shapes[piece.name] = piece.shape
+                        boxes.setdefault(piece.name, []).append(piece.box)
+                        views.setdefault(piece.name, []).append(
+                            lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
+                        )
+        return {
+            name: Shards(
+                shape,
+                tuple(boxes[name]),
+                lambda look=views[name]: [view() for view in look],  # type: ignore[misc]
+            )
+            for name, shape in shapes.items()
+        }
+
+    def offload(self, config: TrainConfig) -> None:
+        """Idle roles keep no gradients, and what config says leaves for the CPU."""
+        leaving = {"weights"} if config.offload_params else set()
+        if self.optimizer is not None and (config.offload_params or config.offload_optimizer):
+            leaving |= {"gradients"}
+        if self.optimizer is not None and config.offload_optimizer:
+            leaving |= {"optimizer"}
+        leaving -= self.away
+        self.move_buffers(leaving, "offload_to_cpu", torch.device("cpu"))
+        if "optimizer" in leaving:
+            move_optimizer(self.optimizer, torch.device("cpu"))
+        self.away |= leaving
+
+    def onload(self, weights_only: bool = False) -> None:
+        back = self.away & {"weights"} if weights_only else set(self.away)
+        self.move_buffers(back, "reload_from_cpu", _device())
+        if "optimizer" in back:
+            move_optimizer(self.optimizer, _device())
+        self.away -= back
+
+    def move_buffers(self, what: set[str], how: str, to: torch.device) -> None:
+        """Weights and gradients; of a frozen model, which has no buffers, the module itself."""
+        weights, gradients = "weights" in what, "gradients" in what
+        for chunk in self.chunks:
+            if self.optimizer is None and weights:
+                chunk.to(to)
+            if self.optimizer is None or not (weights or gradients):
+                continue
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                getattr(buffer, how)(move_params=weights, move_grads=gradients)
+
+
+def cut_to(rows: Tensor, count: int) -> Tensor:
+    """The first rows; no slice where these are all, whose gradient would be a second copy."""
+    return rows if count == len(rows) else rows[:count]
+
+
+def _device() -> torch.device:
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def move_optimizer(optimizer: Any, device: torch.device) -> None:
+    """Adam's moments, and the float32 weights where these are not the model's own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim > 0:
+                    state[name] = value.to(device)
+        for param in own_weights(part):
+            param.data = param.data.to(device)
+
+
+def own_weights(part: Any) -> list[Tensor]:
+    """An optimizer's float32 weights that are not the model's own nor views of them."""
+    groups = [
+        *getattr(part, "shard_fp32_from_float16_groups", []),
+        *getattr(part, "fp32_from_float16_groups", []),
+    ]
+    return [param for group in groups for param in group if param is not None]
+
+
+def degrees_of(config: TrainConfig) -> Degrees:
+    return Degrees(**{name: getattr(config, option) for name, option in OPTIONS.items()})
+
+
+def build_parts(
+    kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool,
+    load_weights: bool = True,
+) -> Parts:  # fmt: skip
+    """Loads a Hugging Face model into the shards of this rank. Collective over the topology.
+
+    load_weights: without it they are 0, to be loaded from a checkpoint.
+
+    Raises ConfigError where the model or the layout cannot be had.
+    """
+    hf_config = load_hf_config(model)
+    degrees = degrees_of(config)
+    check_layout(hf_config, degrees, topology.world)
+    state = RoleState.build(
+        topology,
+        tensor_model_parallel_size=degrees.tensor,
+        pipeline_model_parallel_size=degrees.pipeline,
+        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
+        context_parallel_size=degrees.context,
+        expert_model_parallel_size=degrees.expert,
+        expert_tensor_parallel_size=degrees.expert_tensor,
+    )
+    with state.active():
+        mega = transformer_config(
+            hf_config, degrees, DTYPES[config.dtype],
+            recompute=False if frozen else config.activation_checkpointing,
+        )  # fmt: skip
+        chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
+        if chunks[0].pre_process:
+            freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
+        if load_weights:
+            load_pretrained(chunks, model_folder(model, topology), hf_config)
+        optimizer = None
+        if frozen:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        else:
+            chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
+            optimizer = build_optimizer(chunks, mega, config.optim)
+        groups = Groups.of_parallel_state()
+        dp_size = topology.world // (degrees.tensor * degrees.pipeline)
+    cut = Cut(
+        "packed", degrees.context, groups.context.rank(),
+        degrees.tensor if degrees.sequence else 1,
+    )  # fmt: skip
+    saved = as_stored(hf_config, stored_dtype(hf_config, model))
+    return Parts(
+        kind, chunks, optimizer, state, groups, cut, hf_config,
+        [saved, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
+    )  # fmt: skip
+
+
+def freeze_padding(embedding: Any, hf_config: PreTrainedConfig) -> None:
+    """As in Hugging Face's models, looking up the padding token moves nothing.
+
+    Its row is often 0, where the gradient of the first norm is a thousand times any other.
+    """
+    padding = getattr(hf_config.get_text_config(), "pad_token_id", None)
+    if padding is None:
+        return
+
+    def keep(layer: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        is_padding = args[0] == padding  # (rows, tokens)
+        if layer.reduce_scatter_embeddings:  # (tokens / ranks, rows, hidden_size)
+            group = layer.tp_group
+            is_padding = is_padding.T.chunk(group.size())[group.rank()]
+        return torch.where(is_padding[..., None], out.detach(), out)
+
+    embedding.register_forward_hook(keep)
+
+
+def trained(chunk: Any, mega: Any, first: bool) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(mega, settings, chunk, disable_bucketing=not first)
+
+
+def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
+    """AdamW; weight decay on matrices only, as in fsdp.build_optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], adam_eps=optim.eps,
+        clip_grad=optim.clip_norm, bf16=mega.params_dtype == torch.bfloat16,
+        params_dtype=mega.params_dtype, use_distributed_optimizer=True,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(settings, chunks)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:  # what the first step would make, so that it can be saved
+            part.init_state_fn(part.optimizer, part.config)
+            for group in part.optimizer.param_groups:
+                group.setdefault("step", 0)
+            if isinstance(part.optimizer, torch.optim.AdamW):  # a host's program without Apex
+                for state in part.optimizer.state.values():
+                    state.setdefault("step", torch.tensor(0.0))
+    set_hyperparameters(optimizer, optim)
+    return optimizer
+
+
+def set_hyperparameters(optimizer: Any, optim: OptimConfig) -> None:
+    """Those of `optim`; Megatron leaves it to its scheduler to spare norms and biases the decay,
+    and takes the rest from a checkpoint that it loads."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = optim.betas, optim.eps
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+
+
+def model_folder(model: str, topology: Topology) -> Path:
+    """Where the model's files are; the first rank of the role fetches what is not there yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    wanted = ["*.safetensors", "*.json"]
+    if topology.rank == 0:
+        snapshot_download(model, allow_patterns=wanted)
+    dist.barrier(group=topology.control)
+    return Path(snapshot_download(model, allow_patterns=wanted))
+
+
+def generation_config(model: str) -> list[GenerationConfig]:
+    try:
+        return [GenerationConfig.from_pretrained(model)]
+    except OSError:  # a model need not have one
+        return []

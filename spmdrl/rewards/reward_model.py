@@ -1,0 +1,117 @@
+"""Rewards by a model: a sequence classifier with one output reads what was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfig
+from spmdrl.data.chat import Encoded, Encoder
+from spmdrl.data.packing import empty_batch
+from spmdrl.data.table_files import BadRow
+from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.types import Batch, Message, Sample
+
+NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
+
+
+class RewardModel:
+    """On each rank that scores. The model reads prompt and answer in its own chat template and
+    tokens; a prompt that is a plain string, with the last turn right behind it."""
+
+    def __init__(self, config: RewardModelConfig, engine: TrainEngine, tokenizer: Any) -> None:
+        self.engine = engine
+        asked = DataConfig("", chat_template_kwargs=config.chat_template_kwargs)
+        hf = load_hf_config(config.model).get_text_config()
+        self.encoder = Encoder(tokenizer, asked, NO_LIMIT, hf.vocab_size)
+        self.append_eos = appends_eos(config.model)
+        self.longest = getattr(hf, "max_position_embeddings", NO_LIMIT)
+
+    def score(self, samples: list[Sample]) -> None:
+        """Sets model_score, or invalid where the model cannot read a sample.
+
+        Collective over the engine's ranks; each brings its own samples.
+        """
+        rows = [self.encode(sample) for sample in samples]
+        self.engine.onload(weights_only=True)
+        batch = to_batch(rows)
+        scores = self.engine.values(batch)[batch.loss_mask > 0]
+        self.engine.offload()
+        for sample, score in zip(samples, scores.tolist(), strict=True):
+            sample.model_score = score
+
+    def encode(self, sample: Sample) -> list[int]:
+        """Its tokens; of an invalid sample any."""
+        is_text = sample.prompt.chat is None
+        try:
+            said = sample.prompt.text + sample.response if is_text else sample.chat
+            ids = encode_said(said, self.encoder, self.append_eos).ids
+            if len(ids) >= self.longest:  # one more stands behind them
+                raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions less one")
+        except BadRow as error:
+            sample.invalid = sample.invalid or f"the reward model cannot read it: {error}"
+            return [0]
+        return ids
+
+
+def appends_eos(model: str) -> bool:
+    """Whether a reward model wants EOS behind strings: what it was trained with, by its
+    config.json, where spmdrl.reward_model wrote it."""
+    return bool(getattr(load_hf_config(model), "append_eos", False))
+
+
+def encode_said(said: str | list[Message], encoder: Encoder, append_eos: bool) -> Encoded:
+    """A whole conversation as reward models read it, in training as in scoring: a chat by its
+    template, without a generation prompt; a string as it stands, with append_eos with EOS behind
+    it, if it does not end in EOS. Raises BadRow, ConfigError."""
+    if isinstance(said, str):
+        found, eos = encoder.prompt(said), encoder.tokenizer.eos_token_id
+        if not append_eos or found.ids[-1] == eos:
+            return found
+        if eos is None:
+            raise ConfigError(
+                f"the tokenizer of '{encoder.tokenizer.name_or_path}' has no eos_token, which "
+                "data.append_eos puts behind strings. Set eos_token in its tokenizer_config.json"
+            )
+        text = found.text + str(encoder.tokenizer.eos_token)
+        return found._replace(ids=[*found.ids, int(eos)], text=text)
+    found = encoder.chat(said, asks=False)
+    if not found.ids:
+        raise BadRow("field 'messages': gives no token at all, expected a conversation")
+    encoder.require_known(found.ids, "messages")
+    return found
+
+
+def to_batch(rows: list[list[int]]) -> Batch:
+    """Rows of tokens, each with one more behind it that is unmasked: a value is of what stands
+    before, so that it is of the whole row."""
+    batch = empty_batch(torch.tensor([len(row) + 1 for row in rows], dtype=torch.int64))
+    batch.token_ids = torch.tensor([t for row in rows for t in (*row, row[-1])], dtype=torch.int64)
+    batch.loss_mask[batch.cu_seqlens[1:] - 1] = 1.0
+    return batch
+
+
+def train_config(config: RewardModelConfig) -> TrainConfig:
+    """What the engine is built with."""
+    return TrainConfig(
+        model=config.model, dtype=config.dtype, fsdp=config.fsdp,
+        micro_batch_tokens=config.micro_batch_tokens, offload_params=config.offload_params,
+    )  # fmt: skip
+
+
+def check_reward_model(config: RewardModelConfig) -> PreTrainedConfig:
+    """Raises ConfigError for a model that is no sequence classifier with one output."""
+    hf = load_hf_config(config.model)
+    if not is_classifier(hf):
+        kind = ", ".join(hf.architectures or ()) or "of no known kind"
+        raise ConfigError(
+            f"reward_model.model={config.model!r} is {kind}; expected ...{SUFFIX}, a model with a "
+            "score, such as spmdrl.reward_model trains. A model that judges in words is asked by a "
+            "reward function (async def)"
+        )
+    check_classifier("reward_model.model", config.model, hf)
+    return hf

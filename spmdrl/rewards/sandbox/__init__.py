@@ -1,0 +1,1 @@
+"""Runs model-written Python where it can reach nothing."""

@@ -1,0 +1,238 @@
+"""What the step asks of an engine that samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from spmdrl.data.images import Picture
+from spmdrl.rollout.rng import preserved_rng
+from spmdrl.weights.engine_layout import Layout
+
+NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an environment wrote
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 mean off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to be continued; equal requests give equal tokens on any rank.
+
+    The answer may have been begun elsewhere or under older weights. It is then continued as if it
+    had never been interrupted: lengths and stop strings count all of it.
+    """
+
+    prompt_ids: list[int]
+    seed: int  # 0 .. 2**63 - 1, made from the sample's address
+    response_ids: Sequence[int] = ()  # what there is of the answer
+    logprobs: Sequence[float] = ()  # one per token of response_ids
+    versions: Sequence[int] = ()  # one per token of response_ids
+    max_tokens: int | None = None  # of this answer; None: SamplingParams.max_tokens
+    replies: Sequence[str] = ()  # as Completion.replies
+    awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
+    images: Sequence[Picture] = ()  # of the prompt
+
+    @property
+    def num_earlier(self) -> int:
+        """How much of `response_ids` is of earlier turns, the last reply included."""
+        if not self.replies:
+            return 0
+        after = list(self.versions)[::-1].index(NOT_CHOSEN)
+        return len(self.versions) - after
+
+    def begun(self) -> Completion:
+        """What there is of the answer."""
+        return Completion(
+            list(self.response_ids), list(self.logprobs), "stop" if self.awaits_reply else "abort",
+            list(self.versions), list(self.replies),
+        )  # fmt: skip
+
+    def limit(self, params: SamplingParams) -> int:
+        """Number of tokens after which the answer ends."""
+        return params.max_tokens if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer, with what it was begun with; one entry per token.
+
+    `logprobs` are of the distribution sampled from: after temperature, top-k and top-p; 0 where
+    the token was not chosen.
+    """
+
+    token_ids: list[int]  # the stop token, if one ended it, is included
+    logprobs: list[float]  # natural log
+    # "stop" | "length" | "abort": not at its end | with several turns also "turns" | "error"
+    finish_reason: str
+    versions: list[int] = field(default_factory=list)  # of the weights that chose it, or NOT_CHOSEN
+    # JSON, a list of messages: what stands in each run of tokens that were not chosen, in order;
+    # one more where the last thing said was no token ("error")
+    replies: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """A request on its way through an engine."""
+
+    request: Request
+    params: SamplingParams
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None = None  # None while it goes on
+
+    @classmethod
+    def begin(cls, request: Request, params: SamplingParams) -> Answer:
+        begun = list(request.response_ids), list(request.logprobs), list(request.versions)
+        return cls(request, params, *begun)
+
+    def completion(self) -> Completion:
+        return Completion(
+            self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions,
+            list(self.request.replies),
+        )  # fmt: skip
+
+
+class RolloutEngine(Protocol):
+    """One engine per tensor-parallel group; every rank of the group makes the same calls."""
+
+    max_num_seqs: int  # that are decoded at once; more wait in the engine
+    policy_version: int  # of its weights, set by the caller; written beside every token
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being decoded."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were added and have no place yet."""
+        ...
+
+    def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:
+        """Queues requests, also while others run; returns an id each, never used twice.
+
+        Raises ValueError where one cannot fit, or has nothing left to be sampled.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """One forward pass, a token for each that runs; returns those that ended, with their ids.
+
+        Local to the tensor-parallel group. Does nothing where there are no requests.
+        """
+        ...
+
+    def abort(self, ids: Sequence[int]) -> list[Completion]:
+        """Takes unfinished requests out; what there is of each answer, finish_reason "abort"."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """So that an answer depends on nothing but its request and the weights.
+
+        Requests that run go on: what is cached of them is computed anew before their next token,
+        so that after a change of weights each token is of the weights that chose it.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """Completes every request, in the order given. Local to the tensor-parallel group."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces all weights: (Hugging Face name, full tensor). Forgets cached prefixes."""
+        ...
+
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Which part of each weight this rank needs, and where in its parameters it belongs.
+
+        shapes: of the full tensors, by Hugging Face name. Raises ValueError where they do not fit
+        the model. Whoever writes to these places calls `finish_load` when all is written.
+        """
+        ...
+
+    def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads full tensors that `layout` had no place for. `finish_load` is to follow."""
+        ...
+
+    def finish_load(self) -> None:
+        """Makes new weights take effect and forgets what was computed with the old ones."""
+        ...
+
+    def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        """Compares checksums of the engine's weights with those given.
+
+        Returns the number of tensors compared; raises WeightMismatch naming the first that differs,
+        or an engine parameter that no given tensor accounts for.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Gives back what memory it can (KV cache; on GPUs weights too)."""
+        ...
+
+    def wake(self) -> None:
+        """Takes the memory again; weights must be loaded anew where `sleep` gave them back."""
+        ...
+
+    def shutdown(self) -> None:
+        """Frees the engine without touching the process groups of the caller."""
+        ...
+
+
+class WeightMismatch(RuntimeError):
+    """The engine's weights are not the trainer's."""
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[Request], params: SamplingParams
+) -> list[Completion]:
+    """What RolloutEngine.generate promises, for an engine that has nothing else to do."""
+    engine.forget_prefixes()
+    ids = engine.add(requests, params)
+    ended: dict[int, Completion] = {}
+    with preserved_rng():
+        while len(ended) < len(ids):
+            ended.update(engine.step())
+    return [ended[id] for id in ids]
+
+
+def check_lengths(requests: Sequence[Request], params: SamplingParams, max_model_len: int) -> None:
+    """Raises ValueError where a prompt and its answer cannot fit the engine."""
+    if any(not request.prompt_ids for request in requests):
+        raise ValueError("a prompt has no tokens")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} must be in 0..max_tokens={params.max_tokens}"
+        )
+    for request in requests:
+        prompt, limit, begun = len(request.prompt_ids), request.limit(params), request.response_ids
+        if prompt + limit > max_model_len:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and max_tokens={limit} make {prompt + limit}, more "
+                f"than max_model_len={max_model_len}"
+            )
+        if len(begun) >= limit:
+            raise ValueError(
+                f"an answer of {len(begun)} tokens leaves nothing to max_tokens={limit}"
+            )
+        if not len(begun) == len(request.logprobs) == len(request.versions):
+            raise ValueError(
+                f"an answer was begun with {len(begun)} tokens, {len(request.logprobs)} logprobs "
+                f"and {len(request.versions)} versions: they must be as many"
+            )

@@ -1,0 +1,1 @@
+"""A Hugging Face model sampled in a loop of our own."""

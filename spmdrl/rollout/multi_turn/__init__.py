@@ -1,0 +1,1 @@
+"""Tools and environments between the turns of a sample."""

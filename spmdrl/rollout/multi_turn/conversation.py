@@ -1,0 +1,449 @@
+"""Turns beyond the first: tools and an environment answer the policy, and it goes on.
+
+A sample of several turns is one row of tokens. What the policy chose stays the very tokens that it
+chose; a reply stands behind them as the chat template writes it, up to where the model is to answer
+again. Nothing is decoded and encoded a second time.
+
+    response_ids   turn 1 ... <end>   reply ... <assistant>   turn 2 ... <end>
+    versions         3  3  3    3      -1   -1      -1          4  4  4    4
+    loss_mask        1  1  1    1       0    0       0          1  1  1    1
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
+from spmdrl.data.chat_labels import without_space
+from spmdrl.data.table_files import BadRow
+from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.pool import name_of
+from spmdrl.rewards.workers.stateful_tools import CALLED_WITH, Objects, calls_of
+from spmdrl.rewards.workers.worker import Reply, plain
+from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
+from spmdrl.rollout.multi_turn.tools import Call, CallParser, Toolbox, as_text
+from spmdrl.types import Message, Prompt
+
+logger = logging.getLogger(__name__)
+
+CUT = "\n... (cut) ...\n"  # in place of the middle of a long message
+ROLES = ("user", "tool", "system")  # that an environment may speak as
+SPOKEN = "spmdrlspoken"  # stands for what the policy said, where a template writes a reply
+
+# What an environment can ask for by naming a parameter.
+ARGUMENTS: dict[str, Callable[[Turn], Any]] = {
+    "messages": lambda turn: turn.chat,
+    "ground_truth": lambda turn: turn.prompt.ground_truth,
+    "data_source": lambda turn: turn.prompt.data_source,
+    "extra_info": lambda turn: turn.prompt.extra_info,
+    "sample_index": lambda turn: turn.sample_index,
+    "num_turns": lambda turn: turn.number,
+}
+
+
+class Turn(NamedTuple):
+    """The policy has spoken: what an environment is told."""
+
+    prompt: Prompt
+    sample_index: int  # which of the prompt's
+    chat: list[Message]  # from the prompt on, this turn included
+    number: int  # 1: the first
+
+
+class Asked(NamedTuple):
+    """A tool, or the environment where `call` is None."""
+
+    call: Call | None
+    under_way: Submitted | None  # None: it is not called; call.problem may say why
+    place: int = 0  # of its reply among those to all calls of the same object
+
+    def has_happened(self) -> bool:
+        """Whether an object has changed, and not got lost with its process."""
+        is_method = self.call is not None and self.call.objects is not None
+        return is_method and self.under_way is not None and not self.under_way.result().error
+
+
+class Pending(NamedTuple):
+    """A turn whose replies are being made."""
+
+    turn: Completion
+    asked: list[Asked]
+
+
+class Dialogue:
+    """Of one engine, on its leader. Raises ConfigError for tools that cannot be used."""
+
+    def __init__(self, config: PpoConfig, tokenizer: Any, num_engines: int) -> None:
+        self.limits, self.environment = config.multi_turn, config.environment
+        self.toolbox = Toolbox(config.tools)
+        self.parser = (
+            CallParser(self.limits.parser, tokenizer, self.toolbox) if config.tools else None
+        )
+        self.replies = ReplyEncoder(config, tokenizer)
+        self.arguments: tuple[str, ...] = ()
+        functions = self.toolbox.called
+        if self.environment is not None:
+            self.arguments = arguments_of(self.environment, ARGUMENTS, "environment")
+            functions.append(self.environment)
+        self.caller = Caller(functions, self.limits, num_engines, Reply)
+
+    def calls_in(self, text: str, extra_info: dict[str, Any]) -> list[Call]:
+        """What the policy asks of tools in a turn."""
+        if self.parser is None:
+            return []
+        found, problem = self.parser(without_thoughts(text))
+        calls = [self.toolbox.call(name, given, extra_info) for name, given in found]
+        if problem:
+            calls.append(Call("", None, f"the tool call cannot be read: {problem}"))
+        most = self.limits.max_calls
+        too_many = f"not called: a turn may call {most} tools at most"
+        return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
+
+    def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> Round:
+        """For one round of the scheduler: (prompt, sample index) of each of its requests."""
+        return Round(self, addressed, params.max_tokens)
+
+    def lines(self) -> list[str]:
+        """For --dry-run: who replies, and how a reply looks to the model."""
+        limits, who = self.limits, [f"tool {name}" for name in self.toolbox.functions]
+        if self.environment is not None:
+            who.append(f"environment {name_of(self.environment)}")
+        role = "tool" if self.toolbox.functions else "user"
+        written = self.replies.encoder.spell(self.replies.ids([{"role": role, "content": "1"}]))
+        return [
+            f"turns: at most {limits.max_turns} of the policy; between them {', '.join(who)}, in "
+            f"{limits.workers} processes an engine, {limits.timeout_s:g} s a call",
+            f"  a reply, of at most {limits.max_reply_tokens} tokens a message: {written!r}",
+        ]
+
+    def close(self) -> None:
+        self.caller.close()
+
+
+@dataclass
+class Round:
+    """rounds.Others of one round."""
+
+    by: Dialogue
+    addressed: list[tuple[Prompt, int]]
+    max_tokens: int  # of an answer, its replies included
+    pending: dict[int, Pending] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.pending)
+
+    def ask(self, position: int, turn: Completion) -> bool:
+        asked = self.asked(position, turn) if turn.finish_reason == "stop" else []
+        if asked:
+            self.pending[position] = Pending(turn, asked)
+        else:
+            self.by.caller.give_up(self.home(position))
+        return bool(asked)
+
+    def home(self, position: int) -> str:
+        """Of the sample's objects."""
+        prompt, sample_index = self.addressed[position]
+        return f"{prompt.id}/{sample_index}"
+
+    def asked(self, position: int, turn: Completion) -> list[Asked]:
+        """Each call of a tool; without one the environment, if there is one. In the last turn that
+        there may be nothing is called, since nobody would read the reply."""
+        by, (prompt, sample_index) = self.by, self.addressed[position]
+        turns = turns_of(turn)
+        calls = by.calls_in(by.replies.spoken(turns[-1]), prompt.extra_info)
+        if calls or by.environment is None:
+            is_last = len(turns) >= by.limits.max_turns
+            if is_last:
+                return [Asked(call, None) for call in calls]
+            return self.submitted(calls, position, turn)
+        said = messages_of(turn, by.replies.texts(turn))
+        told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
+        given = {name: ARGUMENTS[name](told) for name in by.arguments}
+        return [Asked(None, by.caller.submit(by.environment, given))]
+
+    def submitted(self, calls: list[Call], position: int, turn: Completion) -> list[Asked]:
+        """All at once, but those of one object one after the other."""
+        by, of_objects = self.by, {}
+        for objects in dict.fromkeys(call.objects for call in calls if call.objects):
+            made = [(c.name, plain(c.arguments)) for c in calls if c.objects is objects]
+            of_objects[objects] = self.call_object(objects, made, position, turn)
+        asked, places = [], dict.fromkeys(of_objects, 0)
+        for call in calls:
+            if call.arguments is None:
+                asked.append(Asked(call, None))
+            elif call.objects is None:
+                function = by.toolbox.functions[call.name]
+                asked.append(Asked(call, by.caller.submit(function, call.arguments)))
+            else:
+                asked.append(Asked(call, of_objects[call.objects], places[call.objects]))
+                places[call.objects] += 1
+        return asked
+
+    def call_object(
+        self, objects: Objects, calls: list[Any], position: int, turn: Completion
+    ) -> Submitted:
+        prompt, sample_index = self.addressed[position]
+        told, home = Turn(prompt, sample_index, [], 0), self.home(position)
+        given = {name: ARGUMENTS[name](told) for name in objects.takes}
+        messages = [message for reply in turn.replies for message in json.loads(reply)]
+        arguments = {
+            "key": home, "given": given, "before": calls_of(objects.cls, messages), "calls": calls
+        }  # fmt: skip
+        times = 1 + len(turn.replies)  # each turn's calls were made within the limit
+        return self.by.caller.submit(objects, arguments, home, times)
+
+    def came(self) -> dict[int, Completion]:
+        ready = [i for i, pending in self.pending.items() if self.is_ready(pending)]
+        answers = {i: self.answered(self.pending.pop(i)) for i in ready}
+        for i, answer in answers.items():
+            if answer.finish_reason != "abort":
+                self.by.caller.give_up(self.home(i))
+        return answers
+
+    def is_ready(self, pending: Pending) -> bool:
+        return all(asked.under_way is None or asked.under_way.is_ready() for asked in pending.asked)
+
+    def result(self, asked: Asked) -> Reply:
+        if asked.under_way is None:
+            assert asked.call is not None
+            return Reply(None, asked.call.problem)
+        reply: Reply = asked.under_way.result()
+        if asked.call is None or asked.call.objects is None or reply.error is not None:
+            return reply
+        return Reply(*reply.value[asked.place])
+
+    def answered(self, pending: Pending) -> Completion:
+        """The turn with its reply behind it, to go on; or over, with the reason."""
+        turn, messages = pending.turn, []
+        for asked in pending.asked:
+            result = self.result(asked)
+            if asked.call is not None:
+                message = tool_message(asked.call, result)
+                if asked.has_happened():
+                    message[CALLED_WITH] = plain(asked.call.arguments)
+                messages.append(message)
+                continue
+            messages, problem = said_by_environment(result)
+            if problem:
+                return failed(turn, problem)
+        if not messages:
+            return turn
+        if len(turns_of(turn)) >= self.by.limits.max_turns:
+            return replace(turn, finish_reason="turns")
+        try:
+            messages, ids = self.by.replies.encode(messages, turn.token_ids[-1])
+        except BadRow as error:
+            return failed(turn, f"the reply cannot be said: {error}")
+        if len(turn.token_ids) + len(ids) >= self.max_tokens:
+            return replace(turn, finish_reason="length")
+        return Completion(
+            turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
+            turn.versions + [NOT_CHOSEN] * len(ids), [*turn.replies, json.dumps(messages)],
+        )  # fmt: skip
+
+    def give_up(self) -> dict[int, Completion]:
+        for pending in self.pending.values():
+            for asked in pending.asked:
+                if asked.under_way is not None:
+                    asked.under_way.future.cancel()
+        left = {i: pending.turn for i, pending in self.pending.items()}
+        self.pending.clear()
+        return left
+
+
+def failed(turn: Completion, problem: str) -> Completion:
+    """The environment's failure makes the sample invalid."""
+    last = [{"role": "environment", "content": problem, "is_error": True}]
+    return replace(turn, finish_reason="error", replies=[*turn.replies, json.dumps(last)])
+
+
+def tool_message(call: Call, result: Reply) -> Message:
+    """What the policy reads of a call. An error's last line alone: the rest is about our code."""
+    content = as_text(result.value)
+    if result.error is not None:
+        lines = result.error.strip().splitlines()
+        content = f"Error: {lines[-1] if lines else 'no reason given'}"
+    message: Message = {"role": "tool", "name": call.name, "content": content}
+    if result.error is not None:
+        message["is_error"] = True
+    return plain(message)  # the name and the problem may quote what the policy wrote
+
+
+def said_by_environment(result: Reply) -> tuple[list[Message], str]:
+    """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
+    value = result.value
+    if result.error is not None:
+        return [], result.error
+    if value is None:
+        return [], ""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}], ""
+    if isinstance(value, list) and all(
+        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str)
+        for m in value
+    ):
+        return value, ""
+    expected = f"None, a text, or messages with a role ({', '.join(ROLES)}) and a text as content"
+    return [], f"the environment returned {json.dumps(value)[:200]}; expected {expected}"
+
+
+class ReplyEncoder:
+    """Messages as the tokens that the chat template writes between two turns of the policy's.
+
+    Raises ConfigError for a template that cannot write them.
+    """
+
+    def __init__(self, config: PpoConfig, tokenizer: Any) -> None:
+        data = prompts_of(config)
+        if data.control_tokens == "error":  # of the data; what a tool says cannot be refused
+            data = replace(data, control_tokens="escape")
+        self.encoder = Encoder(tokenizer, data, config.rollout.max_tokens, all_added=True)
+        plain = Encoder(tokenizer, data, config.rollout.max_tokens)
+        self.ends = plain.control_ids  # what a turn may have ended with
+        self.most = config.multi_turn.max_reply_tokens
+        roles = ["tool"] * bool(config.tools) + ["user"] * (config.environment is not None)
+        for role in roles:
+            try:
+                self.ids([{"role": role, "name": "x", "content": "x"}])
+            except BadRow as error:
+                raise ConfigError(f"the chat template cannot write a reply: {error}") from error
+        self.end = self.end_of_turn()
+        if config.tools and not self.shows_tools():
+            logger.warning(
+                "the chat template does not show tools to the model: describe them in the data's "
+                "prompts, or give the model's folder a template that does"
+            )
+
+    def encode(self, messages: list[Message], last: int) -> tuple[list[Message], list[int]]:
+        """(the messages as they are said, their tokens behind the token `last`). Raises BadRow.
+
+        The template ends the policy's turn, unless that has ended itself: with the same token, or
+        with another that the model has for it.
+        """
+        said = [{**m, "content": self.shortened(m["content"])} for m in messages]
+        ids = self.ids(said)
+        if ids and last in self.ends and ids[0] in (last, self.end):
+            ids = ids[1:]  # the turn has ended itself
+        if not ids:
+            raise BadRow("it has no tokens, so two turns would be one")
+        return said, ids
+
+    def ids(self, messages: list[Message]) -> list[int]:
+        """From the end of a turn on, up to where the next begins. Raises BadRow."""
+        marked, names = self.encoder.marked(messages, "reply")
+        behind = self.behind(marked)
+        written = without_space(behind)
+        for message in marked:
+            content = message["content"]
+            quoted = json.dumps(content, ensure_ascii=False)[1:-1]  # as some write what tools say
+            if not any(without_space(text) in written for text in (content, quoted)):
+                raise BadRow(
+                    f"the chat template leaves out, changes or moves a message of the role "
+                    f"{message['role']!r} that follows on the assistant's"
+                )
+        if names:
+            return self.encoder.unmarked(behind, names).ids
+        return self.encoder.encode(behind, special=False)
+
+    def behind(self, messages: list[Message], asks: bool = True) -> str:
+        """What the template writes behind what the policy says. Raises BadRow."""
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
+        given = self.encoder.config.chat_template_kwargs
+        text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
+        _, spoken, behind = text.partition(SPOKEN)
+        if not spoken:
+            raise BadRow("it changes or leaves out what the assistant said before")
+        return behind
+
+    def end_of_turn(self) -> int | None:
+        """The control token that the template writes there; None: it writes none."""
+        ids = self.encoder.encode(self.behind([], asks=False), special=False)
+        return ids[0] if ids and ids[0] in self.ends else None
+
+    def shows_tools(self) -> bool:
+        encoder, chat = self.encoder, [{"role": "user", "content": "x"}]
+        given = encoder.config.chat_template_kwargs
+        without = {name: value for name, value in given.items() if name != "tools"}
+        with_tools, plain = (
+            render_chat(chat, encoder.tokenizer, each) for each in (given, without)
+        )
+        return with_tools != plain
+
+    def shortened(self, text: str) -> str:
+        most = CHARS_PER_TOKEN * self.most
+        start, end = (text[:most], text[-most:]) if len(text) > 2 * most else (text, text)
+        head = self.encoder.encode(start, special=False, literal=True)
+        if start == text and len(head) <= self.most:
+            return text
+        tail = head if start == text else self.encoder.encode(end, special=False, literal=True)
+        half = max(self.most // 2, 1)
+        return self.encoder.spell(head[:half]) + CUT + self.encoder.spell(tail[-half:])
+
+    def spoken(self, ids: list[int]) -> str:
+        """A turn as it was said, without the control token that ended it."""
+        end = -1 if ids[-1] in self.ends else len(ids)
+        return self.encoder.spell(ids[:end])
+
+    def texts(self, answer: Completion) -> list[str]:
+        """Of each of its turns."""
+        tokenizer: Any = self.encoder.tokenizer
+        return tokenizer.batch_decode(turns_of(answer), skip_special_tokens=True)
+
+
+def has_replies(config: PpoConfig) -> bool:
+    """Whether an answer may have several turns."""
+    return bool(config.tools) or config.environment is not None
+
+
+def prompts_of(config: PpoConfig) -> DataConfig:
+    """config.data, its prompts with the tools in them. Raises ConfigError."""
+    if not config.tools:
+        return config.data
+    given = config.data.chat_template_kwargs
+    if "tools" in given:
+        raise ConfigError(
+            "data.chat_template_kwargs has 'tools', and so has the config: name them once"
+        )
+    return replace(
+        config.data, chat_template_kwargs={**given, "tools": Toolbox(config.tools).schemas}
+    )
+
+
+def without_thoughts(text: str) -> str:
+    """A call is what stands behind them; thoughts that were cut short are all there is."""
+    return text.rpartition("</think>")[2] if "</think>" in text else text.partition("<think>")[0]
+
+
+def turns_of(answer: Completion) -> list[list[int]]:
+    """The tokens of each turn of the policy's."""
+    if not answer.replies:
+        return [answer.token_ids]
+    pairs = zip(answer.token_ids, answer.versions, strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[1] != NOT_CHOSEN)
+    return [[token for token, _ in run] for chosen, run in runs if chosen]
+
+
+def messages_of(answer: Completion, texts: list[str]) -> list[Message]:
+    """What was said behind the prompt. texts: of the turns."""
+    said: list[Message] = []
+    for i, text in enumerate(texts):
+        said.append({"role": "assistant", "content": text})
+        said += json.loads(answer.replies[i]) if i < len(answer.replies) else []
+    return said
+
+
+def replies_of(messages: list[Message]) -> list[str]:
+    """Completion.replies, from what messages_of made of them."""
+    replies: list[list[Message]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            replies.append([])
+        else:
+            replies[-1].append(message)
+    return [json.dumps(reply) for reply in replies if reply]

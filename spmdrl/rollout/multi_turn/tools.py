@@ -1,0 +1,205 @@
+"""Functions that the policy may call: how the prompt describes them, and what the policy asked.
+
+How a model writes a call is its own affair; vLLM's parsers know some fifty ways.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+from spmdrl.config import ConfigError
+from spmdrl.rewards.code import python
+from spmdrl.rewards.sandbox.sandbox import check as check_sandbox
+from spmdrl.rewards.workers.caller import arguments_of
+from spmdrl.rewards.workers.stateful_tools import Objects, methods_of
+
+OBJECT_TAKES = ("ground_truth", "data_source", "extra_info", "sample_index")
+FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
+
+
+class Call(NamedTuple):
+    """What the policy asked for; arguments None: `problem` says why it cannot be done."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    problem: str = ""
+    objects: Objects | None = None  # that it is a method of
+
+
+class Toolbox:
+    """The tools of a run, by name. Raises ConfigError for a function that cannot be described."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | str]) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}  # and methods, bound to their class
+        self.schemas: list[dict[str, Any]] = []  # as chat templates take them
+        self.objects: dict[str, Objects] = {}  # by method
+        for tool in tools:
+            if inspect.isclass(tool):
+                objects = Objects(tool, arguments_of(tool, OBJECT_TAKES, "tool"))
+                for method in methods_of_tool(tool):
+                    self.add(method)
+                    self.objects[method.__name__] = objects
+                continue
+            function = python if isinstance(tool, str) else tool
+            if function is python:
+                check_sandbox()
+            self.add(function)
+
+    def add(self, function: Callable[..., Any]) -> None:
+        schema = schema_of(function)
+        name = schema["function"]["name"]
+        if name in self.functions:
+            raise ConfigError(f"two tools are called {name!r}: a call could be of either")
+        self.functions[name] = function
+        self.schemas.append(schema)
+
+    @property
+    def called(self) -> list[Callable[..., Any]]:
+        """What calls are made of: the plain functions, then each class's objects."""
+        plain = [f for name, f in self.functions.items() if name not in self.objects]
+        return [*plain, *dict.fromkeys(self.objects.values())]
+
+    def call(self, name: str, arguments: str, extra_info: dict[str, Any]) -> Call:
+        """arguments: JSON, as the policy wrote them."""
+        if name not in self.functions:
+            return Call(
+                name, None, f"there is no tool {name!r}, there is {', '.join(self.functions)}"
+            )
+        try:
+            given = json.loads(arguments or "{}")
+            json.dumps([[[[given]]]])  # as deep as they will lie in messages
+        except (ValueError, RecursionError) as error:
+            return Call(name, None, f"the arguments are no JSON: {error}")
+        if not isinstance(given, dict):
+            return Call(name, None, f"the arguments must be a JSON object, got {arguments[:80]}")
+        signature = inspect.signature(self.functions[name])
+        if FILLED_IN in signature.parameters:
+            given[FILLED_IN] = extra_info
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            return Call(name, None, str(error))
+        return Call(name, given, objects=self.objects.get(name))
+
+
+def methods_of_tool(cls: type) -> list[Callable[..., Any]]:
+    """The public methods of a class that is a tool. Raises ConfigError."""
+    try:
+        found = methods_of(cls)
+    except ValueError as error:
+        raise ConfigError(f"the tool {cls.__qualname__}: {error}") from error
+    if not found:
+        raise ConfigError(f"the tool {cls.__qualname__} has no public method that could be called")
+    for name, method in found.items():
+        if FILLED_IN in inspect.signature(method).parameters:
+            raise ConfigError(
+                f"the tool {cls.__qualname__}: {name} takes {FILLED_IN!r}; let __init__ take it"
+            )
+    return [MethodType(method, cls) for method in found.values()]
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema, of the type hints and the docstring. Raises ConfigError."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    if not inspect.isfunction(getattr(function, "__func__", function)):
+        raise ConfigError(f'a tool is a plain function, a class or "python", got {function!r}')
+    for p in inspect.signature(function).parameters.values():
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) or p.name == "self":
+            raise ConfigError(
+                f"the tool {function.__qualname__} has the parameter {str(p)!r}, which a call by "
+                "names cannot give"
+            )
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        raise ConfigError(
+            f"the tool {function.__qualname__} cannot be described to the model: {error}. It needs "
+            "type hints, and a docstring that says what it does, with an `Args:` section"
+        ) from error
+    parameters = schema["function"]["parameters"]
+    parameters["properties"].pop(FILLED_IN, None)
+    parameters["required"] = [name for name in parameters.get("required", []) if name != FILLED_IN]
+    return schema
+
+
+class Complaints(logging.Handler):
+    """What a parser logs instead of raising it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.last = f"{type(error).__name__}: {error}" if error else record.getMessage()
+
+
+class CallParser:
+    """Finds the calls in what a model says, by one of vLLM's parsers.
+
+    Raises ConfigError for a name that vLLM does not know, and for a parser of other tokenizers.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, toolbox: Toolbox) -> None:
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as error:
+            raise ConfigError(
+                f"tools need vllm, whose parsers read their calls: {error}"
+            ) from error
+        self.complaints = Complaints()
+        logger = logging.getLogger("vllm.tool_parsers")
+        logger.handlers, logger.propagate = [self.complaints], False
+        logger.setLevel(logging.ERROR)  # vLLM's own may be deaf to these
+        self.request = ChatCompletionRequest.model_validate(
+            {"messages": [], "model": "", "tools": toolbox.schemas}
+        )
+        try:
+            self.parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+            self.parser.extract_tool_calls("a word", self.request)
+        except KeyError as error:
+            names = sorted(ToolParserManager.list_registered())
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"multi_turn.parser={name!r} is none of vLLM's: {', '.join(names)}{hint}"
+            ) from error
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"multi_turn.parser={name!r} does not fit the model's tokenizer: {error}"
+            ) from error
+
+    @property
+    def begins(self) -> str:
+        """What a call begins with, where the parser says so."""
+        found = getattr(self.parser, "tool_call_start_token", "")
+        return found if isinstance(found, str) else ""
+
+    def __call__(self, text: str) -> tuple[list[tuple[str, str]], str]:
+        """((name, arguments as JSON) of each call, why what looks like a call cannot be read)."""
+        self.complaints.last = ""
+        try:
+            found = self.parser.extract_tool_calls(text, self.request)
+        except Exception as error:  # noqa: BLE001  some fifty parsers, of what a policy may write
+            return [], f"{type(error).__name__}: {error}"
+        calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        if not calls and not self.complaints.last and self.begins and self.begins in text:
+            return [], f"there is no whole call behind {self.begins!r}"
+        return calls, "" if calls else self.complaints.last
+
+
+def as_text(value: Any) -> str:
+    """What a tool returned, for the model to read."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

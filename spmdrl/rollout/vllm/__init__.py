@@ -1,0 +1,1 @@
+"""vLLM inside the ranks."""

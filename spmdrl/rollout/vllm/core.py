@@ -1,0 +1,232 @@
+"""vLLM's EngineCore for one rank of its tensor-parallel group, and what it does to the process."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import importlib
+import logging
+import os
+import secrets
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig
+from spmdrl.data.images import Looks
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.rollout.rng import preserved_rng
+from spmdrl.rollout.vllm import fp8 as vllm_fp8
+from spmdrl.rollout.vllm import images as vllm_vision
+from spmdrl.rollout.vllm import lora as vllm_lora
+
+# of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
+# what it computes nor how its weights lie
+MAY_BE_SET = (
+    "async_scheduling", "attention_backend", "attention_config", "block_size",
+    "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
+    "disable_custom_all_reduce", "enable_chunked_prefill", "enable_flashinfer_autotune",
+    "enable_prefix_caching", "kv_cache_dtype", "long_prefill_token_threshold",
+    "max_cudagraph_capture_size", "max_num_batched_tokens", "max_num_scheduled_tokens",
+    "num_gpu_blocks_override", "optimization_level", "performance_mode",
+    "sleep_mode_offload_cudagraph",
+)  # fmt: skip
+
+
+def check_engine_args(config: RolloutConfig, strict: bool) -> None:
+    """Raises ConfigError for one that is not for the user to set, or would have no effect."""
+    if not config.engine_args:
+        return
+    given = f"rollout.engine_args={dict(config.engine_args)}"
+    if config.engine != "vllm":
+        raise ConfigError(f"{given} are vLLM's: set rollout.engine='vllm' or leave them out")
+    if strict:
+        raise ConfigError(f"{given}: strict sets vLLM up by itself; leave them out")
+    for name in config.engine_args:
+        if name not in MAY_BE_SET:
+            near = difflib.get_close_matches(name, MAY_BE_SET, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "may be set: " + ", ".join(MAY_BE_SET)
+            raise ConfigError(f"rollout.engine_args has {name!r}; {hint}")
+
+
+def import_vllm() -> None:
+    """Raises ConfigError where vLLM is installed and cannot be imported."""
+    try:
+        importlib.import_module("vllm.v1.engine.core")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # of a library it loads
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"rollout.engine='vllm', but vLLM cannot be imported: {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno}). Install it as docs/install.md says, or use "
+            "rollout.engine='hf'"
+        ) from error
+
+
+def build_core(
+    model: str,
+    config: RolloutConfig,
+    max_model_len: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    strict: bool = False,
+    lora: LoraConfig | None = None,
+    looks: Looks | None = None,
+    load_weights: bool = True,
+) -> Any:
+    """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+
+    on_cpu = device.type == "cpu"
+    blank = {} if load_weights or config.quantization == "fp8" else {"load_format": "dummy"}
+    args = EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        # whoever was not to run code of the model's folder has been refused it before
+        trust_remote_code=has_foreign_code(load_hf_config(model)),
+        dtype=config.dtype,
+        seed=0,
+        tensor_parallel_size=config.tensor_parallel,
+        distributed_executor_backend="external_launcher",
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=on_cpu or config.enforce_eager or strict,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
+        enable_sleep_mode=config.sleep and not on_cpu,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        moe_backend=moe_backend(model, on_cpu),
+        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
+        **({"block_size": 32} if on_cpu else {}) | dict(config.engine_args) | blank,
+        **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
+        **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
+        **(vllm_vision.engine_args(looks) if looks is not None else {}),
+    )
+    if config.quantization == "fp8" and not on_cpu:
+        disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+        os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
+    if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
+        register_architecture(model)
+        executor = executor_of(group, device)
+        gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
+        try:
+            vllm_config = args.create_engine_config()
+            check_attention(model, vllm_config.model_config.use_mla)
+            return EngineCore(vllm_config, executor, log_stats=False)
+        except (ValueError, TypeError) as error:
+            if not config.engine_args or isinstance(error, ConfigError):
+                raise
+            given = f"rollout.engine_args={dict(config.engine_args)}"
+            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
+
+
+def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
+    """None: vLLM measures what gpu_memory_utilization leaves beside weights and activations."""
+    mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
+    return mib << 20 if mib else None
+
+
+def check_attention(model: str, is_latent: bool) -> None:
+    if is_latent:
+        raise ConfigError(
+            f"rollout.engine='vllm': {model} has multi-head latent attention, for which vLLM "
+            "computes from products of weights that an update does not renew; use "
+            "rollout.engine='hf'"
+        )
+
+
+def moe_backend(model: str, on_cpu: bool) -> Any:
+    """On a GPU, Triton's kernel for experts that are not quantised: the others keep the weights in
+    an order of their own (FlashInfer swaps gate and up), which an update in place would miss."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    text = config.get_text_config()
+    has_experts = any(
+        getattr(text, name, None) for name in ("num_experts", "num_local_experts",
+                                               "n_routed_experts")
+    )  # fmt: skip
+    quantized = getattr(config, "quantization_config", None) is not None
+    return "triton" if has_experts and not quantized and not on_cpu else "auto"
+
+
+def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
+    """vLLM's executor for ranks that a launcher started, told its rank instead of reading RANK.
+
+    The name of the rendezvous, which vLLM never opens since torch.distributed is up, also names
+    shared memory on a CPU: random, so that two engines on one host, be they of one job or of two,
+    do not write into each other's.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0
+
+    return RankExecutor
+
+
+def register_architecture(model: str) -> None:
+    """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s)."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
+        entry = ModelRegistry.models.get(name)
+        if entry is not None:
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def destroy_vllm_groups() -> None:
+    """vLLM's own process groups, made beside the caller's. Imports nothing: where vLLM could not be
+    imported, that is what the user is to read."""
+    parallel_state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is None:
+        return
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+@contextmanager
+def preserved_process() -> Iterator[None]:
+    """What importing vLLM and building an engine changes for the whole process is taken back.
+
+    Meanwhile no garbage is collected, which is a third of the time otherwise. vLLM's logger stays
+    off: an error reaches us as an exception, which it would precede with a dump of every request.
+    """
+    environment = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    num_threads = torch.get_num_threads()
+    collecting = gc.isenabled()
+    gc.disable()
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    try:
+        with preserved_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # vLLM has configured it meanwhile
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(num_threads)
+        os.environ.clear()
+        os.environ.update(environment)

@@ -1,0 +1,414 @@
+"""vLLM inside the ranks: every rank holds its part of an engine and drives it itself.
+
+There is no server and no second process. We build vLLM's EngineCore (scheduler, KV cache, model
+runner) and step it; its front end, which makes several objects per token, is left out.
+
+The program sets these variables before vLLM is imported:
+    VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine lives in this process
+    VLLM_LOGGING_LEVEL=ERROR  VLLM_NO_USAGE_STATS=1
+    VLLM_CPU_OMP_THREADS_BIND=nobind   on a CPU: vLLM must not pin our threads
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.data.images import Looks
+from spmdrl.distributed.collectives import world_of
+from spmdrl.distributed.topology import Topology
+from spmdrl.hub.model_files import eos_token_ids
+from spmdrl.rollout.base import (
+    Answer,
+    Completion,
+    Request,
+    SamplingParams,
+    WeightMismatch,
+    check_lengths,
+    generate,
+)
+from spmdrl.rollout.sampling import seed_of_continuation
+from spmdrl.rollout.vllm import cpu as vllm_cpu
+from spmdrl.rollout.vllm import fp8 as vllm_fp8
+from spmdrl.rollout.vllm import images as vllm_vision
+from spmdrl.rollout.vllm import lora as vllm_lora
+from spmdrl.rollout.vllm import strict as vllm_strict
+from spmdrl.rollout.vllm.core import build_core, destroy_vllm_groups, import_vllm, preserved_process
+from spmdrl.rollout.weight_check import compare_weights
+from spmdrl.weights.checkpoint_names import is_adapter
+from spmdrl.weights.engine_layout import Layout, record_layout
+
+
+class VllmEngine:
+    """One engine per tensor-parallel group; what each method promises stands in RolloutEngine."""
+
+    live = 0  # engines in this process: they share vLLM's process groups
+
+    def __init__(
+        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
+        strict: bool = False, lora: LoraConfig | None = None, looks: Looks | None = None,
+        load_weights: bool = True,
+    ) -> None:  # fmt: skip
+        """Collective over `topology`, whose axes are dp and tp. strict: see strict.py.
+
+        lora: the adapter is kept beside the weights; None: it is in them, or there is none. looks:
+        which images prompts have, where the model sees any.
+        Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
+        """
+        if topology.axis_size("tp") != config.tensor_parallel:
+            raise ConfigError(
+                f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
+                f"tp={topology.axis_size('tp')}"
+            )
+        self.topology, self.looks = topology, looks
+        self.model_path, self.max_model_len = model, max_model_len
+        self.on_cpu = topology.device.type == "cpu"
+        self.may_sleep = config.sleep
+        self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
+        self.eos_token_ids = eos_token_ids(model)
+        self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
+        self.num_requests = 0  # so far
+        self.answers: dict[int, Answer] = {}  # by id, those that go on
+        self.detokenizers: dict[int, Any] = {}  # where stop strings are looked for
+        self.tokenizer: Any = None  # loaded when a stop string is first asked for
+        self.in_fp8 = config.quantization == "fp8"
+        self.fp8: set[str] = set()  # Hugging Face names of the weights that are kept in FP8
+        group = topology.mesh.get_group("tp")
+        patches = vllm_cpu.patched_construction() if self.on_cpu else nullcontext()
+        VllmEngine.live += 1
+        with ExitStack() as undo:
+            undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
+            with preserved_process():
+                import_vllm()
+                with patches, world_of(group):
+                    self.core = build_core(
+                        model, config, max_model_len, group, topology.device, strict, lora, looks,
+                        load_weights,
+                    )  # fmt: skip
+            if self.on_cpu:
+                vllm_cpu.gather_only_sampled(self.runner)
+                self.noise = vllm_cpu.AddressedNoise(self.runner)
+            self.slots = vllm_lora.AdapterSlots(self.runner, lora) if lora is not None else None
+            if self.in_fp8 and load_weights:
+                self.load_quantized()
+            if strict:
+                vllm_strict.make_strict(self)
+            undo.pop_all()
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.model_runner
+
+    @property
+    def model(self) -> Any:
+        return self.runner.get_model()
+
+    # sampling
+
+    @property
+    def num_running(self) -> int:
+        return len(self.core.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.answers) - self.num_running
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
+        """At temperature 0 the logprobs are of the model's own distribution (temperature 1)."""
+        return generate(self, requests, params)
+
+    def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:
+        check_lengths(requests, params, self.max_model_len)
+        shared = self.vllm_params(params)
+        ids = [self.num_requests + i for i in range(len(requests))]
+        self.num_requests += len(requests)
+        for id, request in zip(ids, requests, strict=True):
+            num_begun = len(request.response_ids)
+            own = copy.copy(shared)
+            own.max_tokens = request.limit(params) - num_begun
+            own.min_tokens = max(params.min_tokens - num_begun, 0)
+            if self.on_cpu:
+                self.noise.seeds[str(id)] = request.seed
+            else:
+                own.seed = seed_of_continuation(request.seed, num_begun)
+            asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
+            if self.looks is not None:
+                asked.mm_features = vllm_vision.features(self.looks, request)
+            self.core.add_request(*self.core.preprocess_add_request(asked))
+            self.answers[id] = Answer.begin(request, params)
+            if params.stop:
+                earlier, turn = request.num_earlier, list(request.response_ids)
+                before = [*request.prompt_ids, *turn[:earlier]]
+                self.detokenizers[id] = self.detokenizer(self.engine_request(id, before, shared))
+                self.detokenizers[id].update(turn[earlier:], stop_terminated=False)
+        return ids
+
+    def engine_request(self, id: int, prompt_ids: list[int], params: Any) -> Any:
+        from vllm.v1.engine import EngineCoreRequest
+
+        return EngineCoreRequest(
+            request_id=str(id),
+            prompt_token_ids=prompt_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,  # read by statistics, which are off
+            lora_request=self.slots.request if self.slots is not None else None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """With asynchronous scheduling (GPU) the tokens are those of an earlier pass."""
+        ended = self.forward() if self.answers else []
+        self.drain()
+        return ended
+
+    def forward(self) -> list[tuple[int, Completion]]:
+        outputs, model_executed = self.core.step_fn()
+        self.core.post_step(model_executed)
+        ended = []
+        for output in outputs[0].outputs if outputs else ():
+            id = int(output.request_id)
+            answer = self.answers.get(id)
+            if answer is None:  # scheduled once more before it was aborted
+                continue
+            new = output.new_token_ids
+            answer.token_ids += new
+            answer.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            answer.versions += [self.policy_version] * len(new)
+            if output.finish_reason is not None:
+                answer.finish_reason = str(output.finish_reason)
+            if id in self.detokenizers and self.detokenizers[id].update(
+                new, stop_terminated=answer.finish_reason == "stop"
+            ):
+                answer.finish_reason = "stop"
+                if not output.finished:
+                    self.core.abort_requests([output.request_id])
+            if answer.finish_reason is not None:
+                self.forget(id)
+                ended.append((id, answer.completion()))
+        return ended
+
+    def abort(self, ids: Sequence[int]) -> list[Completion]:
+        self.core.abort_requests([str(id) for id in ids])
+        partial = [self.forget(id).completion() for id in ids]
+        self.drain()
+        return partial
+
+    def forget(self, id: int) -> Answer:
+        self.detokenizers.pop(id, None)
+        if self.on_cpu:
+            del self.noise.seeds[str(id)]
+        return self.answers.pop(id)
+
+    def drain(self) -> None:
+        """Once there are no requests: a batch may be under way still, and rows to be cleared."""
+        while not self.answers and (self.core.scheduler.has_requests() or self.core.batch_queue):
+            self.core.step_fn()
+
+    def vllm_params(self, params: SamplingParams) -> Any:
+        """Raises ValueError for a temperature that vLLM would replace by another."""
+        from vllm import SamplingParams as VllmSamplingParams
+
+        if 0 < params.temperature < 0.01:
+            raise ValueError(
+                f"temperature={params.temperature} is below 0.01, where vLLM clamps it: use 0 "
+                "(greedy) or at least 0.01"
+            )
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+            stop=list(params.stop),
+            stop_token_ids=[*params.stop_token_ids, *eos],
+            ignore_eos=params.ignore_eos,
+            detokenize=bool(params.stop),
+            logprobs=0,  # of the sampled token alone
+        )
+
+    def detokenizer(self, request: Any) -> Any:
+        """vLLM's incremental detokenizer, or None where no stop string is looked for."""
+        if not request.sampling_params.stop:
+            return None
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        if self.tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=False)
+        return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+
+    def forget_prefixes(self) -> None:
+        """Empties vLLM's prefix cache, which holds keys and values of the weights before.
+
+        Requests that run are preempted and prefilled anew with their tokens so far. Raises
+        RuntimeError where vLLM did not empty its cache.
+        """
+        if not self.core.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError(
+                "vLLM did not empty its prefix cache after new weights were loaded; sampling on "
+                "would mix keys and values of old and new weights"
+            )
+
+    # weights
+
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Raises ValueError where a parameter would not be given."""
+        if self.slots is not None:
+            base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+            adapter = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+            with vllm_lora.unwrapped(self.model):
+                layout, beside = self.base_layout(base), self.slots.layout(adapter)
+            layout.regions += beside.regions
+            layout.places += beside.places
+            return layout
+        return self.base_layout(shapes)
+
+    def base_layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        config = self.core.vllm_config.model_config
+        if self.is_reloaded:  # quantised anew from full tensors
+            return Layout(opaque=list(shapes))
+        loaded: set[str] = set()
+
+        def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+            loaded.update(self.model.load_weights(iter(weights)))
+
+        def record(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+            return record_layout(self.model, load, shapes, config.dtype)
+
+        if self.in_fp8:
+            with vllm_fp8.loadable(self.model):
+                layout = vllm_fp8.fp8_layout(record, shapes)
+        else:
+            layout = record(shapes)
+        self.fp8.update(layout.quantized)
+        if not layout.opaque:
+            self.require_all(loaded)
+        return layout
+
+    @property
+    def is_reloaded(self) -> bool:
+        """Whether the model is quantised in a way that only vLLM's own reloading understands."""
+        return self.core.vllm_config.model_config.quantization is not None and not self.in_fp8
+
+    @torch.no_grad()
+    def load_quantized(self) -> None:
+        """The model's weights from disk, which are not quantised there."""
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+        config = self.core.vllm_config.model_config
+        on_disk = loader.get_all_weights(config, self.model)
+        self.layout({name: tuple(tensor.shape) for name, tensor in on_disk})
+        weights = loader.get_all_weights(config, self.model)
+        self.load_weights((name, tensor.to(self.topology.device)) for name, tensor in weights)
+
+    def require_all(self, loaded: set[str]) -> None:
+        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        if missing:
+            raise ValueError(f"weights were not given: {sorted(missing)}")
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """In place: each tensor is copied before the next is asked for, so buffers may be reused.
+
+        Quantised engines keep references until a layer is complete: there a tensor must stay valid
+        until the call returns. Raises ValueError where a parameter was not given.
+        """
+        if self.is_reloaded:
+            self.load_opaque(weights)
+        elif self.slots is not None:
+            adapter: dict[str, Tensor] = {}
+            with vllm_lora.unwrapped(self.model):
+                base = vllm_lora.split_off(iter(weights), adapter)
+                self.require_all(self.model.load_weights(base))
+            self.slots.load(adapter)
+        else:
+            with vllm_fp8.loadable(self.model):
+                weights = vllm_fp8.quantized(weights, self.fp8)
+                self.require_all(self.model.load_weights(weights))
+        self.finish_load()
+
+    @torch.no_grad()
+    def load_opaque(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self.is_reloaded:
+            self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        else:
+            with vllm_lora.unwrapped(self.model) if self.slots is not None else nullcontext():
+                self.model.load_weights(iter(weights))
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        if self.on_cpu:
+            vllm_cpu.repack_experts(self.model)
+        self.forget_prefixes()
+        self.core.reset_encoder_cache()
+
+    def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        """Compares bit by bit, which proves more than checksums would: both sides are here.
+
+        An FP8 engine is compared with what its weights give when they are quantised whole.
+        """
+        if self.is_reloaded:
+            raise WeightMismatch(
+                "a quantised engine's weights cannot be compared with the trainer's"
+            )
+        if self.on_cpu:
+            vllm_cpu.check_experts(self.model)
+        rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
+        if self.slots is not None:
+            adapter: dict[str, Tensor] = {}
+            base = vllm_lora.split_off(weights, adapter)
+            with vllm_lora.unwrapped(self.model):
+                count = compare_weights(self.model, base, rank, size)
+            return count + self.slots.check(adapter)
+        return compare_weights(self.model, vllm_fp8.quantized(weights, self.fp8), rank, size)
+
+    # memory
+
+    def sleep(self) -> None:
+        """On a GPU: weights and KV cache are dropped (level 2), since a sync of weights follows
+        `wake` anyway; of adapters alone it does not bring the weights, so these go to the host's
+        memory (level 1). On a CPU: the KV cache is freed, weights stay."""
+        if not self.may_sleep or self.freed_kv_cache:
+            return
+        self.forget_prefixes()
+        if self.on_cpu:
+            self.freed_kv_cache = vllm_cpu.free_kv_cache(self.runner.kv_caches)
+        else:
+            self.core.sleep(level=2 if self.slots is None else 1)
+
+    def wake(self) -> None:
+        if not self.may_sleep:
+            return
+        if self.on_cpu:
+            vllm_cpu.restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
+            self.freed_kv_cache = []
+        else:
+            self.core.wake_up()
+
+    def shutdown(self) -> None:
+        """Ends the engine. EngineCore.shutdown would destroy the caller's process groups too."""
+        self.core.structured_output_manager.clear_backend()
+        self.core.model_executor.shutdown()
+        self.core.scheduler.shutdown()
+        del self.core
+        gc.collect()
+        self.leave_groups()
+
+    def leave_groups(self) -> None:
+        VllmEngine.live -= 1
+        if VllmEngine.live == 0:
+            destroy_vllm_groups()

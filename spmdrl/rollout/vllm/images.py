@@ -1,0 +1,100 @@
+"""Images for vLLM's engine: pixels as the trainer has them, by our image processor.
+
+vLLM's own preprocessing is left out. It would do the same work a second time and, by default, leave
+the normalisation to the model (mm_device_do_normalize): pixels that have it would be normalised
+twice, which nothing reports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.data.images import Looks
+from spmdrl.rollout.base import Request
+
+
+def engine_args(looks: Looks) -> dict[str, Any]:
+    return {
+        # without any, vLLM would leave the tower out, and its weights had no place
+        "limit_mm_per_prompt": {"image": max(looks.per_prompt, 1), "video": 0},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+    }
+
+
+@contextmanager
+def sizes_of(looks: Looks, max_model_len: int) -> Iterator[None]:
+    """While an engine is built: it asks its processor for limits, and for the largest image, by
+    which it measures the memory of a pass."""
+    import_without_torchvision()
+    from vllm.multimodal import registry
+
+    limits, tokens = {"image": max(looks.per_prompt, 1)}, max(looks.tokens, 1)
+    info = SimpleNamespace(
+        supported_mm_limits=limits,
+        allowed_mm_limits=limits,
+        ctx=SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len)),
+        get_mm_max_tokens_per_item=lambda seq_len, mm_counts: dict.fromkeys(limits, tokens),
+    )
+
+    def largest(mm_counts: Mapping[str, int], cache: Any = None) -> dict[str, Any]:
+        merge = looks.vision.merge
+        grid = torch.tensor([[1, merge, merge * tokens]])
+        pixels = torch.zeros(int(grid.prod()), looks.vision.num_values)
+        return {"mm_kwargs": {"image": items_of([pixels], grid)}}
+
+    own = SimpleNamespace(info=info, get_dummy_mm_inputs=largest)
+    kind: Any = registry.MultiModalRegistry
+    create_processor = kind.create_processor
+    kind.create_processor = lambda *args, **kwargs: own
+    try:
+        yield
+    finally:
+        kind.create_processor = create_processor
+
+
+def features(looks: Looks, request: Request) -> list[Any] | None:
+    """As EngineCoreRequest.mm_features. identifier: of the pixels, by which vLLM keeps what the
+    vision tower made of them, and the prefixes that they are part of."""
+    if not request.images:
+        return None
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    view = looks.vision.view(request.prompt_ids, request.images)
+    items = items_of(view.pixels, view.grids)
+    return [
+        MultiModalFeatureSpec(
+            data=item, modality="image", identifier=digest,
+            mm_position=PlaceholderRange(offset=first, length=count),
+        )
+        for item, digest, (first, count) in zip(items, view.digests, view.spans, strict=True)
+    ]  # fmt: skip
+
+
+def items_of(pixels: list[Tensor], grids: Tensor) -> Any:
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    given = BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": grids})
+    return MultiModalKwargsItems.from_hf_inputs(given, fields)["image"]
+
+
+def import_without_torchvision() -> None:
+    """vLLM imports one function, of arithmetic, from a module that torchvision comes with. Builds
+    for CPUs do without that package; transformers has the function in another module too."""
+    if find_spec("torchvision") is None:
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as same
+
+        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", same)

@@ -1,0 +1,209 @@
+"""An adapter beside the weights of a vLLM engine: written in place, used by every request.
+
+vLLM keeps A and B of each layer in padded memory of its own, scale B in place of B. One adapter is
+registered when the engine is built; after that the trainer's parts are copied to where they belong
+like any weight's, and nothing is loaded, named or swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.engines.fsdp.lora import target_layers
+from spmdrl.engines.fsdp.model import load_hf_config, meta_model
+from spmdrl.rollout.base import WeightMismatch
+from spmdrl.rollout.weight_check import rows_in_fused
+from spmdrl.weights.boxes import Box, view, whole
+from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
+from spmdrl.weights.engine_layout import Layout, Place, box_of
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
+ID = 1  # of the adapter in vLLM
+
+
+def check_adapter_mode(lora: LoraConfig | None, config: RolloutConfig, hf: Any) -> None:
+    """hf: the text model's config. Raises ConfigError where an adapter cannot be sent by itself."""
+    asked = "weights.lora='adapter'"
+    remedy = "weights.lora='merge' sends weights with the adapter in them"
+    if lora is None:
+        raise ConfigError(f"{asked} has no effect without actor.lora: leave it out")
+    if config.engine != "vllm":
+        raise ConfigError(f"{asked} is of rollout.engine='vllm'; {remedy}")
+    if config.quantization is not None:
+        raise ConfigError(
+            f"{asked} does not go with rollout.quantization={config.quantization!r}: the base "
+            f"would be in FP8 and the adapter not; {remedy}"
+        )
+    if lora.rank > RANKS[-1]:
+        raise ConfigError(f"{asked}: vLLM takes ranks up to {RANKS[-1]}, not {lora.rank}; {remedy}")
+    if any(getattr(hf, name, None) for name in ("num_experts", "num_local_experts",
+                                                "n_routed_experts")):  # fmt: skip
+        raise ConfigError(f"{asked} is for dense models: this one has experts; {remedy}")
+
+
+def engine_args(lora: LoraConfig, model: str) -> dict[str, Any]:
+    """What EngineArgs needs."""
+    layers = target_layers(meta_model(load_hf_config(model)), lora)
+    leaves = sorted({name.rpartition(".")[2] for name in layers})
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+        "lora_target_modules": leaves,
+    }
+
+
+class Slot(NamedTuple):
+    """Where a layer's A and B are kept: in a layer of vLLM's, which may hold several."""
+
+    layer: Any
+    number: int  # of the part of a fused layer
+
+    @property
+    def a(self) -> Tensor:
+        """(padded rank, columns)."""
+        return self.layer.lora_a_stacked[self.number][0, 0]
+
+    @property
+    def b(self) -> Tensor:
+        """(rows, padded rank)."""
+        return self.layer.lora_b_stacked[self.number][0, 0]
+
+
+class AdapterSlots:
+    """An engine's memory for the adapter."""
+
+    def __init__(self, runner: Any, lora: LoraConfig) -> None:
+        """Registers an adapter of zeros, so that vLLM finds it when a request names it."""
+        from vllm.lora.request import LoRARequest
+
+        self.rank = lora.rank
+        self.manager = runner.lora_manager._adapter_manager
+        self.request = LoRARequest("policy", ID, "in memory")
+        runner.lora_manager.add_dummy_lora(self.request, lora.rank)
+        self.manager.activate_adapter(ID)
+        for layer in self.manager.modules.values():
+            layer.reset_lora(0)
+
+    def slot(self, name: str) -> Slot:
+        """Of a layer by its Hugging Face name. Raises ValueError where vLLM has none for it."""
+        modules, packed = self.manager.modules, self.manager.packed_modules
+        if name in modules and name not in packed:
+            return Slot(modules[name], 0)
+        for fused, parts in packed.items():
+            if name in parts and fused in modules:
+                return Slot(modules[fused], parts.index(name))
+        raise ValueError(
+            f"vLLM has no adapter for layer {name}: leave it out of lora.target_modules, or use "
+            "weights.lora='merge'"
+        )
+
+    def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """Of A and scale B; which part of them belongs on this rank is asked of vLLM's layers."""
+        found = Layout()
+        for name, shape in shapes.items():
+            layer, _, kind = name.rpartition(".lora_")
+            slot = self.slot(layer)
+            held = (slot.a[: self.rank] if kind == "A.weight" else slot.b[:, : self.rank]).detach()
+            holder = nn.Module()  # the memory itself stays for as long as the engine
+            holder.register_buffer("held", held)
+            found.regions.append((name, part_on_rank(slot, name, shape)))
+            found.places.append(Place(holder, "held", 0, tuple(held.shape), held.stride()))
+        return found
+
+    def load(self, given: Mapping[str, Tensor]) -> None:
+        """Full tensors, A and scale B."""
+        found = self.layout({name: tuple(tensor.shape) for name, tensor in given.items()})
+        for (name, box), place in zip(found.regions, found.places, strict=True):
+            place.tensor().copy_(view(given[name], whole(given[name].shape), box))
+
+    def check(self, given: Mapping[str, Tensor]) -> int:
+        """Compares bit by bit; the rest of the memory must be 0. Returns the number of tensors.
+
+        Which part belongs here is worked out from shapes and the rank, as in weight_check.py.
+        """
+        proven: set[int] = set()
+        for name, tensor in given.items():
+            layer, _, kind = name.rpartition(".lora_")
+            slot = self.slot(layer)
+            stack = slot.a if kind == "A.weight" else slot.b
+            full = torch.zeros_like(stack)
+            part = expected_part(slot, kind, tensor, stack).to(stack)
+            full[: part.shape[0], : part.shape[1]] = part
+            proven.add(stack.data_ptr())
+            if not torch.equal(full, stack):
+                raise WeightMismatch(f"{name} is not what the engine holds of it")
+        for layer, module in self.manager.modules.items():
+            for stack in (*module.lora_a_stacked, *module.lora_b_stacked):
+                if stack[0, 0].data_ptr() not in proven and stack.any():
+                    raise WeightMismatch(f"the engine has an adapter on {layer} that nobody sent")
+        return len(given)
+
+
+def part_on_rank(slot: Slot, name: str, shape: Sequence[int]) -> Box:
+    """Which rows of B, or columns of A, vLLM's layer would take of the full tensor."""
+    full, layer = torch.empty(tuple(shape), device="meta"), slot.layer
+    if layer.tp_size == 1:
+        return whole(shape)
+    cut = layer.slice_lora_a if name.endswith(ADAPTER[0]) else layer.slice_lora_b
+    if layer.n_slices > 1:
+        tensors: list[Tensor | None] = [None] * layer.n_slices
+        tensors[slot.number] = full
+        part = cut(tensors)[slot.number]
+    else:
+        part = cut(full)
+    box = box_of(part, full)
+    assert box is not None, name
+    return box
+
+
+def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tensor:
+    """What must stand on this rank of a full A or B."""
+    base = slot.layer.base_layer
+    rank, size = slot.layer.tp_rank, slot.layer.tp_size
+    if kind == "A.weight":  # all of it, or this rank's columns
+        width = stack.shape[1]
+        return tensor if width == tensor.shape[1] else tensor.narrow(1, rank * width, width)
+    if hasattr(base, "output_sizes") and slot.layer.n_slices > 1:
+        _, rows, first = rows_in_fused(base, slot.number, tensor, rank, size, unit=1)
+        return tensor[first : first + rows]
+    rows = stack.shape[0]
+    return tensor if rows == len(tensor) else tensor[rank * rows : (rank + 1) * rows]
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model has its own layers in place of those with adapters, under their names."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not isinstance(parent, BaseLayerWithLoRA)
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, child in found:
+        parent._modules[name] = child.base_layer
+    try:
+        yield
+    finally:
+        for parent, name, child in found:
+            parent._modules[name] = child
+
+
+def split_off(
+    weights: Iterator[tuple[str, Tensor]], adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The base's weights; those of the adapter are put into `adapter`."""
+    for name, tensor in weights:
+        if is_adapter(name):
+            adapter[name] = tensor
+        else:
+            yield name, tensor

@@ -1,0 +1,1 @@
+"""One step, the loops around it, and what a run writes."""

@@ -1,0 +1,262 @@
+"""Sequences and per-token results on their way between the ranks of roles.
+
+Point to point, between ranks that have something for each other: no rank holds the whole batch,
+none waits for traffic that is not its own, nothing is pickled or padded. Both ends know from the
+Deal what is sent, so a message has no header. Sequences leave in the order in which they were
+packed and arrive in their place: a field is moved as it lies in memory.
+
+Tensors are on the CPU; engines take a micro-batch to their device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.data.packing import Deal, empty_batch
+from spmdrl.distributed.p2p import Wire, Work
+from spmdrl.distributed.placement import Ranks
+from spmdrl.distributed.topology import Topology
+from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
+
+FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
+ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
+SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
+
+
+@dataclass
+class Post:
+    """Messages between ranks of the job. What was sent is kept until it has left."""
+
+    topology: Topology  # of the job
+    step: int = 0  # that new messages belong to
+    under_way: list[tuple[int, Work, Tensor]] = field(default_factory=list)
+    moved_bytes: int = 0  # received by this rank since it was last read
+    wire: Wire = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wire = Wire(self.topology)
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    def send(self, values: Tensor, to: int) -> None:
+        """Returns at once; `values` must not change before the receiver has it."""
+        if values.numel() == 0:
+            return
+        values = values.contiguous()
+        self.under_way.append((self.step, self.wire.isend(values, to), values))
+
+    def expect(self, place: Tensor, source: int) -> list[Work]:
+        """What `source` sends next will lie in `place` when the result was waited for."""
+        if place.numel() == 0:
+            return []
+        self.moved_bytes += place.nbytes
+        return [self.wire.irecv(place, source)]
+
+    def begin(self, step: int, delivered: int) -> None:
+        """What is sent from here on is of `step`. Lets go of what was sent up to step `delivered`,
+        once it has arrived: that is known of a message only when it is waited for."""
+        self.step = step
+        self.wait_until_delivered(delivered)
+
+    def wait_until_delivered(self, step: int | None = None) -> None:
+        """step: of no later messages than its own."""
+        for sent_in, work, _ in self.under_way:
+            if step is None or sent_in <= step:
+                work.wait()
+        self.under_way = [each for each in self.under_way if step is not None and each[0] > step]
+
+
+# ---- the batch: from the ranks that sampled to those that train
+
+
+def packing_order(deal: Deal, ranks: Ranks, maker: int) -> Tensor:
+    """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
+    rows = deal.by_mini((deal.makers == maker).nonzero().flatten())
+    return rows[torch.argsort(deal.owners[ranks][rows], stable=True)]
+
+
+def send_batch(
+    batch: Batch, deal: Deal, ranks: Ranks, fields: tuple[str, ...], post: Post
+) -> Batch:
+    """Sends each owner its sequences; returns this rank's own share, as `receive_batch` wants it.
+
+    batch: what this rank made, in `packing_order`.
+    """
+    rows = packing_order(deal, ranks, post.rank)
+    assert batch.num_seqs == len(rows), (batch.num_seqs, len(rows))
+    floats = seq_floats(batch)
+    own = batch.select([])
+    for owner in ranks:
+        seqs = (deal.owners[ranks][rows] == owner).nonzero().flatten()
+        if len(seqs) == 0:
+            continue
+        first, end = int(seqs[0]), int(seqs[-1]) + 1
+        tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
+        if owner == post.rank:
+            own = span(batch, first, end)
+            continue
+        for name in fields:
+            post.send(getattr(batch, name)[tokens], owner)
+        post.send(floats[first:end], owner)
+    return own
+
+
+def receive_batch(
+    own: Batch | None, deal: Deal, ranks: Ranks, fields: tuple[str, ...], num_keys: int, post: Post
+) -> list[Batch]:
+    """This rank's Batch of each mini-batch, sequences by address.
+
+    own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
+    while the next ones are still under way.
+    """
+    rows = deal.held(ranks, post.rank)
+    makers = deal.makers[rows]
+    if own is None:
+        own = empty_batch(rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields)
+    senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
+    theirs = [rows[makers == sender] for sender in senders]
+    lens = torch.cat([deal.seq_lens[part] for part in [*theirs, rows[:0]]])
+    cu_seqlens = lengths_to_cu_seqlens(lens)
+    places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
+    places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
+    works: dict[str, list[Work]] = {name: [] for name in places}
+    first = 0
+    for sender, part in zip(senders, theirs, strict=True):
+        seqs = slice(first, first + len(part))
+        tokens = slice(int(cu_seqlens[first]), int(cu_seqlens[seqs.stop]))
+        for name, place in places.items():
+            works[name] += post.expect(place[seqs if name == "floats" else tokens], sender)
+        first = seqs.stop
+
+    # where each row lies: what arrives, then what is this rank's own
+    lying = torch.cat([*theirs, rows[makers == post.rank]])
+    by_row = torch.argsort(lying)
+    order = by_row[torch.searchsorted(lying[by_row], rows)]
+    counts = torch.bincount(deal.minis[rows], minlength=deal.num_minis).tolist()
+    minis = [
+        empty_batch(deal.seq_lens[part], num_keys, without=fields) for part in rows.split(counts)
+    ]
+    for mini, part in zip(minis, rows.split(counts), strict=True):
+        mini.groups, mini.indices = deal.groups[part], deal.indices[part]
+    for name, place in places.items():
+        for work in works[name]:
+            work.wait()
+        if name == "floats":
+            floats = torch.cat([place, seq_floats(own)])[order].split(counts)
+            for mini, values in zip(minis, floats, strict=True):
+                set_seq_floats(mini, values)
+            continue
+        pieces = place.split(lens.tolist())
+        pieces += getattr(own, name).split(own.seq_lens.tolist())
+        for mini, part in zip(minis, order.split(counts), strict=True):
+            picked = [pieces[i] for i in part.tolist()]
+            setattr(mini, name, torch.cat(picked) if picked else place[:0])
+    return minis
+
+
+def seq_floats(batch: Batch) -> Tensor:
+    """(num_seqs, SEQ_FLOATS + num_keys) float64: what it has beside its address and tokens."""
+    columns = [batch.rewards, batch.valid.double(), batch.greedy, batch.prompts.double()]
+    return torch.cat([torch.stack(columns, dim=1), batch.keys], dim=1)
+
+
+def set_seq_floats(batch: Batch, values: Tensor) -> None:
+    """What `seq_floats` took."""
+    batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
+    batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
+    batch.prompts = values[:, 3].long()
+
+
+def span(batch: Batch, first: int, end: int) -> Batch:
+    """Sequences first .. end - 1, as views."""
+    tokens = slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[end]))
+    views = {
+        name: value[tokens if name in TOKEN_FIELDS else slice(first, end)]
+        for name, value in batch.tensors()
+    }
+    lens = batch.seq_lens[first:end]
+    return Batch(**views, cu_seqlens=lengths_to_cu_seqlens(lens))
+
+
+# ---- the deal itself, for ranks that train and did not sample
+
+
+def send_deal(deal: Deal, facts: dict[str, Any], to: Ranks, post: Post) -> None:
+    """Called on one rank. facts: JSON-able, a few numbers."""
+    columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
+    table = torch.stack([*columns, *deal.owners.values()], dim=1)
+    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    sizes = torch.tensor([len(table), deal.num_minis, len(text)])
+    for rank in to:
+        post.send(sizes, rank)
+        post.send(text, rank)
+        post.send(table, rank)
+
+
+def receive_deal(source: int, roles: list[Ranks], post: Post) -> tuple[Deal, dict[str, Any]]:
+    """roles: as they were given to `deal`, in that order."""
+
+    def receive(place: Tensor) -> Tensor:
+        for work in post.expect(place, source):
+            work.wait()
+        return place
+
+    num_seqs, num_minis, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
+    facts = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
+    table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
+    groups, indices, seq_lens, makers, minis, *owners = (c.contiguous() for c in table.unbind(1))
+    by_role = dict(zip(roles, owners, strict=True))
+    return Deal(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
+
+
+# ---- what one role says of the tokens, to another
+
+
+def send_results(
+    values: list[Tensor], deal: Deal, source: Ranks, target: Ranks, post: Post
+) -> None:
+    """values: (num_tokens,) of each mini-batch of this rank as one of `source`."""
+    rows = deal.held(source, post.rank)
+    lens = deal.seq_lens[rows]
+    everything = torch.cat(values)
+    for owner in target:
+        if owner != post.rank:
+            chosen = deal.owners[target][rows] == owner
+            post.send(everything[torch.repeat_interleave(chosen, lens)], owner)
+
+
+def receive_results(
+    own: list[Tensor] | None, deal: Deal, source: Ranks, target: Ranks, post: Post
+) -> list[Tensor]:
+    """(num_tokens,) of each mini-batch of this rank as one of `target`.
+
+    own: what this rank itself has of them as one of `source`; None where it is not.
+    """
+    rows = deal.held(target, post.rank)
+    lens = deal.seq_lens[rows]
+    senders = deal.owners[source][rows]
+    result = torch.zeros(int(lens.sum()))
+    works: list[tuple[list[Work], Tensor, Tensor]] = []
+    for sender in senders.unique().tolist():
+        places = torch.repeat_interleave(senders == sender, lens)
+        if sender == post.rank:
+            assert own is not None
+            held = deal.held(source, post.rank)
+            chosen = deal.owners[target][held] == post.rank
+            result[places] = torch.cat(own)[torch.repeat_interleave(chosen, deal.seq_lens[held])]
+        else:
+            values = torch.zeros(int(places.sum()))
+            works.append((post.expect(values, sender), places, values))
+    for pending, places, values in works:
+        for work in pending:
+            work.wait()
+        result[places] = values
+    sizes = [int(lens[deal.minis[rows] == m].sum()) for m in range(deal.num_minis)]
+    return list(result.split(sizes))

@@ -1,0 +1,319 @@
+"""What a run works with, made from its config: data, engines, who is where."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import PpoConfig
+from spmdrl.data.images import Looks, Sight, Vision
+from spmdrl.data.prompts import PromptDataset, PromptOrder
+from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
+from spmdrl.distributed.process import Runtime, load_tokenizer
+from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
+from spmdrl.distributed.topology import Topology, train_degrees
+from spmdrl.engines import base_of, build_engine
+from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.fsdp.engine import FsdpEngine
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.rewards.reward_model import RewardModel, train_config
+from spmdrl.rewards.runner import RewardRunner, needs_truth
+from spmdrl.rewards.truths import truth_checker
+from spmdrl.rollout import build_engine as build_rollout
+from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.training.batch_exchange import Post
+from spmdrl.training.checks.algorithms import require
+from spmdrl.training.logs.flops import Flops
+from spmdrl.training.logs.trace import SpanLog
+from spmdrl.training.overlap import Asked
+from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.replay_buffer import ReplayBuffer
+from spmdrl.training.roles import Roles, Sampler, Trainer
+from spmdrl.training.weight_sync import WeightSync, exhaust
+from spmdrl.training.weight_versions import Mailbox
+from spmdrl.types import Prompt, Sample
+
+
+@dataclass
+class Run:
+    """What the loop works with."""
+
+    config: PpoConfig
+    runtime: Runtime
+    roles: Roles
+    prompts: PromptDataset
+    held_out: list[tuple[int, Prompt]]  # the same on every rank
+    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
+    samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
+    identity: dict[str, Any] | None = None  # see spmdrl/training/run_identity.py; for checkpoints
+    asked: Asked | None = None  # of the next step, where it is asked while this one is scored
+    spans: SpanLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = SpanLog(self.runtime.phases)
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """Those on this rank that are trained, so saved and resumed."""
+        return {
+            trainer.name: trainer.engine
+            for trainer in self.roles.trainers
+            if trainer.name != "ref" and trainer.engine is not None
+        }
+
+    @cached_property
+    def flops(self) -> Flops:
+        """What the actor computes for what it learns from."""
+        frozen = self.config.actor.lora is not None
+        return Flops.of_model(load_hf_config(self.config.model), frozen)
+
+    @property
+    def is_log(self) -> bool:
+        """The actor's first rank knows all metrics."""
+        return self.roles.actor.topology.rank == 0
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts of the data."""
+        return [self.prompts.prompt(i) for i in self.order.take(count)]
+
+
+def build(
+    config: PpoConfig, runtime: Runtime, host: Trainer | None = None, undo: ExitStack | None = None
+) -> Run:
+    """Data first, since its mistakes are cheap to find; then the engines. Collective.
+
+    host: the actor, where it stands already (embed.py): other roles start from its weights unless
+    they name a model, and no other weights are read. undo: takes away what was started.
+    """
+    undo = undo or ExitStack()
+    topology, phases = runtime.topology, runtime.phases
+    placement = place(config, topology.world)
+    scorers = placement.roles["reward"]
+    scores = topology.rank in scorers
+    rewards = RewardRunner(config.reward, config.rewards, len(scorers)) if scores else None
+    if rewards is not None:
+        undo.callback(rewards.close)
+    tokenizer = load_tokenizer(config.model)
+    with phases("load data"):
+        prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
+    places = Places(topology)
+    trainers = build_trainers(config, runtime, places, placement, host)
+    actor = trainers["actor"]
+    if looks is not None and looks.per_prompt:
+        give_sight(trainers.values(), Sight(looks.vision, prompts.by_id))
+    with phases("build reward model"):
+        scoring = places.of(placement.roles["reward"], **reward_degrees(config))
+        reward_model = build_reward_model(config, scoring, topology)
+    with phases("build rollout"):
+        ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        beside = config.actor.lora if config.weights.lora == "adapter" else None
+        PROGRESS.detail(engine_text(config.rollout.engine, config.model))
+        rollout = build_rollout(
+            config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
+            load_weights=host is None,
+        )  # fmt: skip
+        if rollout is not None:
+            undo.callback(rollout.shutdown)
+        dialogue = build_dialogue(config, tokenizer, ranks)
+        if dialogue is not None:
+            undo.callback(dialogue.close)
+    with phases("plan weights"):
+        weights = WeightSync(
+            actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
+            places.of,
+        )  # fmt: skip
+        driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
+        roles = Roles(
+            config, topology, places.of(placement.sampling, dp=-1),
+            places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
+            tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
+            mailbox=Mailbox(topology) if config.async_steps else None,
+            actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
+            prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
+            entropy_coef=config.algo.entropy_coef,
+            replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
+            leftover=Leftover(config.rollout) if config.rollout.oversample > 1 else None,
+        )  # fmt: skip
+        if rollout is not None and roles.sleeps:
+            rollout.sleep()
+    return Run(config, runtime, roles, prompts, held_out, order)
+
+
+def check_enough(config: PpoConfig, num_prompts: int) -> None:
+    """For one step, over-sampled."""
+    per_step, oversample = config.data.prompts_per_step, config.rollout.oversample
+    asked = math.ceil(per_step * oversample)
+    require(
+        asked <= num_prompts,
+        f"data.prompts_per_step={per_step} x rollout.oversample={oversample} = {asked} prompts, "
+        f"but the data has {num_prompts}",
+    )
+
+
+def load_prompts(
+    config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
+) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, Looks | None]:
+    """To train on, held out, the order of the first, and the images of both. Collective."""
+    data = config.data
+    prompts = load_dataset(data.train, config, tokenizer, topology)
+    order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
+    check_enough(config, len(prompts))
+    sources, looks = set(prompts.data_sources), prompts.looks()
+    held_out: list[tuple[int, Prompt]] = []
+    if data.eval is not None:
+        held_out, dataset = load_held_out(config, tokenizer, topology)
+        sources |= set(dataset.data_sources)
+        looks = prompts.looks(dataset)
+    if rewards is not None:
+        rewards.check_sources(sorted(sources))
+    return prompts, held_out, order, looks
+
+
+def load_held_out(
+    config: PpoConfig, tokenizer: Any, topology: Topology
+) -> tuple[list[tuple[int, Prompt]], PromptDataset]:
+    """(the prompts by number, the whole file). Collective."""
+    assert config.data.eval is not None
+    dataset = load_dataset(config.data.eval, config, tokenizer, topology)
+    count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
+    return [(i, dataset.prompt(i)) for i in range(count)], dataset
+
+
+def load_dataset(
+    paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology
+) -> PromptDataset:
+    """Collective."""
+    data, hf = prompts_of(config), load_hf_config(config.model)
+    vision = Vision.load(config.model, hf, data)
+    dataset = PromptDataset.load(
+        paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
+        needs_truth(config.reward), truth_checker(config.reward), vision,
+    )  # fmt: skip
+    require(
+        not (dataset.images.per_prompt and has_replies(config)),
+        f"{paths} has images: prompts with images have one turn, without tools and environment",
+    )
+    require(
+        not (dataset.images.per_prompt and config.reward_model),
+        f"{paths} has images, which a reward model does not see: leave reward_model out",
+    )
+    return dataset
+
+
+def give_sight(trainers: Iterable[Trainer], sight: Sight) -> None:
+    for trainer in trainers:
+        if trainer.engine is not None:
+            assert isinstance(trainer.engine, FsdpEngine)  # plan_shared.check_vision
+            trainer.engine.sight = sight
+
+
+def build_trainers(
+    config: PpoConfig, runtime: Runtime, places: Places, placement: Placement, host: Trainer | None
+) -> dict[str, Trainer]:
+    """By name. Collective."""
+    trainers = {} if host is None else {"actor": host}
+    for name, role in training_roles(config).items():
+        if name in trainers:
+            continue
+        if name == "ref" and reference_is_base(config, placement):
+            actor = trainers["actor"]
+            trainers[name] = Trainer(name, actor.topology, base_of(actor.engine))
+            continue
+        with runtime.phases(f"build {name}"):
+            ranks = places.of(placement.roles[name], **train_degrees(role))
+            kind = "value" if name == "critic" else "policy"
+            PROGRESS.detail(model_text(role.model or config.model))
+            engine = build_engine(
+                kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
+                strict=config.strict and name == "actor",
+                load_weights=host is None or role.model is not None,
+            )  # fmt: skip
+            trainers[name] = Trainer(name, ranks, engine)
+            if host is not None and role.model is None:
+                bucket_bytes = config.weights.bucket_mib << 20
+                trainers[name].started_from = start_from(host.model, engine, bucket_bytes)
+            if engine is not None:
+                engine.offload()
+    return trainers
+
+
+def start_from(source: TrainEngine, engine: TrainEngine | None, bucket_bytes: int) -> str:
+    """Gives a new engine another's weights; their digest, the same on every rank and in any layout.
+
+    engine: None on ranks without it. Collective over the ranks of `source`.
+    """
+    digest = hashlib.sha256()
+
+    def digested() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in source.named_weights(torch.float32, bucket_bytes):
+            total = float(tensor.double().sum()), float(tensor.double().square().sum())
+            digest.update(f"{name} {total}".encode())
+            yield name, tensor
+
+    weights = digested()
+    try:
+        if engine is not None:
+            engine.take_weights(weights)
+    finally:
+        exhaust(weights)
+    return digest.hexdigest()[:16]
+
+
+def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialogue | None:
+    """ranks: of the rollout. On the leaders of its engines."""
+    if not (has_replies(config) and ranks.here and ranks.axis_rank("tp") == 0):
+        return None
+    return Dialogue(config, tokenizer, ranks.axis_size("dp"))
+
+
+def reward_degrees(config: PpoConfig) -> dict[str, Any]:
+    """Of the ranks that score."""
+    model = config.reward_model
+    return {"dp": -1} if model is None else train_degrees(train_config(model))
+
+
+def build_reward_model(
+    config: PpoConfig, scoring: Topology, everyone: Topology
+) -> RewardModel | None:
+    """None outside of `scoring`, whose axes are dp and fsdp. Collective over everyone."""
+    if config.reward_model is None:
+        return None
+    name, role = config.reward_model.model, train_config(config.reward_model)
+    engine = build_engine("reward", name, role, scoring, frozen=True, job=everyone)
+    if engine is None:
+        return None
+    engine.offload()
+    return RewardModel(config.reward_model, engine, load_tokenizer(name))
+
+
+class Places:
+    """Topologies by their ranks; those of the same ranks share their groups."""
+
+    def __init__(self, everyone: Topology) -> None:
+        self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
+        self.device = everyone.device
+
+    def of(self, ranks: Ranks, **degrees: Any) -> Topology:
+        """Collective over the job."""
+        share = self.known.get(ranks)
+        topology = Topology.build(self.device, ranks, share=share, **degrees)
+        return self.known.setdefault(ranks, topology) if share is None else topology
+
+
+def close(roles: Roles) -> None:
+    if roles.sampler.rewards is not None:
+        roles.sampler.rewards.close()
+    if roles.sampler.dialogue is not None:
+        roles.sampler.dialogue.close()
+    if roles.sampler.here:
+        roles.sampler.engine.shutdown()

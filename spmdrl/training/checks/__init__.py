@@ -1,0 +1,1 @@
+"""Is a config sound; what a run will need."""

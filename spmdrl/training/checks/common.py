@@ -1,0 +1,231 @@
+"""What every program that trains can know of its config before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from spmdrl.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    OptimConfig,
+    PpoConfig,
+    RunConfig,
+    SftDataConfig,
+    TrainConfig,
+)
+from spmdrl.data.images import sees_images
+from spmdrl.distributed.placement import Ranks, show_ranks
+from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.engines.fsdp.optimizers import check_optimizer
+from spmdrl.engines.fsdp.ulysses import check_ulysses
+from spmdrl.engines.megatron.layout import check_layout
+from spmdrl.engines.megatron.parts import degrees_of
+from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.training.checks.algorithms import require
+
+MAX_RANKS = 2**20
+
+
+def check_sharing(name: str, role: TrainConfig, model: str) -> None:
+    try:
+        check_ulysses(load_hf_config(model), role.ulysses)
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error}") from error
+
+
+def check_checkpoint(config: CheckpointConfig) -> None:
+    require(config.every_steps >= 0, f"checkpoint.every_steps={config.every_steps}: 0 or more")
+    require(config.keep >= 1, f"checkpoint.keep={config.keep}: at least 1")
+    require(config.keep_best >= 0, f"checkpoint.keep_best={config.keep_best}: 0 (off) or more")
+    require(
+        config.every_steps > 0 or not config.keep_best,
+        f"checkpoint.keep_best={config.keep_best} has no effect: every_steps=0 saves nothing",
+    )
+
+
+def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> None:
+    require(
+        importlib.util.find_spec("megatron.core") is not None,
+        f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
+    )
+    hf = load_hf_config(model)
+    require(
+        not has_foreign_code(hf),
+        f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
+        f"{model!r} brings along: use engine 'fsdp', or leave trust_remote_code off",
+    )
+    try:
+        check_layout(hf, degrees_of(role), num_ranks)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def check_world(world: int) -> None:
+    require(1 <= world <= MAX_RANKS, f"{world} ranks: a run has 1 to {MAX_RANKS:,}")
+
+
+def check_places(config: RunConfig) -> None:
+    """Paths and names that nothing can be at."""
+    places = {"model": config.model, "run_dir": config.run_dir}
+    keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
+            if f.name.endswith("_key")}  # fmt: skip
+    places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
+    if not isinstance(config, PpoConfig):
+        places |= {"out": config.out}
+    for name, text in places.items():
+        require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")
+    for key in ("tokenize", "add_generation_prompt"):
+        require(
+            key not in config.data.chat_template_kwargs,
+            f"data.chat_template_kwargs: {key!r} is not yours to set, a prompt needs it as it is",
+        )
+
+
+# what only one engine reads, and what it is where nobody sets it
+LAYOUT: dict[str, dict[str, Any]] = {
+    "fsdp": {
+        "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
+        "activation_offload": False, "ema": 0.0,
+    },
+    "megatron": {
+        "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
+        "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
+        "expert_tensor_parallel": 1,
+    },
+}  # fmt: skip
+
+
+def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
+    require(
+        role.engine == "fsdp" or role.ulysses == 1,
+        f"{name}.ulysses={role.ulysses} is of engine 'fsdp'. With {name}.engine={role.engine!r} "
+        f"ranks share the tokens of a sequence by {name}.context_parallel",
+    )
+    for engine, fields in LAYOUT.items():
+        for field, default in fields.items():
+            require(
+                role.engine == engine or getattr(role, field) == default,
+                f"{name}.{field}={getattr(role, field)} has no effect with {name}.engine="
+                f"{role.engine!r}: it is of engine {engine!r}",
+            )
+    what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
+    what += " with ulysses" if role.ulysses != 1 else ""
+    try:
+        resolve_degrees(train_degrees(role), len(ranks))
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
+    optim = role.optim
+    check_optimizer(name, role)
+    for field, value, fits in (
+        ("muon_momentum", optim.muon_momentum, optim.muon_momentum < 1),
+        ("betas", optim.betas, len(optim.betas) == 2 and all(b < 1 for b in optim.betas)),
+    ):
+        require(fits, f"{name}.optim.{field}={value} is out of range")
+    require(
+        optim.clip_norm > 0,
+        f"{name}.optim.clip_norm={optim.clip_norm} would zero every gradient; "
+        "for no clipping use a large number, e.g. 1e9",
+    )
+    require(
+        optim.lr * optim.weight_decay < 1,
+        f"{name}.optim.weight_decay={optim.weight_decay:g} x lr={optim.lr:g} is "
+        f"{optim.lr * optim.weight_decay:g}: at 1 every weight is 0 after one step, above it "
+        "changes its sign. Usual is 0.01 to 0.1",
+    )
+    require(
+        optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
+        f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
+        f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
+        "this run",
+    )
+
+
+def check_vision(
+    hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
+) -> None:
+    """What a model with a vision tower cannot do yet, and what one without cannot.
+
+    others: settings by name that do not go with a tower either.
+    """
+    if not sees_images(hf):
+        for name, role in roles.items():
+            require(not role.freeze_vision, f"{name}.freeze_vision: the model sees no images")
+        return
+    wanted = dict(others or {})
+    for name, role in roles.items():
+        wanted |= {
+            f"{name}.engine='megatron'": role.engine == "megatron",
+            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
+            f"{name}.kernels='liger'": role.kernels == "liger",
+        }  # fmt: skip
+    found = [name for name, value in wanted.items() if value]
+    require(
+        not found, f"{', '.join(found)}: not with {hf.model_type!r}, a model that sees images"
+    )  # fmt: skip
+
+
+def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None:
+    for name in ("image_min_pixels", "image_max_pixels"):
+        require(
+            sees_images(hf) or getattr(data, name) is None, f"data.{name}: the model sees no images"
+        )
+
+
+def check_layers(hf: PreTrainedConfig) -> None:
+    """Packed sequences are kept apart in attention alone: no other layer may mix tokens."""
+    kinds = set(getattr(hf.get_text_config(), "layer_types", None) or ())
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    require(
+        not other and not getattr(hf, "is_stateful", False),
+        f"model type {hf.model_type!r} has layers {other} that carry state from token to token; "
+        "packed training supports full and sliding attention",
+    )
+
+
+MOST_LR = 0.01  # a slip, mostly; of models of some thousand weights it may be meant
+
+
+def warnings_of_optimizer(name: str, optim: OptimConfig, updates: int) -> list[str]:
+    """updates: of the role, in the whole run."""
+    found = []
+    if optim.lr == 0:
+        found.append(f"{name}.optim.lr=0: nothing is learnt")
+    elif optim.lr > MOST_LR:
+        found.append(f"{name}.optim.lr={optim.lr:g} is far above what trains a language model")
+    if optim.warmup_steps > updates:
+        found.append(
+            f"{name}.optim.warmup_steps={optim.warmup_steps}, but the run has {updates} optimizer "
+            f"steps: it ends at lr={optim.lr * updates / optim.warmup_steps:.3g}, of "
+            f"{optim.lr:g}"
+        )
+    return found
+
+
+def warnings_of_run(config: RunConfig) -> list[str]:
+    found = []
+    if isinstance(config, PpoConfig) and config.checkpoint.every_steps == 0:
+        found.append("checkpoint.every_steps=0: nothing of what is learnt is kept")
+    both = files_of(config.data.train) & files_of(config.data.eval or ())
+    if both:
+        found.append(
+            f"{', '.join(sorted(both))} is in data.train and in data.eval: what is trained on is "
+            "not held out"
+        )
+    return found
+
+
+def files_of(paths: str | tuple[str, ...]) -> set[str]:
+    """The absolute paths of a data option's files, links followed. Raises ConfigError for a NUL."""
+    names = (paths,) if isinstance(paths, str) else paths
+    for name in names:
+        if "\0" in name:
+            raise ConfigError(f"data file {name!r} cannot be read: a name of a file holds no NUL")
+    return {os.path.realpath(name) for name in names}

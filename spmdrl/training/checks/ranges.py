@@ -1,0 +1,108 @@
+"""Which values the numbers of a config may have; a field without an entry must not be negative.
+
+What depends on several fields at once is checked in rl.py and algorithms.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spmdrl.config import ConfigError
+
+MOST = {int: 2**40, float: 1e15}  # what is above is a slip, and would overflow somewhere
+TINY = 1e-300  # floats at least this are above 0
+
+# field -> (lowest, highest); None: MOST
+Bounds = dict[str, tuple[float, float | None]]
+POSITIVE: tuple[float, None] = (TINY, None)
+COUNT: tuple[float, None] = (1, None)
+# seconds, below which what is well would be taken for dead
+START_S: tuple[float, None] = (5, None)  # a rank imports torch
+STALL_S: tuple[float, None] = (5, None)  # a phase of a step
+LOST_S: tuple[float, None] = (2, None)  # ranks give a sign of life twice a second
+CALL_S: tuple[float, None] = (0.01, None)  # a process is asked and answers
+
+BOUNDS: Bounds = {
+    "DataConfig.prompts_per_step": COUNT, "DataConfig.max_prompt_tokens": COUNT,
+    "DataConfig.max_eval_prompts": COUNT,
+    "DataConfig.image_min_pixels": COUNT, "DataConfig.image_max_pixels": COUNT,
+    "RewardConfig.workers": (1, 4096), "RewardConfig.timeout_s": CALL_S,
+    "RewardConfig.max_invalid_fraction": (0, 1),
+    "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),
+    "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_calls": COUNT,
+    "MultiTurnConfig.max_reply_tokens": COUNT,
+    "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": CALL_S,
+    "RolloutConfig.n": COUNT, "RolloutConfig.max_tokens": COUNT,
+    "RolloutConfig.temperature": POSITIVE, "RolloutConfig.top_p": (TINY, 1),
+    "RolloutConfig.tensor_parallel": COUNT, "RolloutConfig.max_num_seqs": COUNT,
+    "RolloutConfig.gpu_memory_utilization": (TINY, 1), "RolloutConfig.kv_cache_mib": COUNT,
+    "RolloutConfig.oversample": (1, None),
+    "OptimConfig.lr": (0, 1000), "OptimConfig.betas": (0, 1), "OptimConfig.eps": (1e-30, None),
+    "OptimConfig.muon_momentum": (0, 1),
+    "OptimConfig.min_lr_ratio": (0, 1),
+    "TrainConfig.fsdp": (-1, None), "TrainConfig.tensor_parallel": COUNT,
+    "TrainConfig.pipeline_parallel": COUNT, "TrainConfig.virtual_pipeline": COUNT,
+    "TrainConfig.context_parallel": COUNT, "TrainConfig.expert_parallel": COUNT,
+    "TrainConfig.expert_tensor_parallel": COUNT, "TrainConfig.micro_batch_tokens": (2, None),
+    "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
+    "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
+    "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
+    "AlgoConfig.reward_keys": (-1e15, None),  # weights of what is added up
+    "AlgoConfig.cov_low": (-1e15, None), "AlgoConfig.cov_high": (-1e15, None),
+    "AlgoConfig.entropy_coef": (-1e15, None),
+    "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
+    "PpoConfig.steps": COUNT, "PpoConfig.seed": (0, 2**63 - 1),
+    "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
+    "PpoConfig.start_timeout_s": START_S, "SftConfig.start_timeout_s": START_S,
+    "PpoConfig.stall_timeout_s": STALL_S, "PpoConfig.lost_timeout_s": LOST_S,
+    "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
+    "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
+    "SftConfig.steps": COUNT, "SftConfig.seed": (0, 2**63 - 1),
+    "SftConfig.stall_timeout_s": STALL_S, "SftConfig.lost_timeout_s": LOST_S,
+    "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
+    "RewardTrainingConfig.steps": COUNT, "RewardTrainingConfig.seed": (0, 2**63 - 1),
+    "RewardTrainingConfig.start_timeout_s": START_S,
+    "RewardTrainingConfig.stall_timeout_s": STALL_S,
+    "RewardTrainingConfig.lost_timeout_s": LOST_S,
+}  # fmt: skip
+
+
+def check_bounds(node: Any, where: str = "") -> None:
+    """Raises ConfigError for the first number that is not finite or out of its bounds."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        name = f"{where}{field.name}"
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, f"{name}.")
+        else:
+            for number in numbers_in(value):
+                check_number(name, number, BOUNDS.get(f"{type(node).__name__}.{field.name}"))
+
+
+def numbers_in(value: Any) -> list[int | float]:
+    """A number, or those in a tuple or mapping."""
+    if isinstance(value, Mapping):
+        return [n for item in value.values() for n in numbers_in(item)]
+    if isinstance(value, tuple | list):
+        return [n for item in value for n in numbers_in(item)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def check_number(name: str, number: int | float, bounds: tuple[float, float | None] | None) -> None:
+    lowest, highest = bounds or (0, None)
+    if highest is None:
+        highest = MOST[float if isinstance(number, float) else int]
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(f"{name}={number} is not a finite number")
+    if lowest <= number <= highest:
+        return
+    if number > highest:
+        problem = f"at most {highest:g}"
+    elif lowest == TINY:
+        problem = "above 0"
+    else:
+        problem = "not negative" if lowest == 0 else f"at least {lowest:g}"
+    raise ConfigError(f"{name}={number} is out of range: it must be {problem}")

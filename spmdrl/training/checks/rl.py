@@ -1,0 +1,440 @@
+"""What can be known before anything is built: is the config sound. What it will need: dry_run.py.
+
+`check` raises ConfigError with the value, the place and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+
+from transformers import PreTrainedConfig
+
+from spmdrl.config import (
+    CheckpointConfig,
+    ConfigError,
+    MultiTurnConfig,
+    PpoConfig,
+    TrainConfig,
+)
+from spmdrl.data.images import same_pixels, sees_images
+from spmdrl.distributed.placement import (
+    Placement,
+    place,
+    reference_is_base,
+    show_ranks,
+    training_roles,
+)
+from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.lora import check_lora
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.engines.megatron.layout import divisors
+from spmdrl.hub.model_files import check_eos, check_model_files
+from spmdrl.hub.remote_code import allow_code
+from spmdrl.rewards.reward_model import check_reward_model, train_config
+from spmdrl.rewards.runner import asks_model, built_ins_of
+from spmdrl.rewards.workers.caller import arguments_of
+from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_replies
+from spmdrl.rollout.multi_turn.tools import Toolbox
+from spmdrl.rollout.vllm.core import check_attention, check_engine_args
+from spmdrl.rollout.vllm.fp8 import check_fp8
+from spmdrl.rollout.vllm.lora import check_adapter_mode
+from spmdrl.training.checks.algorithms import check_algo, require, weighs_the_engine
+from spmdrl.training.checks.common import (
+    check_checkpoint,
+    check_layers,
+    check_megatron,
+    check_pixels,
+    check_places,
+    check_sharing,
+    check_training_role,
+    check_vision,
+    check_world,
+    warnings_of_optimizer,
+    warnings_of_run,
+)
+from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.strict import check_strict, check_strict_model
+from spmdrl.training.logs.profiler import check_profile
+from spmdrl.training.logs.trackers import check_trackers
+
+logger = logging.getLogger(__name__)
+
+
+def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
+    """Raises ConfigError; needs no process group, no weights and no data.
+
+    hosted: the actor's layout stands already, in another program.
+    """
+    data, rollout, algo = config.data, config.rollout, config.algo
+    check_bounds(config)
+    check_world(world)
+    check_places(config)
+    require(
+        rollout.min_tokens <= rollout.max_tokens,
+        f"rollout.min_tokens={rollout.min_tokens} is above max_tokens={rollout.max_tokens}",
+    )
+    check_algo(config)
+    check_trackers(config)
+    check_profile(config, world)
+    check_checkpoint(config.checkpoint)
+    check_read(config)
+    check_evaluation(config)
+    check_turns(config)
+    check_per_turn(config)
+    metric = config.checkpoint.best_metric
+    require(
+        not config.checkpoint.keep_best
+        or not metric.startswith("eval/")
+        or (data.eval is not None and config.eval_every > 0),
+        f"checkpoint.keep_best={config.checkpoint.keep_best} goes by best_metric={metric!r}, but "
+        "nothing is evaluated while the run goes on: set data.eval and eval_every, or choose "
+        "another metric, e.g. best_metric='reward/mean'",
+    )
+    require(
+        data.prompts_per_step % algo.mini_batches == 0,
+        f"data.prompts_per_step={data.prompts_per_step} does not divide into "
+        f"algo.mini_batches={algo.mini_batches}; counts that do: {divisors(data.prompts_per_step)}",
+    )
+    check_roles(config, world)
+    if config.trust_remote_code:
+        roles = training_roles(config).values()
+        judge = [] if config.reward_model is None else [config.reward_model.model]
+        others = [role.model or config.model for role in roles]
+        for model in dict.fromkeys([config.model, *others, *judge]):
+            allow_code(model)
+    hf = load_hf_config(config.model)
+    check_model(hf, config)
+    check_strict(config, hf, hosted)
+    placement = place(config, world)
+    check_judge(config, len(placement.roles["reward"]))
+    for name, role in training_roles(config).items():
+        if role.engine == "megatron" and not (hosted and name == "actor"):
+            check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
+        check_sharing(name, role, role.model or config.model)
+    check_adapters(config, placement, hf)
+    check_files(config, hf, hosted)
+    for warning in warnings_of(config):
+        logger.warning(warning)
+
+
+def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
+    """What the files of the models say; hosted: the weights are another program's. Raises
+    ConfigError."""
+    check_model_files("model", config.model, hf, has_weights=not hosted)
+    check_eos(config.model, config.rollout)
+    for name, role in training_roles(config).items():
+        if role.model is not None:
+            other = load_hf_config(role.model)
+            check_model_files(f"{name}.model", role.model, other, is_policy=name != "critic")
+
+
+def warnings_of(config: PpoConfig) -> list[str]:
+    """What may be meant, and mostly is not."""
+    found, updates, algo = [], updates_per_run(config), config.algo
+    for name, role in training_roles(config).items():
+        if name != "ref":
+            found += warnings_of_optimizer(name, role.optim, updates)
+    if 0 < config.steps <= algo.critic_warmup_steps:
+        found.append(
+            f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
+            "steps: the actor is not trained"
+        )
+    return [*found, *warnings_of_run(config)]
+
+
+def check_read(config: PpoConfig) -> None:
+    """Raises ConfigError for what nobody would read."""
+    data, saved, default = config.data, config.checkpoint, CheckpointConfig()
+    require(
+        config.ref.model is None or "ref" in training_roles(config),
+        f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
+        "run has no reference",
+    )
+    if "ref" in training_roles(config):
+        check_not_trained(config.ref, config.actor)
+    require(
+        data.eval is not None or data.max_eval_prompts is None,
+        f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
+    )
+    for name in ("best_metric", "best_is"):
+        value = getattr(saved, name)
+        require(
+            saved.keep_best > 0 or value == getattr(default, name),
+            f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+        )
+
+
+def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
+    """What the reference has of its own must be of use to a model that only looks; it may be given
+    the actor's whole config."""
+    default = TrainConfig()
+    for name in (
+        "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
+        "freeze_vision",
+    ):  # fmt: skip
+        value = getattr(ref, name)
+        require(
+            value in (getattr(default, name), getattr(actor, name)),
+            f"ref.{name}={value!r} has no effect: the reference is not trained",
+        )
+
+
+def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig) -> None:
+    """Raises ConfigError where lora of a role does not go with the rest."""
+    for name, role in training_roles(config).items():
+        require(
+            name != "ref" or role.lora is None,
+            "ref.lora has no effect: the reference is not trained. With actor.lora it is the "
+            "actor's base, its adapter off",
+        )
+        check_lora(name, role, load_hf_config(role.model) if role.model else hf)
+    if config.weights.lora == "adapter":
+        check_adapter_mode(config.actor.lora, config.rollout, hf.get_text_config())
+    ref = config.ref
+    is_base = config.actor.lora is not None and ref.model in (None, config.model)
+    require(
+        not is_base
+        or "ref" not in training_roles(config)
+        or ref.dtype == config.actor.dtype
+        or reference_is_base(config, placement),
+        f"ref.dtype={ref.dtype!r}: with actor.lora the reference is the actor's base, which beside "
+        f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
+        "that numbers do not depend on the placement",
+    )
+    if reference_is_base(config, placement):
+        for field in dataclasses.fields(TrainConfig):
+            value = getattr(config.ref, field.name)
+            require(
+                field.name == "model"
+                or value in (getattr(TrainConfig(), field.name), getattr(config.actor, field.name)),
+                f"ref.{field.name}={value!r} has no effect: with actor.lora the reference is the "
+                "actor's base with its adapter off, computed as the actor is. Leave it out, or "
+                "place ref on other ranks, where it is loaded by itself",
+            )
+
+
+def check_evaluation(config: PpoConfig) -> None:
+    """Raises ConfigError where held-out prompts cannot be answered as the eval_... fields say."""
+    n, temperature = config.eval_samples, config.eval_temperature
+    require(
+        n == 1 or temperature > 0,
+        f"eval_samples={n} with eval_temperature={temperature:g} asks {n} times for the greedy "
+        "answer: set eval_temperature, e.g. to 1.0, or leave eval_samples at 1",
+    )
+    require(
+        config.rollout.engine != "vllm" or not 0 < temperature < 0.01,
+        f"eval_temperature={temperature:g}: vLLM would raise it to 0.01; use 0 (greedy) or more",
+    )
+    for name, usual in (("eval_top_p", 1.0), ("eval_top_k", 0)):
+        require(
+            temperature > 0 or getattr(config, name) == usual,
+            f"{name}={getattr(config, name)} has no effect on greedy answers: set eval_temperature",
+        )
+    require(
+        config.data.eval is not None or (n == 1 and temperature == 0),
+        f"eval_samples={n}, eval_temperature={temperature:g} have no effect without data.eval",
+    )
+
+
+def check_turns(config: PpoConfig) -> None:
+    """Raises ConfigError where tools or an environment cannot answer."""
+    if not has_replies(config):
+        require(
+            config.multi_turn == MultiTurnConfig(),
+            "multi_turn has no effect: the config has neither tools nor an environment",
+        )
+        return
+    rollout = config.rollout
+    require(
+        not rollout.ignore_eos,
+        "rollout.ignore_eos=True: a turn would never end, so tools and environment never be asked",
+    )
+    require(
+        not rollout.static_split,
+        "rollout.static_split=True repeats a run bit for bit, but when a tool or an environment "
+        "answers, and so what is in a batch with what, is a matter of timing: leave it False",
+    )
+    Toolbox(config.tools)
+    if config.environment is not None:
+        arguments_of(config.environment, ARGUMENTS, "environment")
+
+
+def check_per_turn(config: PpoConfig) -> None:
+    """Raises ConfigError for a reward that knows nothing of turns."""
+    found = built_ins_of(config.reward) if config.rewards.per_turn else []
+    require(
+        not found,
+        f"rewards.per_turn=True: the built-in reward {', '.join(map(repr, found))} scores a sample "
+        "as a whole. Call it in a function of your own that returns "
+        "{'score': ..., 'turns': [a number for each turn]}, or leave per_turn False",
+    )
+
+
+def check_judge(config: PpoConfig, num_ranks: int) -> None:
+    """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
+    asked, given = asks_model(config.reward), config.reward_model
+    require(
+        given is not None or not asked,
+        "the reward asks for model_score, but there is no reward_model: set it, "
+        "e.g. reward_model=RewardModelConfig('Skywork/Skywork-Reward-V2-Qwen3-0.6B')",
+    )
+    if given is None:
+        return
+    require(
+        asked,
+        "reward_model has no effect: no reward function has a parameter model_score. "
+        'reward="model" is its score and nothing else',
+    )
+    require(given.model != "", "reward_model.model is not set: which model is to be asked?")
+    check_reward_model(given)
+    try:
+        resolve_degrees(train_degrees(train_config(given)), num_ranks)
+    except ConfigError as error:
+        raise ConfigError(f"reward_model.fsdp on the ranks of reward: {error}") from error
+
+
+def check_held_out(config: PpoConfig, num_scorers: int) -> None:
+    """As `check`, of what an evaluation by itself has, so many ranks of which score."""
+    check_bounds(config)
+    check_places(config)
+    check_evaluation(config)
+    check_turns(config)
+    check_per_turn(config)
+    check_judge(config, num_scorers)
+    if config.trust_remote_code:
+        allow_code(config.model)
+    hf = load_hf_config(config.model)
+    check_model(hf, config)
+    if config.strict:
+        check_strict_model(hf, config.rollout.engine)
+    if config.resume == "never":  # else it is a checkpoint, whose weights are exported first
+        check_model_files("model", config.model, hf)
+    check_eos(config.model, config.rollout)
+
+
+def check_roles(config: PpoConfig, world: int) -> None:
+    require(
+        config.actor.model is None,
+        f"actor.model={config.actor.model!r}: the actor trains the run's model, set `model`; "
+        "only critic and ref may start from another one",
+    )
+    tp = config.rollout.tensor_parallel
+    if config.rollout.engine == "hf":
+        require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
+    else:
+        require(
+            config.rollout.temperature >= 0.01,
+            f"rollout.temperature={config.rollout.temperature}: vLLM would raise it to 0.01",
+        )
+        require(
+            importlib.util.find_spec("vllm") is not None,
+            "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
+        )
+    placement = place(config, world)
+    here = placement.roles["rollout"]
+    try:
+        engines = resolve_degrees({"dp": -1, "tp": tp}, len(here))["dp"]
+    except ConfigError as error:
+        raise ConfigError(
+            f"rollout.tensor_parallel on ranks {show_ranks(here)}: {error}"
+        ) from error
+    samples = config.data.prompts_per_step * config.rollout.n
+    require(
+        samples >= engines,
+        f"data.prompts_per_step={config.data.prompts_per_step} x rollout.n={config.rollout.n} = "
+        f"{samples} samples are fewer than the {engines} rollout engines ({len(here)} ranks / "
+        f"tensor_parallel={tp}): some would have nothing to do",
+    )
+    for name, role in training_roles(config).items():
+        check_training_role(name, role, placement.roles[name], updates_per_run(config))
+    check_schedule(config, placement)
+
+
+def check_schedule(config: PpoConfig, placement: Placement) -> None:
+    """What over-sampling and sampling ahead ask of the rest."""
+    rollout, algo = config.rollout, config.algo
+    require(config.async_steps >= 0, f"async_steps={config.async_steps} must be 0 or more")
+    require(rollout.oversample >= 1, f"rollout.oversample={rollout.oversample} must be at least 1")
+    both = sorted(set(placement.sampling) & set(placement.training))
+    require(
+        config.async_steps == 0 or not both,
+        f"async_steps={config.async_steps} samples while it trains, so no rank can do both: ranks "
+        f"{show_ranks(tuple(both))} are to. With 8 ranks e.g. placement={{'actor': '0-3', "
+        "'rollout': '4-7'}",
+    )
+    for name, is_on in (("algo.dynamic_sampling", algo.dynamic_sampling > 0),
+                        ("rollout.greedy_baseline", rollout.greedy_baseline),
+                        ("async_steps", config.async_steps > 0)):  # fmt: skip
+        require(
+            rollout.oversample == 1 or not is_on,
+            f"rollout.oversample={rollout.oversample} does not go with {name}: both decide what "
+            "a step asks and what weights answer; choose one",
+        )
+    require(
+        rollout.oversample == 1 or placement.roles["reward"] == placement.roles["rollout"],
+        f"rollout.oversample={rollout.oversample} keeps answers where they were made: leave "
+        "'reward' out of placement",
+    )
+    stale = {"async_steps": config.async_steps, "rollout.oversample": rollout.oversample - 1}
+    for name, value in stale.items():
+        require(
+            not value or weighs_the_engine(algo),
+            f"{name} trains on tokens of older weights: set algo.correction=CorrectionConfig("
+            "level='token') to weigh for it, or CorrectionConfig(bypass=True), which makes the "
+            "loss's ratio that to the policy that sampled",
+        )
+
+
+def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
+    text, tp = hf.get_text_config(), config.rollout.tensor_parallel
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    limit = getattr(text, "max_position_embeddings", None)
+    require(
+        limit is None or longest <= limit,
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens="
+        f"{config.rollout.max_tokens} = {longest} tokens, but the model's "
+        f"max_position_embeddings is {limit}",
+    )
+    check_layers(hf)
+    wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization,
+              "weights.lora='adapter'": config.weights.lora == "adapter"}  # fmt: skip
+    check_vision(hf, training_roles(config), wanted)
+    check_pixels(hf, config.data)
+    require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
+    unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]
+    require(
+        not unknown,
+        f"rollout.stop_token_ids: the model has {text.vocab_size} tokens, but not {unknown}",
+    )
+    if config.rollout.quantization is not None:
+        check_fp8(text, config.rollout)
+    check_engine_args(config.rollout, config.strict)
+    if config.rollout.engine == "vllm":
+        check_attention(config.model, getattr(text, "kv_lora_rank", None) is not None)
+    for name, role in training_roles(config).items():
+        if role.model is not None:
+            other = load_hf_config(role.model)
+            check_layers(other)
+            require(
+                getattr(hf, "image_token_id", None) == getattr(other, "image_token_id", None),
+                f"{name}.model and the model mark images by different tokens, or one sees none",
+            )
+            require(
+                not sees_images(hf) or same_pixels(config.model, role.model),
+                f"{name}.model and the model have image processors that differ: both are given "
+                "the same pixels",
+            )
+            vocab, theirs = text.vocab_size, other.get_text_config().vocab_size
+            require(vocab == theirs, f"{name}.model has {theirs} tokens, the model {vocab}")
+    heads = text.num_attention_heads
+    require(
+        heads % tp == 0,
+        f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
+        f"use one of {divisors(heads)}",
+    )
+
+
+def updates_per_run(config: PpoConfig) -> int:
+    return config.steps * config.algo.epochs * config.algo.mini_batches

@@ -1,0 +1,158 @@
+"""Is the config sound of what learns from rows as they stand: fine-tuning, reward models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
+
+from spmdrl.config import (
+    CheckpointConfig,
+    RewardTrainingConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from spmdrl.engines.fsdp.classifier import check_classifier, classifier_config
+from spmdrl.engines.fsdp.lora import check_lora
+from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.model_files import check_model_files
+from spmdrl.hub.remote_code import allow_code
+from spmdrl.training.checks.algorithms import require
+from spmdrl.training.checks.common import (
+    check_checkpoint,
+    check_layers,
+    check_megatron,
+    check_pixels,
+    check_places,
+    check_sharing,
+    check_training_role,
+    check_vision,
+    check_world,
+    warnings_of_optimizer,
+    warnings_of_run,
+)
+from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.logs.profiler import check_profile
+from spmdrl.training.logs.trackers import check_trackers
+
+logger = logging.getLogger(__name__)
+
+
+def check_sft(config: SftConfig, world: int) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig."""
+    check_supervised(config, world, "fine-tuning", BEST_SFT)
+    hf = load_hf_config(config.model)
+    check_positions(hf, config.data.max_tokens)
+    check_lora("actor", config.actor, hf)
+    check_vision(hf, {"actor": config.actor})
+    check_pixels(hf, config.data)
+    if config.actor.engine == "megatron":
+        check_megatron("actor", config.actor, config.model, world)
+
+
+def check_reward_training(config: RewardTrainingConfig, world: int) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig."""
+    check_bounds(config)
+    require(
+        config.actor.engine == "fsdp",
+        f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
+    )
+    require(
+        config.actor.lora is None,
+        "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
+        "be learnt, so all weights are trained: leave actor.lora out",
+    )
+    check_supervised(config, world, "a reward model", BEST_REWARD_MODEL)
+    hf = classifier_config(config.model)
+    check_classifier("model", config.model, hf)
+    # its reward is read at a token behind the conversation
+    check_positions(hf, config.data.max_tokens, behind=1)
+
+
+def check_positions(hf: PreTrainedConfig, max_tokens: int, behind: int = 0) -> None:
+    """behind: tokens that stand behind those of the data."""
+    limit = getattr(hf.get_text_config(), "max_position_embeddings", None)
+    more = f", of which {behind} is taken" if behind else ""
+    require(
+        limit is None or max_tokens + behind <= limit,
+        f"data.max_tokens={max_tokens}, but the model's max_position_embeddings is {limit}{more}",
+    )
+
+
+# the metrics that a checkpoint may be kept for, and which of their values is the best
+BEST_SFT = {"eval/loss": "smallest", "eval/perplexity": "smallest", "sft/loss": "smallest"}
+
+
+BEST_REWARD_MODEL = {
+    "eval/loss": "smallest", "eval/accuracy": "largest", "eval/margin": "largest",
+    "reward_model/loss": "smallest", "reward_model/accuracy": "largest",
+    "reward_model/margin": "largest",
+}  # fmt: skip
+
+
+def check_supervised(
+    config: SupervisedConfig, world: int, what: str, best: Mapping[str, str]
+) -> None:
+    """What is the same for all that learns from rows as they stand."""
+    check_bounds(config)
+    check_world(world)
+    check_places(config)
+    require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
+    check_trackers(config)
+    check_profile(config, world)
+    check_checkpoint(config.checkpoint)
+    check_best(config, what, best)
+    check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    for field in ("offload_params", "offload_optimizer"):
+        require(
+            not getattr(config.actor, field),
+            f"actor.{field} has no effect on {what}: it clears the device for other roles "
+            "while a role is idle, and here the actor is the only one and never idle. To save "
+            "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit' or lower "
+            "actor.micro_batch_tokens",
+        )
+    if config.trust_remote_code:
+        allow_code(config.model)
+    check_layers(load_hf_config(config.model))
+    check_sharing("actor", config.actor, config.model)
+    check_model_files(
+        "model", config.model, load_hf_config(config.model),
+        is_policy=not isinstance(config, RewardTrainingConfig),
+    )  # fmt: skip
+    for warning in [
+        *warnings_of_optimizer("actor", config.actor.optim, config.steps),
+        *warnings_of_run(config),
+    ]:
+        logger.warning(warning)
+
+
+def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) -> None:
+    """metrics: those that a checkpoint may be kept for, and which of their values is the best."""
+    best, default = config.checkpoint, CheckpointConfig()
+    if not best.keep_best:
+        for name in ("best_metric", "best_is"):
+            value = getattr(best, name)
+            require(
+                value == getattr(default, name),
+                f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+            )
+        return
+    metric, evaluates = best.best_metric, config.data.eval is not None and config.eval_every > 0
+    own = next(name for name in metrics if not name.startswith("eval/"))
+    require(
+        metric in metrics or metric.startswith(f"{own.partition('/')[0]}/"),
+        f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use one of "
+        + ", ".join(f"{name!r} with best_is={which!r}" for name, which in metrics.items()),
+    )
+    require(
+        not metric.startswith("eval/") or evaluates,
+        f"checkpoint.keep_best={best.keep_best} goes by best_metric={metric!r}, but nothing is "
+        "evaluated while the run goes on: set data.eval and eval_every, or "
+        f"best_metric={own!r}",
+    )
+    require(
+        best.best_is == metrics.get(metric, best.best_is),
+        f"checkpoint.best_is={best.best_is!r} would keep the worst by best_metric={metric!r}: set "
+        f"best_is={metrics.get(metric)!r}",
+    )

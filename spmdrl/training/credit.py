@@ -1,0 +1,372 @@
+"""From rewards and logprobs to what the losses need: corrections, advantages, weights.
+
+The functions of algo/ are pure; here their global statistics are agreed over all ranks. Every
+function is collective over `topology` and takes this rank's Batch of each mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.algo.advantages import (
+    Outcomes,
+    Tokens,
+    estimator_of,
+    token_baseline_sums,
+    token_moments,
+    token_positions,
+    token_rewards,
+    whiten,
+)
+from spmdrl.algo.correction import (
+    correction_weights,
+    mismatch_metrics,
+    mismatch_sums,
+    rejection_keep,
+    weight_moments,
+)
+from spmdrl.algo.kl import above_cut
+from spmdrl.algo.losses import kept_mask, loss_counts, loss_weights, seq_mean_token_mean
+from spmdrl.algo.objectives import has_cut, kl_estimator_of, process_reward
+from spmdrl.algo.selection import (
+    clip_cov_candidates,
+    covariance_moments,
+    covariances,
+    draw,
+    filter_weights,
+    token_lottery,
+)
+from spmdrl.config import AlgoConfig, PpoConfig
+from spmdrl.data.packing import address_order, concatenate
+from spmdrl.distributed.collectives import all_gather_rows, kth_largest
+from spmdrl.distributed.topology import Topology
+from spmdrl.types import Batch, segment_sum
+
+ENTROPY_STEP = 2.0**-10  # nats: what is nearer counts as equal where entropy chooses tokens
+
+
+def summed(values: Tensor, topology: Topology) -> Tensor:
+    """The sum of `values` over all ranks, in place."""
+    dist.all_reduce(values, group=topology.group)
+    return values
+
+
+# ---- rollout correction
+
+
+def add_correction(
+    batches: list[Batch], algo: AlgoConfig, topology: Topology
+) -> dict[str, float]:  # fmt: skip
+    """Sets `kept`, the tokens that passed all tests, and policy_weights where a level is chosen.
+
+    The ratio is that of the policy the step starts from to the engine that sampled.
+    """
+    config = algo.correction
+    all_weights, parts = [], torch.zeros(10, dtype=torch.float64)
+    moments = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        assert batch.old_logprobs is not None
+        mask, lens = batch.loss_mask, batch.seq_lens
+        log_ratio = (batch.old_logprobs - batch.rollout_logprobs) * mask
+        keep = rejection_keep(log_ratio, mask, lens, config.reject)
+        weights = mask.clone()
+        if config.level != "off":
+            weights = correction_weights(log_ratio, mask, lens, config)
+            moments += weight_moments(weights, mask, lens, config.level)
+        parts += mismatch_sums(log_ratio, weights * keep, keep, mask, lens)
+        batch.kept = keep
+        all_weights.append(weights)
+    total, number = summed(moments, topology).tolist()
+    scale = number / total if config.normalize and total > 0 else 1.0
+    if config.level != "off":
+        for batch, weights in zip(batches, all_weights, strict=True):
+            batch.policy_weights = weights * scale
+    return mismatch_metrics(summed(parts, topology))
+
+
+# ---- advantages
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """A row for every sample of the step, of all ranks: what the statistics are made of."""
+
+    outcomes: Outcomes
+    rows: Tensor  # (num_seqs,) int64: which rows are this rank's, mini-batch after mini-batch
+    mini: Tensor  # (n,) int64: its mini-batch
+    kept: Tensor  # (n,) float64: tokens that are trained on
+    rewards: Tensor  # (n,) float64: before any KL is taken off
+    kl: Tensor  # (n,) float64: sum over its tokens, where the KL belongs to the reward
+
+
+def add_advantages(
+    batches: list[Batch], config: PpoConfig, kl_coef: float, topology: Topology
+) -> dict[str, float]:
+    """Sets advantages, loss_weights and, with a critic, returns; metrics of the advantages.
+
+    Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.
+    """
+    algo = config.algo
+    estimator = estimator_of(algo)
+    whole = concatenate(batches)
+    kl, process = kl_penalty(whole, algo), process_rewards(whole, algo)
+    mini = torch.repeat_interleave(
+        torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
+    )
+    coefs = algo.reward_coef, kl_coef
+    table = gather_samples(whole, mini, kl, process, coefs, topology)
+    tokens = tokens_of(whole, kl, process, coefs, table)
+    if estimator.token_sums:
+        tokens = with_group_sums(tokens, estimator.by_turn, topology)
+    returns = None
+    if estimator.sees == "outcomes":
+        valid = table.outcomes.valid
+        per_sample = estimator(table.outcomes, algo) * valid
+        moments = sample_moments(per_sample, table.outcomes.lengths)
+        if estimator.whiten and algo.whiten_over == "samples":
+            per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
+        advantages = tokens.own(per_sample) * tokens.mask
+    else:
+        advantages = estimator(tokens, algo)
+        if estimator.critic:
+            advantages, returns = advantages
+        moments = summed(token_moments(advantages, tokens.mask), topology)
+    metrics = moment_metrics(moments)
+    metrics["advantage/all_zero"] = float(none_differs(metrics, estimator.whiten))
+    if estimator.whiten and algo.whiten_over == "tokens":
+        advantages = whiten(advantages, tokens.mask, moments)
+    sizes = [batch.num_tokens for batch in batches]
+    for i, (batch, part) in enumerate(zip(batches, advantages.split(sizes), strict=True)):
+        batch.advantages = part
+        batch.returns = None if returns is None else returns.split(sizes)[i]
+    add_loss_weights(batches, table, config, topology)
+    if algo.kl_coef and algo.kl_in == "reward":
+        num_tokens = table.outcomes.lengths.sum().clamp(min=1)
+        metrics["reward/kl"] = float(table.kl.sum() / num_tokens)
+        if has_cut(algo):
+            metrics["reward/kl_cut"] = float(num_cut(whole, algo, topology) / num_tokens)
+    return metrics
+
+
+def gather_samples(
+    batch: Batch, mini: Tensor, kl: Tensor, process: Tensor, coefs: tuple[float, float],
+    topology: Topology,
+) -> SampleTable:  # fmt: skip
+    """The only exchange that most estimators need: a dozen numbers per sample.
+
+    mini: (num_seqs,) int64, the mini-batch of each; kl, process: (num_tokens,); coefs: of reward
+    and KL.
+    """
+    lengths, kept_lengths, kl, process = (
+        segment_sum(x.double(), batch.seq_lens)
+        for x in (batch.loss_mask, kept_mask(batch), kl, process)
+    )
+    columns = [
+        batch.groups, batch.indices, batch.rewards, batch.valid, lengths, kept_lengths, kl,
+        process / lengths.clamp(min=1), batch.greedy, mini, *batch.keys.unbind(1),
+    ]  # fmt: skip
+    tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
+    first = sum(len(t) for t in tables[: topology.rank])
+    everyone = torch.cat(tables)
+    order = address_order(everyone[:, :2])
+    groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini = everyone[
+        order, :10
+    ].T.contiguous()
+    reward_coef, kl_coef = coefs
+    outcomes = Outcomes(
+        groups=groups.long(), scores=(reward_coef * rewards - kl_coef * kl) * valid, valid=valid,
+        lengths=lengths, greedy=reward_coef * greedy, process=process, keys=everyone[order, 10:],
+    )  # fmt: skip
+    rows = torch.argsort(order)[first : first + batch.num_seqs]
+    return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
+
+
+def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
+    """(num_tokens,): the KL of each unmasked token where it belongs to the reward, else 0."""
+    if not algo.kl_coef or algo.kl_in != "reward":
+        return torch.zeros_like(batch.loss_mask)
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    return kl_estimator_of(algo)(batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
+
+
+def num_cut(batch: Batch, algo: AlgoConfig, topology: Topology) -> Tensor:
+    """Unmasked tokens of all ranks whose KL in the reward is above the cut of k3. Collective."""
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    above = above_cut(batch.old_logprobs, batch.ref_logprobs, algo.kl_cut) * batch.loss_mask
+    return summed(above.sum(dtype=torch.float64), topology)
+
+
+def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
+    """(num_tokens,): the implicit process reward of each unmasked token, 0 without a prm."""
+    if batch.prm_logprobs is None:
+        return torch.zeros_like(batch.loss_mask)
+    assert batch.ref_logprobs is not None
+    reward = process_reward(batch.prm_logprobs, batch.ref_logprobs, algo.prime_beta)
+    return reward * batch.loss_mask
+
+
+def tokens_of(
+    batch: Batch, kl: Tensor, process: Tensor, coefs: tuple[float, float], table: SampleTable
+) -> Tokens:
+    rewards, penalty = coefs[0] * batch.rewards, coefs[1] * kl
+    turns = None if batch.turn_rewards is None else coefs[0] * batch.turn_rewards
+    return Tokens(
+        rewards=token_rewards(rewards, batch.loss_mask, batch.seq_lens, penalty, turns),
+        mask=batch.loss_mask, seq_lens=batch.seq_lens, outcomes=table.outcomes, rows=table.rows,
+        values=batch.values, logprobs=batch.old_logprobs, pi_squared=batch.pi_squared,
+        process=process, weights=batch.policy_weights,
+    )  # fmt: skip
+
+
+def with_group_sums(tokens: Tokens, by_turn: bool, topology: Topology) -> Tokens:
+    positions = token_positions(tokens.mask, tokens.seq_lens, by_turn)[tokens.mask > 0]
+    width = torch.tensor([int(positions.max()) + 1 if len(positions) else 1])
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=topology.group)
+    sums = token_baseline_sums(tokens, by_turn, int(width))
+    return replace(tokens, group_sums=summed(sums, topology))
+
+
+def sample_moments(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """As `token_moments` of (n,) advantages that stand on all tokens of their sample."""
+    return torch.stack([lengths, lengths * advantages, lengths * advantages**2]).sum(1)
+
+
+def moment_metrics(moments: Tensor) -> dict[str, float]:
+    """Of the advantages as they are, before any whitening."""
+    count, total, squares = moments.tolist()
+    mean = total / max(count, 1)
+    std = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+    return {"advantage/mean": mean, "advantage/std": std, "rollout/loss_tokens": count}
+
+
+def none_differs(metrics: dict[str, float], whitened: bool) -> bool:
+    """Whether all advantages are 0 when they are learnt from, by their mean and std before any
+    whitening, which makes 0 of advantages that are all the same."""
+    mean, std = metrics["advantage/mean"], metrics["advantage/std"]
+    return std == 0 and (whitened or mean == 0)
+
+
+# ---- weights of a mini-batch
+
+
+def add_loss_weights(
+    batches: list[Batch], table: SampleTable, config: PpoConfig, topology: Topology
+) -> None:
+    """Sets loss_weights and, where they are asked for, nll_weights and the top-entropy mask."""
+    algo = config.algo
+    norm_length = algo.norm_length or config.rollout.max_tokens
+    positive = table.outcomes.lengths * (table.rewards > 0)
+    for i, batch in enumerate(batches):
+        mine = (table.mini == i).double()
+        counted = mine if algo.seq_mean_over == "all" else (table.kept > 0) * mine
+        counts = torch.stack([(table.kept * mine).sum(), counted.sum()])
+        batch.loss_weights = loss_weights(
+            kept_mask(batch), batch.seq_lens, counts, algo, norm_length
+        )
+        if algo.positive_nll_coef:
+            right = torch.repeat_interleave((batch.rewards > 0).float(), batch.seq_lens)
+            total = float((positive * mine).sum().clamp(min=1))
+            batch.nll_weights = right * batch.loss_mask / total
+        if algo.top_entropy_fraction < 1:
+            count = math.ceil(algo.top_entropy_fraction * float(counts[0]))
+            assert batch.old_entropy is not None
+            # tokens of equal context have equal entropies but for rounding, which must not choose
+            steps = (batch.old_entropy.double() / ENTROPY_STEP).round()
+            top = largest(steps, count, batch, topology)
+            weights = batch.policy_weights
+            batch.policy_weights = top if weights is None else top * weights
+
+
+def largest(
+    values: Tensor, count: int, batch: Batch, topology: Topology, draw: Tensor | None = None
+) -> Tensor:
+    """(num_tokens,) float32: 1 on the `count` tokens of the mini-batch with the largest values.
+
+    Of equal values those with the higher ticket of `draw`, in 0..1, are taken; without tickets all
+    of them are. Only tokens that are trained on are chosen from.
+    """
+    kept = kept_mask(batch)
+    values = torch.where(kept > 0, values, -torch.inf)
+    cut = kth_largest(values, max(count, 1), topology)
+    chosen = (values >= cut) & (kept > 0)
+    if draw is not None:
+        above, tied = chosen & (values > cut), chosen & (values == cut)
+        numbers = summed(torch.stack([above.sum(), tied.sum()]), topology)
+        if int(numbers.sum()) > max(count, 1):
+            tickets = torch.where(tied, draw, -torch.inf)
+            least = kth_largest(tickets, max(count, 1) - int(numbers[0]), topology)
+            chosen = above | (tied & (tickets >= least))
+    return chosen.float()
+
+
+def with_outcome_weights(batch: Batch, topology: Topology) -> Batch:
+    """For the process reward model: every sample of the mini-batch weighs the same.
+
+    Raises ValueError where a reward is no label.
+    """
+    rewards = batch.rewards[batch.valid > 0]
+    if len(rewards) and not 0 <= float(rewards.min()) <= float(rewards.max()) <= 1:
+        raise ValueError(
+            f"advantage='prime' takes rewards as labels in 0..1, got {float(rewards.min()):g} .. "
+            f"{float(rewards.max()):g}"
+        )
+    counts = summed(loss_counts(batch.loss_mask, batch.seq_lens), topology)
+    weights = seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)
+    return replace(batch, loss_weights=weights)
+
+
+def select_tokens(
+    batch: Batch, logprobs: Tensor, config: PpoConfig, step: int, update: int, topology: Topology
+) -> Tensor:
+    """(num_tokens,) float32: 1 on the tokens that clip_cov or kl_cov act on in this update.
+
+    logprobs: of the policy at hand. kl_cov takes the cov_fraction of highest covariance, clip_cov
+    draws as many from those between cov_low and cov_high.
+    """
+    assert batch.advantages is not None and batch.old_logprobs is not None
+    algo, mask = config.algo, kept_mask(batch)
+    moments = covariance_moments(logprobs, batch.advantages, mask)
+    covariance = covariances(logprobs, batch.advantages, mask, summed(moments, topology))
+    count = max(int(algo.cov_fraction * float(moments[0])), 1)
+    tickets = token_lottery(batch, config.seed, step, update)
+    if algo.policy_loss == "kl_cov":
+        return largest(covariance, count, batch, topology, tickets)
+    ratio = (logprobs - batch.old_logprobs).exp()
+    bounds = (algo.cov_low, algo.cov_high, algo.clip_low, algo.clip_high)
+    candidates = clip_cov_candidates(covariance, ratio, batch.advantages, bounds)
+    tickets = torch.where(candidates, tickets, -torch.inf)
+    return largest(tickets, count, batch, topology) * candidates
+
+
+# ---- PF-PPO
+
+
+def resample(batch: Batch, config: PpoConfig, step: int, topology: Topology) -> tuple[Batch, float]:
+    """As many sequences as the step sampled, drawn by reward with replacement. Collective.
+
+    One that is drawn k times is there k times. The draw is of the step's samples and those that are
+    replayed, on all ranks; the second result is how many different ones were drawn.
+    """
+    algo = config.algo
+    assert algo.sample_filter is not None
+    columns = [batch.groups.double(), batch.indices.double(), batch.rewards, batch.valid.double()]
+    tables = all_gather_rows(torch.stack(columns, dim=1), topology)
+    everyone = torch.cat(tables)
+    order = address_order(everyone[:, :2])
+    groups, _, rewards, valid = everyone[order].unbind(1)
+    weights = filter_weights(rewards, valid, algo.sample_filter, algo.filter_power)
+    new = int((groups % (1 + algo.replay_steps) == 0).sum())  # replay.ReplayBuffer.mix
+    first = sum(len(t) for t in tables[: topology.rank])
+    rows = torch.argsort(order)[first : first + batch.num_seqs]
+    all_times = draw(weights, new, config.seed, step)
+    times = all_times[rows]
+    copies = torch.repeat_interleave(torch.arange(batch.num_seqs), times)
+    drawn = batch.select(copies.tolist())
+    before = torch.arange(len(copies)) - torch.repeat_interleave(times.cumsum(0) - times, times)
+    drawn.indices = drawn.indices + config.rollout.n * before  # of the k-th copy
+    return drawn, float((all_times > 0).sum())

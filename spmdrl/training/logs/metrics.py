@@ -1,0 +1,280 @@
+"""What a run writes: metrics.jsonl, samples, and lines on the terminal."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from spmdrl.checkpoint.disk_space import writing
+from spmdrl.checkpoint.earlier_runs import METRICS
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.training.logs.step_line import RESERVED, Shown, field_of, fitted, step_line, unknown
+from spmdrl.training.logs.trackers import Tracker
+from spmdrl.types import Sample
+
+MOST_INVALID = 64  # rows per rank and step in samples/
+RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
+
+
+class RunLog:
+    """Rank 0's record of a run; on other ranks (`active` False) every method does nothing.
+
+    It appends to metrics.jsonl, out of which earlier.set_aside has taken the steps after
+    `resume_step`: no step stands there twice.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        active: bool,
+        total_steps: int,
+        trackers: Sequence[Tracker] = (),
+        resume_step: int = 0,
+        named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        show: tuple[str, ...] = (),
+    ) -> None:
+        """named: says what the rank does meanwhile (Phases.alone). show: more metrics in the line
+        of a step."""
+        self.active, self.run_dir, self.total_steps = active, run_dir, total_steps
+        self.start = time.monotonic()
+        self.first_step = resume_step
+        self.trackers = trackers
+        self.named, self.show, self.has_shown = named, show, False
+        if not active:
+            return
+        with writing(Path(run_dir, METRICS)):
+            Path(run_dir, "samples").mkdir(parents=True, exist_ok=True)
+            self.metrics = Path(run_dir, METRICS).open("a")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl, and the same for the trackers."""
+        if not self.active:
+            return
+        with self.named("write metrics"):
+            with writing(Path(self.run_dir, METRICS)):
+                self.check_is_there()
+                self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+                self.metrics.flush()
+            for tracker in self.trackers:
+                tracker.log(step, metrics)
+
+    def check_is_there(self) -> None:
+        """Raises FileNotFoundError where the open file is no longer that of its name: what goes
+        into it would be lost."""
+        there = Path(self.run_dir, METRICS).stat()
+        if not os.path.samestat(there, os.fstat(self.metrics.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another file has its name now")
+
+    def sync(self) -> None:
+        """Before a checkpoint: it must not outlive the rows of its steps when a host fails."""
+        if self.active:
+            os.fsync(self.metrics.fileno())
+
+    def line(self, text: str) -> None:
+        if self.active:
+            PROGRESS.line(text)
+
+    def step_line(self, step: int, metrics: dict[str, float], shown: Shown) -> None:
+        """At most step_line.COLUMNS wide, with the metrics of config.show_metrics."""
+        if not self.active:
+            return
+        for line in unknown(self.show, metrics) if not self.has_shown else ():
+            self.line(line)
+        self.has_shown = True
+        more = [field_of(name, metrics) for name in self.show if name in metrics]
+        shown = shown._replace(fields=[*shown.fields, *more])
+        self.line(step_line(step, self.total_steps, shown, metrics, self.left_s(step)))
+
+    def held_out_line(self, step: int, shown: Shown, asked: str) -> None:
+        """asked: as in "100 prompts"."""
+        shown = shown._replace(first=f"held out: {shown.first}")
+        self.line(fitted(f"step {step}/{self.total_steps}", shown, [asked]))
+
+    def left_s(self, step: int) -> float:
+        """Seconds until the last step, at the pace so far."""
+        per_step = (time.monotonic() - self.start) / (step - self.first_step)
+        return per_step * (self.total_steps - step)
+
+    def close(self) -> None:
+        if self.active:
+            self.metrics.close()
+            for tracker in self.trackers:
+                tracker.close()
+
+
+def memory_of_process() -> dict[str, float]:
+    """GiB in memory now and at most so far, on a GPU at most since the last call; open files."""
+    found = {
+        "rss_gib": psutil.Process().memory_info().rss / 2**30,
+        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "open_files": float(len(os.listdir("/proc/self/fd"))),
+    }
+    if torch.cuda.is_available():
+        found["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def write_samples(
+    path: Path, samples: list[Sample], most: int, topology: Topology, replies: bool
+) -> None:  # fmt: skip
+    """Rank 0 writes readable rows: the step's first `most` samples, whoever made them, and of each
+    rank invalid ones.
+
+    An invalid sample stands there with its traceback. replies: of a run in which samples may have
+    several turns, each has its `messages`, one without a reply too. Collective.
+    """
+    ordered = sorted(samples, key=lambda s: (s.group, s.index))
+    bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
+    rows = [((s.group, s.index), sample_row(s, replies)) for s in (*ordered[:most], *bad)]
+    everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
+    dist.gather_object(rows, everyone, group=topology.control, group_dst=0)
+    if everyone is None:
+        return
+    found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
+    kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
+    with writing(path):
+        write_rows(path, [row for _, row in kept])
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # what UTF-8 lacks, half of a surrogate pair, is written as JSON's escape for it
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as f:
+        for row in rows:
+            f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def sample_row(s: Sample, replies: bool) -> dict[str, Any]:
+    """A number of the reward function that has the name of one of our columns is info_<name>."""
+    row = {
+        "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
+        "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
+        "ground_truth": s.prompt.ground_truth,
+        "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
+        "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
+        **({"messages": s.messages} if replies else {}),
+        **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),
+    }  # fmt: skip
+    reported = s.reward_info.items()
+    return row | {f"info_{name}" if name in row else name: value for name, value in reported}
+
+
+def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
+    """What each rank knows, on every rank; of what several know, the first's. Collective."""
+    everyone: list[Any] = [None] * topology.world
+    dist.all_gather_object(everyone, metrics, group=topology.control)  # a few numbers
+    result: dict[str, float] = {}
+    for part in everyone:
+        result |= {name: value for name, value in part.items() if name not in result}
+    return result
+
+
+def add_exactly(parts: list[float], value: float) -> None:
+    """Adds to a sum that is kept as floats which do not overlap, so that nothing is rounded away.
+
+    Source: Shewchuk, Adaptive precision floating-point arithmetic (1997), Grow-Expansion.
+    """
+    kept = 0
+    for part in parts:
+        if abs(value) < abs(part):
+            value, part = part, value
+        total = value + part
+        rest = part - (total - value)
+        if rest:
+            parts[kept] = rest
+            kept += 1
+        value = total
+    parts[kept:] = [value]
+
+
+def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
+    """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
+    tools/calls; of these tools/failed, a fraction."""
+    add("turns/mean", s.num_turns)
+    add("turns/cut", s.finish_reason == "turns")
+    add("turns/reply_tokens", len(s.loss_mask) - sum(s.loss_mask))
+    calls = [message for message in s.messages if message["role"] == "tool"]
+    add("tools/calls", len(calls))
+    for call in calls:
+        add("tools/failed", bool(call.get("is_error")))
+
+
+def sample_metrics(
+    samples: list[Sample],
+    topology: Topology,
+    by_source: bool = False,
+    penalised: bool = False,
+    replies: bool = False,
+    per_turn: bool = False,
+) -> dict[str, float]:
+    """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
+
+    reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
+    response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
+    <data_source>/reward/mean where there are several sources. replies: see count_replies. per_turn:
+    reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward.
+    """
+    reserved = RESERVED_PER_TURN if per_turn else RESERVED
+    sums: dict[str, tuple[list[float], int]] = {}  # name -> (an exact sum, count)
+
+    def add(name: str, value: float) -> None:
+        parts, count = sums.get(name, ([], 0))
+        add_exactly(parts, float(value))
+        sums[name] = (parts, count + 1)
+
+    for s in samples:
+        add("response/mean_tokens", len(s.response_ids))
+        add("response/truncated", s.finish_reason == "length")
+        if replies:
+            count_replies(s, add)
+        add("reward/invalid", s.invalid is not None)
+        if s.reward is None:
+            continue
+        if penalised:
+            add("reward/overlong_penalty", s.penalty)
+        add("reward/mean", s.reward)
+        add("reward/std", s.reward**2)
+        if by_source:
+            add(f"{s.prompt.data_source}/reward/mean", s.reward)
+        for name, value in s.reward_info.items():
+            add(f"reward/info_{name}" if name in reserved else f"reward/{name}", value)
+        if per_turn:
+            of_turns = math.fsum(s.turn_rewards)
+            add("reward/turns", of_turns)
+            add("reward/outcome", s.reward - of_turns)
+    everyone: list[Any] = [None] * topology.world
+    longest = max((len(s.response_ids) for s in samples), default=0)
+    dist.all_gather_object(everyone, (sums, longest), group=topology.control)  # a few numbers
+    # which rank made a sample is a matter of timing: the sum must not depend on it
+    names = {name for part, _ in everyone for name in part}
+    totals: dict[str, tuple[float, float]] = {}
+    for name in names:
+        found = [part[name] for part, _ in everyone if name in part]
+        total = math.fsum(value for parts, _ in found for value in parts)
+        totals[name] = (total, float(sum(count for _, count in found)))
+    metrics = {name: total / count for name, (total, count) in sorted(totals.items())}
+    if "reward/mean" in metrics:
+        variance = metrics["reward/std"] - metrics["reward/mean"] ** 2
+        metrics["reward/std"] = max(variance, 0.0) ** 0.5
+    metrics["response/tokens"] = totals.get("response/mean_tokens", (0.0, 0.0))[0]
+    metrics["reward/invalid"] = totals.get("reward/invalid", (0.0, 0.0))[0]
+    metrics["response/max_tokens"] = max(most for _, most in everyone)
+    sources = [name for name in metrics if name.endswith("/reward/mean")]
+    if len(sources) == 1:
+        del metrics[sources[0]]
+    return metrics

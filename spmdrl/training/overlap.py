@@ -1,0 +1,99 @@
+"""Scoring a step's answers while the next step's are asked, where sampling runs ahead of training.
+
+Rewards that wait for a service, or that take processes of their own, cost the rollout no time then.
+As soon as all of them are there the asking pauses, the step goes to those that train, and what was
+begun goes on: ranks that train do not wait for the next step's answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.rollout.multi_turn.conversation import has_replies
+from spmdrl.rollout.sampling import Question, questions_of, sample_questions, training_params
+from spmdrl.training.collect import Collected, Source, check_scores, hooks, keep_groups, take
+from spmdrl.training.push_weights import take_weights
+from spmdrl.training.remote_scoring import finish_scoring
+from spmdrl.training.roles import Roles
+from spmdrl.types import Sample
+
+
+@dataclass
+class Asked:
+    """What was asked for one step so far."""
+
+    step: int
+    samples: list[Sample]  # that ended on this rank, not scored yet
+    left: list[Question]  # unanswered, some of them begun; the same on every rank
+    order: dict[str, Any]  # where the data stood once this step's prompts were taken
+
+
+def can_overlap(roles: Roles) -> bool:
+    """Whether a step's answers depend on nothing that is scored, and their rewards are given where
+    they are made, off the training thread."""
+    config = roles.config
+    return (
+        config.async_steps > 0
+        and not config.algo.dynamic_sampling
+        and not config.rollout.greedy_baseline
+        and not has_replies(config)
+        and config.reward_model is None
+        and roles.leftover is None
+        and roles.sampler.scoring.ranks == roles.sampler.topology.ranks
+    )
+
+
+def collect_overlapping(
+    roles: Roles, source: Source, step: int, asked: Asked | None,
+    order: Callable[[], dict[str, Any]], asks_next: bool,
+) -> tuple[Collected, Asked | None]:  # fmt: skip
+    """As collect, and what was asked of the next step meanwhile. On the ranks that sample.
+
+    asked: of this step, during the last one. order: where the data stands. asks_next: whether the
+    next step may be asked before this one has been handed over.
+    """
+    rewards = roles.sampler.rewards
+    assert rewards is not None
+    asked = asked or begin(roles, source, step, order)
+    assert asked.step == step, (asked.step, step)
+    ask(roles, asked)
+    with roles.phases("reward", roles.sampling):
+        begun = rewards.begin(asked.samples)
+    following = None
+    if asks_next:
+        # free: those that train use this step's samples after they have sent these weights
+        take_weights(roles, step - roles.config.async_steps)
+        following = begin(roles, source, step + 1, order)
+        ask(roles, following, until=begun.is_ready)
+    with roles.phases("reward", roles.sampling):
+        finish_scoring(begun, rewards, roles)
+        check_scores(roles, asked.samples)
+    result = Collected([], 0, list(asked.samples), rounds=1, facts={"order": asked.order})
+    keep_groups(result, asked.samples, roles.config.data.prompts_per_step, roles)
+    return result, following
+
+
+def begin(
+    roles: Roles, source: Source, step: int, order: Callable[[], dict[str, Any]]
+) -> Asked:  # fmt: skip
+    config = roles.config
+    prompts = take(roles, source, config.data.prompts_per_step)
+    questions = questions_of(
+        list(enumerate(prompts)), config.rollout.n, purpose="train", run_seed=config.seed, step=step
+    )
+    return Asked(step, [], questions, order())
+
+
+def ask(roles: Roles, asked: Asked, until: Callable[[], bool] | None = None) -> None:
+    """Adds answers to asked.samples until none is left, or `until` holds on every engine."""
+    if not asked.left:
+        return
+    sampler = roles.sampler
+    with roles.phases("rollout", sampler.topology):
+        made, asked.left = sample_questions(
+            sampler.scheduler, asked.left, training_params(roles.config.rollout), until=until,
+            **hooks(roles),
+        )  # fmt: skip
+        asked.samples += made

@@ -1,0 +1,52 @@
+"""The actor's new weights on their way into the rollout engine."""
+
+from __future__ import annotations
+
+from spmdrl.training.roles import Roles
+
+
+def sync(roles: Roles, version: int) -> None:
+    """Gives the engine the actor's weights; `version` names them.
+
+    Ranks that sample ahead (config.async_steps) take them when they come to it: `take_weights`.
+    """
+    ahead = roles.config.async_steps > 0
+    if not roles.syncing.here or (ahead and not roles.actor.here):
+        return
+    if not ahead:  # those that only sample wait here for the others to have learnt
+        with roles.phases("wait sync", roles.syncing):
+            pass
+    with roles.phases("sync", roles.actor.topology if ahead else roles.syncing):
+        if ahead:
+            assert roles.mailbox is not None
+            roles.mailbox.announce(version)
+        push(roles, version)
+
+
+def take_weights(roles: Roles, version: int) -> None:
+    """On ranks that sample ahead: waits for the weights of step `version`, if they lack them."""
+    while roles.sampler.here and roles.policy_version < version:
+        with roles.phases("wait weights", roles.sampler.topology):
+            push(roles, roles.policy_version + 1)
+
+
+def new_weights(roles: Roles) -> bool:
+    """On ranks that sample ahead: whether the trainers have weights that this one lacks."""
+    assert roles.mailbox is not None
+    return roles.mailbox.newest() > roles.policy_version
+
+
+def push(roles: Roles, version: int) -> None:
+    """Collective over the ranks of actor and rollout."""
+    actor, sampler = roles.actor, roles.sampler
+    if actor.here:
+        actor.model.onload(weights_only=True)
+    if sampler.here and roles.sleeps:
+        sampler.engine.wake()
+    stats = roles.weights.push()
+    if actor.here:
+        actor.model.offload()
+    if sampler.here:
+        sampler.engine.policy_version = version
+    roles.policy_version = version
+    roles.weight_bytes += stats.moved_bytes

@@ -1,0 +1,131 @@
+"""Scoring on ranks of their own: answers go there as token ids, rewards come back as numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from spmdrl.distributed.collectives import all_to_all_rows
+from spmdrl.distributed.phases import Phases
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.rewards.invalid import InvalidWatch
+from spmdrl.rewards.runner import RewardRunner, Scoring
+from spmdrl.rollout.answer_codec import pack, unpack
+from spmdrl.rollout.sampling import Question, as_samples, completion_of
+from spmdrl.training.roles import Sampler
+from spmdrl.types import Prompt, Sample
+
+
+class Scorer(Protocol):
+    """Who has samples scored: the Roles of a run, or less."""
+
+    sampler: Sampler
+    sampling: Topology  # ranks that sample or score
+    phases: Phases
+    tokenizer: Any
+
+
+def score(
+    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt], phase: str
+) -> None:
+    """Sets reward, turn_rewards, reward_info and pred, or invalid, of what this rank made, in
+    phases so named.
+
+    prompt_of: by id, for ranks that score what others made. Collective over by.sampling.
+    """
+    rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
+    if by.sampler.scoring.ranks == by.sampler.topology.ranks:
+        ask_model(samples, by)
+        with phases(phase, sampling):
+            assert rewards is not None
+            run_functions(samples, rewards, by)
+        return
+    with phases("wait answers", sampling):
+        pass  # who only scores has nothing to do until all have theirs
+    with phases(phase, sampling):
+        mine, theirs, makers = hand_over(samples, by, prompt_of)
+    ask_model(theirs, by)
+    with phases(phase, sampling):
+        if rewards is not None:
+            run_functions(theirs, rewards, by)
+    with phases("wait rewards", sampling):
+        pass
+    with phases(phase, sampling):
+        take_back(mine, theirs, makers, sampling)
+
+
+def run_functions(samples: list[Sample], rewards: RewardRunner, by: Scorer) -> None:
+    """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
+    finish_scoring(rewards.begin(samples), rewards, by)
+
+
+def finish_scoring(begun: Scoring, rewards: RewardRunner, by: Scorer) -> None:
+    """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
+    watch = InvalidWatch(rewards.config, len(begun.samples), by.sampler.scoring)
+    alone, num_scored = by.sampler.scoring.world == 1, 0
+    what = "answers scored" if alone else "answers scored on rank 0"
+
+    def scored(sample: Sample) -> None:
+        nonlocal num_scored
+        num_scored += 1
+        PROGRESS.count(num_scored, len(begun.samples), what)
+        by.phases.still_going()  # slow rewards are no hang
+        watch.scored(sample)
+
+    rewards.finish(begun, scored)
+
+
+def ask_model(samples: list[Sample], by: Scorer) -> None:
+    """Sets model_score, where there is a reward model. On the ranks that score."""
+    model = by.sampler.reward_model
+    if model is not None:
+        with by.phases("reward_model", by.sampler.scoring):
+            model.score(samples)
+
+
+def hand_over(
+    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt]
+) -> tuple[list[Sample], list[Sample], list[int]]:
+    """(my samples by who scores them, those that I am to score, who made each). Collective."""
+    sampling = by.sampling
+    scorers = [sampling.ranks.index(rank) for rank in by.sampler.scoring.ranks]
+    # sample i goes to scorer i mod s; each rank starts at another, so that small parts spread
+    scorer_of = [scorers[(i + sampling.rank) % len(scorers)] for i in range(len(samples))]
+    parts = [[s for s, r in zip(samples, scorer_of, strict=True) if r == rank]
+             for rank in range(sampling.world)]  # fmt: skip
+    mine = [s for part in parts for s in part]
+    head = torch.tensor([[s.prompt.id, s.index] for s in mine], dtype=torch.int64).reshape(-1, 2)
+    counts = [len(part) for part in parts]
+    asked = all_to_all_rows(head, counts, sampling)
+    makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
+    packed = [pack(dict(enumerate(map(completion_of, part)))) for part in parts]
+    answers = [a for theirs in all_to_all_bytes(packed, sampling) for a in unpack(theirs).values()]
+    questions = [Question(prompt_of(id), 0, index, seed=0) for id, index in asked.tolist()]
+    theirs = as_samples(questions, answers, by.tokenizer)
+    return mine, theirs, makers.flatten().tolist()
+
+
+def take_back(
+    mine: list[Sample], theirs: list[Sample], makers: list[int], sampling: Topology
+) -> None:
+    """What others say of mine, for what I say of theirs; see hand_over. Collective."""
+    verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
+    for s, maker in zip(theirs, makers, strict=True):
+        verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards])
+    received = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
+    about_mine = [verdict for part in received for verdict in json.loads(part)]
+    for s, verdict in zip(mine, about_mine, strict=True):
+        s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards = verdict
+
+
+def all_to_all_bytes(parts: list[bytes], topology: Topology) -> list[bytes]:
+    """parts: one for each rank; what each of them sent. Collective."""
+    sizes = [len(part) for part in parts]
+    received = all_to_all_rows(torch.tensor(sizes), [1] * len(parts), topology).tolist()
+    sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    rows = all_to_all_rows(sent, sizes, topology)
+    return [part.numpy().tobytes() for part in rows.split(received)]

@@ -1,0 +1,69 @@
+"""Samples of earlier steps that may be trained on again (PF-PPO)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from spmdrl.checkpoint.safe_load import read_plain
+from spmdrl.config import ConfigError
+from spmdrl.data.packing import concatenate
+from spmdrl.types import Batch
+
+
+class ReplayBuffer:
+    """This rank's share of the samples of the last `steps` steps, as they were packed.
+
+    A replayed sample keeps the logprobs of the engine that sampled it, so that a rollout correction
+    sees how old it is. Steps are mixed so that every mini-batch has samples of each.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.past: list[Batch] = []  # newest first
+
+    def mix(self, new: Batch) -> Batch:
+        """`new` and the buffered samples as one Batch; `new` is then the newest in the buffer.
+
+        Group g of the samples that are a steps old becomes g * (steps + 1) + a.
+        """
+        ages = [new, *self.past]
+        renumbered = [
+            batch.select(list(range(batch.num_seqs))) for batch in ages
+        ]  # copies, so that the buffer keeps its own numbers
+        for age, batch in enumerate(renumbered):
+            batch.groups = batch.groups * (self.steps + 1) + age
+        self.past = ages[: self.steps]
+        return concatenate(renumbered)
+
+    def save(self, file: BinaryIO) -> None:
+        torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], file)
+
+    def load(
+        self, paths: list[Path], rank: int, world: int, num_keys: int, per_turn: bool
+    ) -> None:  # fmt: skip
+        """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
+
+        Raises ConfigError where they were saved with another number of reward keys, or with
+        rewards.per_turn the other way.
+        """
+        shares = [read_plain(path) for path in paths]
+        parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
+        for fields in (fields for age in parts for fields in age):  # an earlier version's lack it
+            fields.setdefault("prompts", torch.full_like(fields["groups"], -1))
+        ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
+                            [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip
+        self.past = ages[: self.steps]
+        if any(batch.keys.shape[1] != num_keys for batch in self.past):
+            raise ConfigError(
+                f"the checkpoint's replayed samples have other algo.reward_keys than these "
+                f"{num_keys}: keep them, or start anew with --resume never"
+            )
+        if any((batch.turn_rewards is not None) != per_turn for batch in self.past):
+            raise ConfigError(
+                f"the checkpoint's replayed samples were scored with rewards.per_turn="
+                f"{not per_turn}, this run has {per_turn}: keep it, or start anew with "
+                "--resume never"
+            )

@@ -1,0 +1,117 @@
+"""Who takes part in a step, and on which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config import PpoConfig
+from spmdrl.distributed.phases import Phases
+from spmdrl.distributed.placement import Ranks
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.base import TrainEngine
+from spmdrl.rewards.reward_model import RewardModel
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout.base import RolloutEngine
+from spmdrl.rollout.multi_turn.conversation import Dialogue
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.training.batch_exchange import Post
+from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.replay_buffer import ReplayBuffer
+from spmdrl.training.weight_sync import WeightSync
+from spmdrl.training.weight_versions import Mailbox
+
+
+@dataclass
+class Trainer:
+    """A role that holds a trainer's model. On a rank outside there is no engine."""
+
+    name: str
+    topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
+    engine: TrainEngine | None
+    started_from: str | None = None  # digest of weights that another engine gave it at the start
+    skipped: int = 0  # updates, for a loss or a gradient that is not finite
+    skipped_in_a_row: int = 0
+
+    @property
+    def here(self) -> bool:
+        return self.topology.here
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those of the role that are given sequences; the others help them with these."""
+        return self.topology.data_ranks
+
+    @property
+    def model(self) -> TrainEngine:
+        assert self.engine is not None, f"no {self.name} on this rank"
+        return self.engine
+
+
+@dataclass
+class Sampler:
+    """The role that samples, and the one that scores. On a rank outside they are None."""
+
+    topology: Topology  # axes dp, tp: one engine per tp group
+    driver: Scheduler | None
+    scoring: Topology  # ranks that run reward functions
+    rewards: RewardRunner | None
+    reward_model: RewardModel | None = None  # on ranks that score
+    dialogue: Dialogue | None = None  # on an engine's leader, where answers may have several turns
+
+    @property
+    def here(self) -> bool:
+        return self.topology.here
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.driver is not None, "no rollout on this rank"
+        return self.driver
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self.scheduler.engine
+
+
+@dataclass
+class Roles:
+    """What a step works with. Topologies are known on every rank, engines where they live."""
+
+    config: PpoConfig
+    topology: Topology  # all ranks
+    sampling: Topology  # ranks that make and score samples
+    training: Topology  # ranks of actor, ref, critic and prm
+    syncing: Topology  # ranks of actor and rollout
+    phases: Phases
+    post: Post
+    tokenizer: Any
+    sampler: Sampler
+    weights: WeightSync  # actor -> rollout
+    mailbox: Mailbox | None  # only where sampling runs ahead of training
+    actor: Trainer
+    ref: Trainer | None = None
+    critic: Trainer | None = None
+    prm: Trainer | None = None
+    replay: ReplayBuffer | None = None
+    leftover: Leftover | None = None  # only where more prompts are asked than trained on
+    kl_coef: float = 0.0  # of the next step, where adaptive
+    entropy_coef: float = 0.0
+    entropy: float | None = None  # of the last step, where its coefficient is adaptive
+    policy_version: int = 0  # of the weights that the rollout engine holds
+    weight_bytes: int = 0  # that this rank sent, since it was last reported
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engines give their memory back: not where nobody beside them trains."""
+        shared = set(self.sampler.topology.ranks) & set(self.training.ranks)
+        return self.config.rollout.sleep and bool(shared)
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        found = (self.actor, self.ref, self.critic, self.prm)
+        return [trainer for trainer in found if trainer is not None]
+
+    @property
+    def trainer_ranks(self) -> list[Ranks]:
+        """The different sets of ranks that sequences are dealt to; the actor's first."""
+        return list(dict.fromkeys(trainer.ranks for trainer in self.trainers))

@@ -1,0 +1,360 @@
+"""Trainer -> engine, after every update."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.config import WeightsConfig
+from spmdrl.distributed.p2p import Wire
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.rollout.base import RolloutEngine
+from spmdrl.weights.boxes import Box, numel, view, whole
+from spmdrl.weights.bucket_messages import Held, copy_all
+from spmdrl.weights.checkpoint_names import is_adapter
+from spmdrl.weights.derived import Derived, derived_of, rounds_of
+from spmdrl.weights.engine_layout import Layout, Place
+from spmdrl.weights.fp8_scales import BlockScales
+from spmdrl.weights.plan import Weight, describe, make_plan
+from spmdrl.weights.shards import Addresses, Shards, agree_on_shards, lying
+from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """Of one push, on this rank; bytes are those it sent to other ranks. Sum them over ranks.
+
+    Without the scales of FP8 blocks, which are reduced over all ranks: 1/4096 of what they scale.
+    Weights count in the engine's dtype, also where a rank of the same host reads another's float32
+    shards and casts them.
+    """
+
+    planned_bytes: int
+    moved_bytes: int
+    opaque_bytes: int  # of weights that went as full tensors; not in the above
+    seconds: float
+
+
+@dataclass
+class Round:
+    """Weights that are sent together; all of them, unless some are worked out first (derived.py).
+
+    Those in `opaque` go as full tensors, those of `fp8` are quantised on the way.
+    """
+
+    weights: list[Weight]
+    once: bool  # of a base that stays as it is: sent with the first push alone
+    transfer: Transfer
+    fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
+    scales: BlockScales | None = None
+    scale_places: list[tuple[Place, Tensor]] = field(default_factory=list)  # in the engine, and
+    # what belongs there
+    opaque: list[Weight] = field(default_factory=list)
+    planned_bytes: int = -1  # worked out after the first push
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [self.transfer] if self.fp8 is None else [self.transfer, self.fp8]
+
+    @property
+    def names(self) -> list[str]:
+        return [weight.name for weight in self.weights]
+
+    def plan_bytes(self) -> int:
+        if self.planned_bytes < 0:
+            self.planned_bytes = sum(
+                planned_bytes(t.plan, t.dtype.itemsize, t.block_group is not None)
+                for t in self.transfers
+            )
+        return self.planned_bytes
+
+    @property
+    def opaque_bytes(self) -> int:
+        itemsize = self.transfer.dtype.itemsize
+        return sum(numel(whole(w.shape)) for w in self.opaque) * itemsize
+
+
+class WeightSync:
+    """The way of the actor's weights into the rollout engine, planned once and pushed often.
+
+    `dtype` is the engine's: shards are cast to it while they are packed. What the engine keeps in
+    FP8 is quantised then, from the trainer's own dtype, and goes in a transfer of its own.
+    """
+
+    def __init__(
+        self,
+        actor: TrainEngine | None,
+        actor_topology: Topology,
+        rollout: RolloutEngine | None,
+        rollout_topology: Topology,
+        dtype: str,
+        config: WeightsConfig,
+        place: Callable[..., Topology] | None = None,
+    ) -> None:
+        """Collective over the job. actor and rollout: None outside their topologies. place: makes
+        topologies, by default of torch.distributed's own group.
+
+        Raises ValueError where the engine's weights are not the trainer's by name or shape.
+        """
+        self.actor, self.rollout, self.config = actor, rollout, config
+        self.dtype = DTYPES[dtype]
+        device = actor_topology.device
+        both = sorted({*actor_topology.ranks, *rollout_topology.ranks})
+        if place is None:
+            place = partial(Topology.build, device)
+        self.topology = place(tuple(both), dp=-1)
+        self.table = table_of(rollout_topology)
+        self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
+        self.adapter_apart = config.lora == "adapter"
+        self.named: dict[str, Shards] = {}
+        if actor is not None:
+            apart = self.adapter_apart
+            self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
+        self.derived: Derived | None = derived_of(self.named)
+        self.shards_lie = Addresses(self.named)
+        self.rounds: list[Round] = []
+        self.base_is_there = False
+        if self.topology.here:
+            self.wire = Wire(self.topology)
+            self.make_transfers()
+        if device.type != "cpu":
+            self.build_block_groups()
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight for group in self.rounds for weight in group.weights]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [transfer for group in self.rounds for transfer in group.transfers]
+
+    def make_transfers(self) -> None:
+        """Collective over the ranks of both roles."""
+        control = self.topology.control
+        weights = agree_on_shards(self.named, control)
+        shapes = {w.name: w.shape for w in weights}
+        layout = self.rollout.layout(shapes) if self.rollout else Layout()
+        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
+        digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
+        me, first = dist.get_rank(), self.table[0]
+        everyone: list[tuple] = [()] * self.topology.world
+        said = (digest, mine if me in first else None)
+        dist.all_gather_object(everyone, said, group=control)
+        by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
+        for row in self.table:
+            for rank, model in zip(row, first, strict=True):
+                if by_rank[rank][0] != by_rank[model][0]:
+                    raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
+        layouts = [by_rank[rank][1] for rank in first]
+        opaque = {name for _, names, _, _ in layouts for name in names}
+        quantized = {name for _, _, names, _ in layouts for name in names}
+        found = [regions for regions, _, _, _ in layouts]
+        self.places_lie = layout.addresses()
+        if quantized:
+            self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
+        for group, once in self.grouped(weights):
+            self.rounds.append(self.make_round(group, once, layout, found, opaque, quantized))
+
+    def grouped(self, weights: list[Weight]) -> list[tuple[list[Weight], bool]]:
+        """(weights of a round, whether they are sent but once)."""
+        if self.adapter_apart:
+            base = [w for w in weights if not is_adapter(w.name)]
+            rounds = [base, [w for w in weights if is_adapter(w.name)]]
+        else:
+            limit = self.config.bucket_mib << 20
+            if any(weight.derived for weight in weights):
+                limit //= 2
+                self.slot_bytes = max(1, self.slot_bytes // 2)  # half is for what is worked out
+            rounds = rounds_of(weights, limit)
+        if self.derived is not None:
+            self.derived.arrange([[weight.name for weight in group] for group in rounds])
+        return [(group, self.adapter_apart and i == 0) for i, group in enumerate(rounds)]
+
+    def make_round(
+        self,
+        weights: list[Weight],
+        once: bool,
+        layout: Layout,
+        found: list[list[tuple[str, Box]]],
+        opaque: set[str],
+        quantized: set[str],
+    ) -> Round:
+        """found: the regions of each tensor-parallel rank."""
+        plain = [w for w in weights if w.name not in opaque | quantized]
+        transfer = self.make_transfer(plain, layout, found, self.dtype)
+        made = Round(weights, once, transfer, opaque=[w for w in weights if w.name in opaque])
+        in_fp8 = [w for w in weights if w.name in quantized]
+        if in_fp8:
+            made.scales = BlockScales(in_fp8, self.topology.device)
+            grids = made.scales.by_name
+            made.fp8 = self.make_transfer(in_fp8, layout, found, torch.uint8, grids)
+            for (name, box), place in zip(layout.scales, layout.scale_places, strict=True):
+                if name in grids:
+                    grid = grids[name]
+                    made.scale_places.append((place, view(grid, whole(grid.shape), box)))
+        return made
+
+    def make_transfer(
+        self,
+        weights: list[Weight],
+        layout: Layout,
+        found: list[list[tuple[str, Box]]],
+        dtype: torch.dtype,
+        scales: dict[str, Tensor] | None = None,
+    ) -> Transfer:
+        number = {w.name: i for i, w in enumerate(weights)}
+        regions = [[(number[n], box) for n, box in mine if n in number] for mine in found]
+        of_names = zip(layout.regions, layout.places, strict=True)
+        places = [place for (name, _), place in of_names if name in number]
+        plan = make_plan(
+            dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
+        )
+        fp8 = dtype == torch.uint8
+        return Transfer(
+            plan, self.shards,
+            lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
+            self.addresses, dtype, self.topology.device, self.wire, scales=scales,
+        )  # fmt: skip
+
+    def build_block_groups(self) -> None:
+        """Groups for the all-gathers of a GPU job. Collective over the job."""
+        used = torch.zeros(len(self.table) + 1, device=self.topology.device)  # by engines in it
+        for transfer in self.transfers:
+            used[transfer.plan.block] = 1
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        for block in used.nonzero().flatten().tolist():
+            group = self.block_group(block)
+            for transfer in self.transfers:
+                if transfer.plan.block == block:
+                    transfer.block_group = group
+
+    def block_group(self, block: int) -> dist.ProcessGroup | None:
+        mine = None
+        for column in zip(*self.table, strict=True):
+            for start in range(0, len(column), block):
+                peers = list(column[start : start + block])
+                group = dist.new_group(peers) if len(peers) > 1 else None
+                if dist.get_rank() in peers:
+                    mine = group
+        return mine
+
+    def shards(self) -> Held:
+        return lying(self.named)
+
+    @torch.no_grad()
+    def addresses(self) -> tuple[int, ...]:
+        """Offloading and sleeping move weights, which the transfer then looks up anew."""
+        return (*self.shards_lie(), *self.places_lie())
+
+    def full_tensors(
+        self, weights: list[Weight], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """One at a time, on the rollout's ranks; others must exhaust it as well."""
+        return full_tensors(
+            weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
+            self.topology.device, self.wire,
+        )  # fmt: skip
+
+    def push(self) -> SyncStats:
+        """Puts the actor's weights into the engine. Collective over the ranks of both roles.
+
+        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check
+        where the engine does not hold what was sent. Does nothing on ranks outside both roles.
+        """
+        start = time.perf_counter()
+        moved = planned = opaque = 0
+        if not self.rounds:
+            return SyncStats(0, 0, 0, 0.0)
+        for group in self.rounds:
+            if group.once and self.base_is_there:
+                continue
+            moved += self.push_round(group)
+            planned, opaque = planned + group.plan_bytes(), opaque + group.opaque_bytes
+        self.base_is_there = True
+        if self.rollout is not None:
+            self.rollout.finish_load()
+        if self.config.check:
+            self.check()
+        if self.derived is not None:
+            self.derived.release()
+        return SyncStats(planned, moved, opaque, time.perf_counter() - start)
+
+    def push_round(self, group: Round) -> int:
+        """Bytes that this rank sent."""
+        if self.derived is not None:
+            self.derived.compute(group.names)
+        moved = group.transfer.run() + self.push_fp8(group)
+        if group.opaque:
+            tensors = self.full_tensors(group.opaque)
+            try:
+                if self.rollout is not None:
+                    self.rollout.load_opaque(tensors)
+            finally:
+                exhaust(tensors)
+        return moved
+
+    @torch.no_grad()
+    def push_fp8(self, group: Round) -> int:
+        if group.fp8 is None or group.scales is None:
+            return 0
+        group.scales.agree(self.shards(), self.topology.group)
+        copy_all([p.tensor() for p, _ in group.scale_places], [s for _, s in group.scale_places])
+        return group.fp8.run()
+
+    def check(self) -> int:
+        """Proves bit by bit that the engine holds the actor's weights; returns how many."""
+        if not self.rounds:
+            return 0
+        tensors = self.all_tensors()
+        try:
+            return self.rollout.check_weights(tensors) if self.rollout is not None else 0
+        finally:
+            exhaust(tensors)
+
+    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # what is quantised is so from the trainer's own numbers
+        dtype = torch.float32 if any(group.fp8 for group in self.rounds) else None
+        for group in self.rounds:
+            if self.derived is not None:
+                self.derived.compute(group.names)
+            yield from self.full_tensors(group.weights, dtype)
+
+    def describe(self) -> list[str]:
+        """What the plan is to move, for a log; [] outside both roles."""
+        lines: list[str] = []
+        for number, group in enumerate(self.rounds):
+            if len(self.rounds) > 1:
+                when = ", with the first push" if group.once else ""
+                lines.append(f"round {number + 1} of {len(self.rounds)}{when}:")
+            lines += describe(group.transfer.plan)
+            if group.fp8 is not None:
+                lines += ["in FP8:", *describe(group.fp8.plan)]
+            if group.opaque:
+                lines.append(f"  as full tensors: {[w.name for w in group.opaque[:5]]} ...")
+        if lines and self.topology.device.type == "cpu":
+            lines.append(
+                f"  read from memory: {len(self.wire.readable)} of {self.topology.world - 1} ranks"
+            )
+        return lines
+
+
+def exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """So that ranks whose engine did not want them all, or failed, leave no other rank waiting."""
+    for _ in tensors:
+        pass
+
+
+def table_of(rollout: Topology) -> list[list[int]]:
+    """Global rank of [engine][tensor-parallel rank]; axes dp and tp."""
+    tp = rollout.axis_size("tp")
+    return [list(rollout.ranks[i : i + tp]) for i in range(0, rollout.world, tp)]

@@ -1,0 +1,113 @@
+"""What a checkpoint calls the parameters of a transformers model, and the parts of them.
+
+transformers keeps the experts of a layer in one tensor. Checkpoints have each expert's matrices by
+themselves, and so do vLLM's loader and engine megatron: that is how weights are named here.
+
+    model.layers.0.mlp.experts.gate_up_proj    (num_experts, 2 * width, hidden)
+      [3, :width]  is  model.layers.0.mlp.experts.3.gate_proj.weight    (width, hidden)
+      [3, width:]  is  model.layers.0.mlp.experts.3.up_proj.weight
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
+
+from spmdrl.config import ConfigError
+from spmdrl.data.images import auto_class
+from spmdrl.weights.boxes import Box, view, whole
+from spmdrl.weights.engine_layout import box_of
+
+ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(ADAPTER)
+
+
+class Part(NamedTuple):
+    """A part of a parameter that is a tensor of its own in a checkpoint."""
+
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # there: dimensions of size 1 may be left out
+    box: Box  # of the parameter
+
+    @property
+    def axes(self) -> list[int]:
+        """Of the parameter, those that the checkpoint's tensor has too."""
+        found: list[int] = []
+        for axis, (first, last) in enumerate(self.box):
+            if len(found) < len(self.shape) and last - first == self.shape[len(found)]:
+                found.append(axis)
+        assert len(found) == len(self.shape), self
+        return found
+
+    def inside(self, box: Box) -> Box:
+        """Which part of the checkpoint's tensor a box of the parameter is that lies within mine."""
+        return tuple(
+            (box[axis][0] - self.box[axis][0], box[axis][1] - self.box[axis][0])
+            for axis in self.axes
+        )
+
+    def of(self, parameter: Tensor) -> Tensor:
+        return view(parameter, whole(parameter.shape), self.box).view(self.shape)
+
+
+Parts = Mapping[str, Sequence[Part]]  # of each parameter that a checkpoint has in another form
+
+
+def checkpoint_name(name: str, shape: Sequence[int], parts: Parts) -> str | None:
+    """A parameter's in a checkpoint; None where it is not there as one tensor of that shape."""
+    mine = parts.get(name)
+    if mine is None:
+        return name
+    return mine[0].name if len(mine) == 1 and mine[0].shape == tuple(shape) else None
+
+
+def checkpoint_parts(config: PreTrainedConfig) -> Parts:
+    """What save_pretrained makes of the parameters that it does not write as they are.
+
+    It is run on a model without data. Raises ConfigError where a parameter of the checkpoint is not
+    simply a part of one of the model's, so that it could not be sent from where it lies.
+    """
+    with torch.device("meta"), no_init_weights():
+        model: Any = auto_class(config).from_config(copy.deepcopy(config))
+    given = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+    with _Views():
+        written = revert_weight_conversion(model, dict(given))
+    parts: dict[str, list[Part]] = {}
+    for name, tensor in written.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        box = box_of(tensor, given[owner]) if owner is not None else None
+        if owner is None or box is None:
+            raise ConfigError(
+                f"model {config.name_or_path}: a checkpoint's {name} is more than a part of what "
+                f"transformers keeps for {config.model_type}; engine fsdp cannot hand it over"
+            )
+        parts.setdefault(owner, []).append(Part(name, tuple(tensor.shape), box))
+    return {owner: mine for owner, mine in parts.items() if [part.name for part in mine] != [owner]}
+
+
+def by_checkpoint_name(parts: Parts) -> dict[str, tuple[str, Part]]:
+    """(parameter, part) of every name that is no parameter's."""
+    return {part.name: (owner, part) for owner, mine in parts.items() for part in mine}
+
+
+class _Views(TorchDispatchMode):
+    """Meanwhile copies of tensors are views of them: of tensors without data it makes no odds."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))

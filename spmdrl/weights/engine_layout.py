@@ -1,0 +1,242 @@
+"""Where an engine keeps which part of which weight, learnt from the engine's own loader.
+
+The loader is run once with tensors that have a shape and no data. What it would copy is written
+down and not copied: the source is a view of a known tensor, whose offset, sizes and strides say
+which part of it is meant; the destination is a view of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmdrl.weights.boxes import Box, numel, sizes, whole
+
+if TYPE_CHECKING:
+    from spmdrl.weights.checkpoint_names import Part
+
+Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+class Place(NamedTuple):
+    """A part of an engine's parameter.
+
+    Looked up anew at every use: engines move their parameters, and some replace them.
+    """
+
+    module: nn.Module
+    name: str  # of the parameter or buffer in the module
+    offset: int  # in elements, from the parameter's first
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        data = getattr(self.module, self.name).detach()
+        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+
+
+@dataclass
+class Layout:
+    """The part `regions[i]`, a (name, Box) of a full Hugging Face tensor, belongs at `places[i]`.
+
+    The weights in `opaque` are handed to the engine's loader as full tensors. Those in `quantized`
+    are kept in FP8 (spmdrl_kernels.fp8); `scales` says which of their blocks' scales belong where:
+    its names are the weights', its boxes are of their grids of blocks.
+    """
+
+    regions: list[tuple[str, Box]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    scales: list[tuple[str, Box]] = field(default_factory=list)
+    scale_places: list[Place] = field(default_factory=list)
+
+    def addresses(self) -> Callable[[], Iterator[int]]:
+        """Of every parameter that has a place: others where the engine has moved them."""
+        unique = dict.fromkeys((place.module, place.name) for place in self.places)
+        names = [name for _, name in unique]
+        # quicker to ask than the modules
+        holders = [m._parameters if name in m._parameters else m._buffers for m, name in unique]
+        return lambda: map(Tensor.data_ptr, map(getitem, holders, names))  # type: ignore[arg-type]
+
+
+class ByName:
+    """An engine's model of full tensors, found by the names of a checkpoint or by their own.
+
+    `elsewhere` has the checkpoint's names that are no parameter's: whose part they are, and which.
+    """
+
+    def __init__(self, model: nn.Module, elsewhere: Mapping[str, tuple[str, Part]]) -> None:
+        self.elsewhere = elsewhere
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.missing = {p.data_ptr(): (name, p.numel()) for name, p in self.parameters.items()}
+        self.found: set[str] = set()
+
+    def find(self, name: str) -> tuple[str, Tensor]:
+        """The parameter's name, and the view of it. Raises ValueError where there is none."""
+        owner, part = self.elsewhere.get(name, (name, None))
+        parameter = self.parameters.get(owner)
+        if parameter is None:
+            raise ValueError(f"the engine's model has no parameter {name}")
+        held = parameter.detach() if part is None else part.of(parameter.detach())
+        pointer = parameter.data_ptr()
+        if name not in self.found and pointer in self.missing:
+            left = self.missing[pointer][1] - held.numel()
+            self.missing[pointer] = (owner, left)
+            if left <= 0:  # a tied one may be given twice
+                del self.missing[pointer]
+        self.found.add(name)
+        return owner, held
+
+    def require_all(self) -> None:
+        if self.missing:
+            names = sorted(name for name, _ in self.missing.values())
+            raise ValueError(f"weights were not given: {names}")
+
+
+def layout_by_name(
+    model: nn.Module,
+    shapes: Mapping[str, Any],
+    elsewhere: Mapping[str, tuple[str, Part]] | None = None,
+) -> Layout:
+    """Of an engine that keeps full tensors; elsewhere: as ByName takes it.
+
+    Raises ValueError naming a weight that it lacks, or one that is not given.
+    """
+    layout, by_name = Layout(), ByName(model, elsewhere or {})
+    for name, shape in shapes.items():
+        owner, held = by_name.find(name)
+        layout.regions.append((name, whole(shape)))
+        path, _, leaf = owner.rpartition(".")
+        offset = int(held.storage_offset() - by_name.parameters[owner].storage_offset())
+        place = Place(model.get_submodule(path), leaf, offset, tuple(held.shape), held.stride())
+        layout.places.append(place)
+    by_name.require_all()
+    return layout
+
+
+def record_layout(
+    model: nn.Module, load: Loader, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> Layout:
+    """Runs `load` on tensors without data and writes down what it copies where.
+
+    A weight is opaque where the loader computes with it, wants to look into it, or copies it into
+    something else than a parameter. Elements that nothing is copied to, like the padding of a
+    vocabulary, are as the loader leaves them.
+    """
+    recorder = _Recorder(model)
+    names = iter(shapes)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            tensor = torch.empty(shapes[name], dtype=dtype, device="meta")
+            recorder.give(name, tensor)
+            yield name, tensor
+
+    while len(recorder.given) < len(shapes):
+        try:
+            with torch.no_grad(), recorder:
+                load(weights())
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            # it asked for a value, which a tensor without data refuses; go on with the next
+            if not recorder.current or recorder.current in recorder.opaque:
+                raise ValueError(
+                    f"the engine's loader failed at {recorder.current}: {error}"
+                ) from error
+            recorder.opaque.add(recorder.current)
+    return recorder.layout(shapes)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters = {  # by storage
+            tensor.untyped_storage().data_ptr(): (module, name, tensor)
+            for module in model.modules()
+            for name, tensor in (
+                *module.named_buffers(recurse=False),
+                *module.named_parameters(recurse=False),
+            )
+            if tensor.numel()
+        }
+        # by storage; the tensors are kept, so that no storage's number is used twice
+        self.given: dict[int, tuple[str, Tensor]] = {}
+        self.current = ""
+        self.opaque: set[str] = set()
+        self.copies: list[tuple[str, Box, Place]] = []
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        self.current = name
+        self.given[_storage(tensor)] = (name, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        without_data = [a for a in args if isinstance(a, Tensor) and a.is_meta]
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self.note(args[0], args[1])
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        for tensor in without_data:
+            outputs = result if isinstance(result, (tuple, list)) else [result]
+            if any(_is_new(output, tensor) for output in outputs):
+                self.opaque.add(self.given.get(_storage(tensor), (self.current,))[0])
+        return result
+
+    def note(self, target: Tensor, source: Tensor) -> None:
+        name, full = self.given.get(_storage(source), (self.current, None))
+        owner = self.parameters.get(target.untyped_storage().data_ptr())
+        box = None if full is None else box_of(source, full)
+        if box is None or owner is None or target.shape != source.shape:
+            self.opaque.add(name)
+            return
+        module, leaf, parameter = owner
+        offset = int(target.storage_offset() - parameter.storage_offset())
+        target = target.view(sizes(box))
+        place = Place(module, leaf, offset, tuple(target.shape), target.stride())
+        self.copies.append((name, box, place))
+
+    def layout(self, shapes: Mapping[str, Any]) -> Layout:
+        layout = Layout(opaque=[name for name in shapes if name in self.opaque])
+        for name, box, place in self.copies:
+            if name not in self.opaque:
+                layout.regions.append((name, box))
+                layout.places.append(place)
+        return layout
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_new(output: Any, tensor: Tensor) -> bool:
+    """Whether it is no view of the tensor, so that later copies of it would not be understood."""
+    return isinstance(output, Tensor) and output.is_meta and _storage(output) != _storage(tensor)
+
+
+def box_of(part: Tensor, full: Tensor) -> Box | None:
+    """The box of `full`, contiguous, that `part` is a view of; None where it is not a box.
+
+    Dimensions of size 1 may have been dropped or added.
+    """
+    if part.dtype != full.dtype or full.numel() == 0:
+        return None
+    wanted = [(n, s) for n, s in zip(part.shape, part.stride(), strict=True) if n != 1]
+    offset, box = int(part.storage_offset()), []
+    for length, stride in zip(full.shape, full.stride(), strict=True):
+        first, offset = divmod(offset, stride)
+        size = 1
+        if wanted and wanted[0][1] == stride and length > 1:
+            size = wanted.pop(0)[0]
+        if first + size > length:
+            return None
+        box.append((first, first + size))
+    if wanted or offset or numel(tuple(box)) != part.numel():
+        return None
+    return tuple(box)
