@@ -501,3 +501,8 @@ class RewardTrainingConfig:
 
 SupervisedConfig = SftConfig | RewardTrainingConfig  # of runs that learn from rows as they stand
 RunConfig = PpoConfig | SupervisedConfig
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from spmdrl.config import OptimConfig, PpoConfig, TrainConfig
+from spmdrl.config import OptimConfig, PpoConfig, TrainConfig, require
 from spmdrl.distributed.faults.embedded_watchdog import Guard
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import place
@@ -51,7 +51,6 @@ from spmdrl.engines.megatron.inputs import Cut
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.training.build import Run, build, close
-from spmdrl.training.checks.algorithms import require
 from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap

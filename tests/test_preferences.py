@@ -30,11 +30,11 @@ from spmdrl.config import (
     RewardTrainingConfig,
     TrainConfig,
 )
+from spmdrl.data.packing import to_batch
 from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import build_classifier, classifier_config
 from spmdrl.engines.micro_batches import cut
-from spmdrl.rewards.reward_model import to_batch
 from spmdrl.training.checks.supervised import check_reward_training
 from spmdrl.training.supervised_loop import name_padding
 from spmdrl.types import Batch

@@ -22,9 +22,11 @@ import jinja2
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.left_out import left_out
 from spmdrl.data.table_files import BadRow
+from spmdrl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 CHARS_PER_TOKEN = 64  # text longer than so many times the limit is tokenised in part first
 MARGIN = 32  # tokens next to a cut that the cut may have changed
@@ -261,3 +263,25 @@ def render_chat(
         raise BadRow(f"field 'prompt': the chat template refuses the chat: {error}") from error
     assert isinstance(text, str)
     return text
+
+
+def encode_said(said: str | list[Message], encoder: Encoder, append_eos: bool) -> Encoded:
+    """A whole conversation as reward models read it, in training as in scoring: a chat by its
+    template, without a generation prompt; a string as it stands, with append_eos with EOS behind
+    it, if it does not end in EOS. Raises BadRow, ConfigError."""
+    if isinstance(said, str):
+        found, eos = encoder.prompt(said), encoder.tokenizer.eos_token_id
+        if not append_eos or found.ids[-1] == eos:
+            return found
+        if eos is None:
+            raise ConfigError(
+                f"the tokenizer of '{encoder.tokenizer.name_or_path}' has no eos_token, which "
+                "data.append_eos puts behind strings. Set eos_token in its tokenizer_config.json"
+            )
+        text = found.text + str(encoder.tokenizer.eos_token)
+        return found._replace(ids=[*found.ids, int(eos)], text=text)
+    found = encoder.chat(said, asks=False)
+    if not found.ids:
+        raise BadRow("field 'messages': gives no token at all, expected a conversation")
+    encoder.require_known(found.ids, "messages")
+    return found

@@ -264,3 +264,12 @@ def split_to_count(bins: list[list[int]], count: int) -> list[list[int]]:
         bins[fullest] = items[: len(items) // 2]
         bins.append(items[len(items) // 2 :])
     return bins
+
+
+def to_batch(rows: list[list[int]]) -> Batch:
+    """Rows of tokens, each with one more behind it that is unmasked: a value is of what stands
+    before, so that it is of the whole row."""
+    batch = empty_batch(torch.tensor([len(row) + 1 for row in rows], dtype=torch.int64))
+    batch.token_ids = torch.tensor([t for row in rows for t in (*row, row[-1])], dtype=torch.int64)
+    batch.loss_mask[batch.cu_seqlens[1:] - 1] = 1.0
+    return batch

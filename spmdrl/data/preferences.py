@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
-from spmdrl.data.chat import Encoded, Encoder
+from spmdrl.data.chat import Encoded, Encoder, encode_said
+from spmdrl.data.packing import to_batch
 from spmdrl.data.prompts import check_prompt, unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
 from spmdrl.data.table_files import (
@@ -30,7 +31,6 @@ from spmdrl.data.table_files import (
     without_nulls,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.rewards.reward_model import encode_said, to_batch
 from spmdrl.types import Batch, Message
 
 if TYPE_CHECKING:

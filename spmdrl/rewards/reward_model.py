@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfig
-from spmdrl.data.chat import Encoded, Encoder
-from spmdrl.data.packing import empty_batch
+from spmdrl.data.chat import Encoder, encode_said
+from spmdrl.data.packing import to_batch
 from spmdrl.data.table_files import BadRow
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.engines.fsdp.model import load_hf_config
-from spmdrl.types import Batch, Message, Sample
+from spmdrl.types import Sample
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
 
@@ -62,37 +61,6 @@ def appends_eos(model: str) -> bool:
     """Whether a reward model wants EOS behind strings: what it was trained with, by its
     config.json, where spmdrl.reward_model wrote it."""
     return bool(getattr(load_hf_config(model), "append_eos", False))
-
-
-def encode_said(said: str | list[Message], encoder: Encoder, append_eos: bool) -> Encoded:
-    """A whole conversation as reward models read it, in training as in scoring: a chat by its
-    template, without a generation prompt; a string as it stands, with append_eos with EOS behind
-    it, if it does not end in EOS. Raises BadRow, ConfigError."""
-    if isinstance(said, str):
-        found, eos = encoder.prompt(said), encoder.tokenizer.eos_token_id
-        if not append_eos or found.ids[-1] == eos:
-            return found
-        if eos is None:
-            raise ConfigError(
-                f"the tokenizer of '{encoder.tokenizer.name_or_path}' has no eos_token, which "
-                "data.append_eos puts behind strings. Set eos_token in its tokenizer_config.json"
-            )
-        text = found.text + str(encoder.tokenizer.eos_token)
-        return found._replace(ids=[*found.ids, int(eos)], text=text)
-    found = encoder.chat(said, asks=False)
-    if not found.ids:
-        raise BadRow("field 'messages': gives no token at all, expected a conversation")
-    encoder.require_known(found.ids, "messages")
-    return found
-
-
-def to_batch(rows: list[list[int]]) -> Batch:
-    """Rows of tokens, each with one more behind it that is unmasked: a value is of what stands
-    before, so that it is of the whole row."""
-    batch = empty_batch(torch.tensor([len(row) + 1 for row in rows], dtype=torch.int64))
-    batch.token_ids = torch.tensor([t for row in rows for t in (*row, row[-1])], dtype=torch.int64)
-    batch.loss_mask[batch.cu_seqlens[1:] - 1] = 1.0
-    return batch
 
 
 def train_config(config: RewardModelConfig) -> TrainConfig:

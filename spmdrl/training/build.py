@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import PpoConfig
+from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import Looks, Sight, Vision
 from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
@@ -31,7 +31,6 @@ from spmdrl.rollout import build_engine as build_rollout
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import Post
-from spmdrl.training.checks.algorithms import require
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import Asked

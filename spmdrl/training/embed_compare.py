@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.config import require
 from spmdrl.data.packing import pack_samples
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.sampling import seed_of
 from spmdrl.training.build import Run
-from spmdrl.training.checks.algorithms import require
 from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)

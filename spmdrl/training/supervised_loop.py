@@ -21,7 +21,7 @@ from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
 from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.cli.arguments import as_source, shown_config
-from spmdrl.config import SftDataConfig, SupervisedConfig
+from spmdrl.config import SftDataConfig, SupervisedConfig, require
 from spmdrl.data.images import Vision
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompts import PromptOrder, left_out_lines
@@ -38,7 +38,6 @@ from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.fsdp.model import load_hf_config, vocab_size_of
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.training.checks.algorithms import require
 from spmdrl.training.checks.dry_run import describe_supervised, least_checkpoint_bytes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from spmdrl.config import ConfigError, OptimConfig, TrainConfig
+from spmdrl.config import ConfigError, OptimConfig, TrainConfig, require
 from spmdrl.distributed.env import show_torchao
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.muon import Cuts, Muon, hidden_matrices, local
-from spmdrl.training.checks.algorithms import require
 from spmdrl.weights.checkpoint_names import Parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam

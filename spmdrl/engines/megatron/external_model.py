@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
 from spmdrl.engines.megatron.external_model_fields import (
     PRECISION,
     SAME,
@@ -21,7 +21,6 @@ from spmdrl.engines.megatron.inputs import Form
 from spmdrl.engines.megatron.layout import Degrees, check_architecture, head_dim, rope_frequencies
 from spmdrl.engines.megatron.model import transformer_config
 from spmdrl.engines.megatron.parts import Parts
-from spmdrl.training.checks.algorithms import require
 
 
 def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:

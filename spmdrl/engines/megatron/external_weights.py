@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from spmdrl.config import require
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.process import load_tokenizer
 from spmdrl.distributed.topology import Topology
@@ -29,7 +30,6 @@ from spmdrl.engines.megatron.inputs import Cut
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import Groups, Parts, generation_config, model_folder
 from spmdrl.engines.stored_dtype import as_stored
-from spmdrl.training.checks.algorithms import require
 from spmdrl.weights.transfer import gathered
 
 FILE_BYTES = 5_000_000_000  # of one safetensors file

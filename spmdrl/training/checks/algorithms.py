@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.algo.advantages import Estimator, estimator_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, aggregation_of
-from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, PpoConfig
+from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
 
 CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
 DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus", "remax", "prime")
@@ -427,8 +427,3 @@ def is_number(value: Any) -> bool:
 def shown(value: Any) -> str:
     function = value.function if isinstance(value, Estimator) else value
     return getattr(function, "__name__", "your function") if callable(value) else repr(value)
-
-
-def require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ConfigError(problem)

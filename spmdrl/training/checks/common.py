@@ -19,6 +19,7 @@ from spmdrl.config import (
     RunConfig,
     SftDataConfig,
     TrainConfig,
+    require,
 )
 from spmdrl.data.images import sees_images
 from spmdrl.distributed.placement import Ranks, show_ranks
@@ -29,7 +30,6 @@ from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.hub.remote_code import has_foreign_code
-from spmdrl.training.checks.algorithms import require
 
 MAX_RANKS = 2**20
 

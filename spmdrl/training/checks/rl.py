@@ -17,6 +17,7 @@ from spmdrl.config import (
     MultiTurnConfig,
     PpoConfig,
     TrainConfig,
+    require,
 )
 from spmdrl.data.images import same_pixels, sees_images
 from spmdrl.distributed.placement import (
@@ -40,7 +41,7 @@ from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.rollout.vllm.core import check_attention, check_engine_args
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.lora import check_adapter_mode
-from spmdrl.training.checks.algorithms import check_algo, require, weighs_the_engine
+from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
     check_layers,

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedConfig
 
-from spmdrl.config import PpoConfig
+from spmdrl.config import PpoConfig, require
 from spmdrl.engines.fsdp.model import meta_model
 from spmdrl.engines.fsdp.strict import require_none, uncovered
-from spmdrl.training.checks.algorithms import require
 
 
 class LogprobsDiffer(RuntimeError):

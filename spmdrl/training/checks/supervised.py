@@ -12,13 +12,13 @@ from spmdrl.config import (
     RewardTrainingConfig,
     SftConfig,
     SupervisedConfig,
+    require,
 )
 from spmdrl.engines.fsdp.classifier import check_classifier, classifier_config
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.hub.model_files import check_model_files
 from spmdrl.hub.remote_code import allow_code
-from spmdrl.training.checks.algorithms import require
 from spmdrl.training.checks.common import (
     check_checkpoint,
     check_layers,

@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from spmdrl.config import ProfileConfig, RunConfig
+from spmdrl.config import ProfileConfig, RunConfig, require
 from spmdrl.distributed.placement import as_text, parse_ranks, spans_in
 from spmdrl.distributed.process import Runtime
-from spmdrl.training.checks.algorithms import require
 
 logger = logging.getLogger(__name__)
 
