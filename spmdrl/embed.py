@@ -27,10 +27,9 @@ from spmdrl.config import OptimConfig, PpoConfig, TrainConfig, require
 from spmdrl.distributed.faults.embedded_watchdog import Guard
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import place
-from spmdrl.distributed.process import ENGINE_ENV, Runtime
+from spmdrl.distributed.process import ENGINE_ENV
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.megatron.engine import MegatronEngine
 from spmdrl.engines.megatron.external_model import (
     check_host_model,
@@ -49,6 +48,7 @@ from spmdrl.engines.megatron.external_weights import (
 )
 from spmdrl.engines.megatron.inputs import Cut
 from spmdrl.engines.megatron.parts import Parts
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.training.build import Run, build, close
 from spmdrl.training.checks.rl import check
@@ -57,6 +57,7 @@ from spmdrl.training.embed_compare import check_gap
 from spmdrl.training.push_weights import sync
 from spmdrl.training.rl_loop import one_step
 from spmdrl.training.roles import Trainer
+from spmdrl.training.runtime import Runtime
 from spmdrl.types import Sample
 
 __all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]

@@ -32,10 +32,10 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS, engine_text
 if TYPE_CHECKING:
     from spmdrl.data.images import Looks
     from spmdrl.distributed.phases import Phases
-    from spmdrl.distributed.process import Runtime
     from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
     from spmdrl.training.roles import Sampler
+    from spmdrl.training.runtime import Runtime
     from spmdrl.types import Sample
 
 
@@ -72,10 +72,8 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import (  # torch comes in here, see spmdrl/ppo.py
-        notes_last,
-        started,
-    )
+    from spmdrl.distributed.process import notes_last
+    from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
         run(value, runtime, dry)
@@ -121,8 +119,9 @@ class Alone:
 def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """Every rank runs it from the first line to the last."""
     from spmdrl.checkpoint.format import read_run
-    from spmdrl.checkpoint.run_dir import lock_run_dir
-    from spmdrl.distributed.process import keep_what_stands, load_tokenizer, write_config
+    from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
+    from spmdrl.distributed.process import keep_what_stands
+    from spmdrl.hub.hf_folder import load_tokenizer
     from spmdrl.rewards.runner import RewardRunner
     from spmdrl.rollout.multi_turn.conversation import has_replies
     from spmdrl.training.build import load_held_out

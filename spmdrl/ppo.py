@@ -44,9 +44,10 @@ def main(
     PROGRESS.now(LIBRARIES)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     before_torch()
-    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.rl import check
     from spmdrl.training.rl_loop import show_plan, train
+    from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world

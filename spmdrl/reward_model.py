@@ -54,8 +54,9 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.supervised import check_reward_training
+    from spmdrl.training.runtime import started
     from spmdrl.training.supervised_loop import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
@@ -70,7 +71,7 @@ def main(
 def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.algo.preference import pair_loss
     from spmdrl.data.preferences import PreferenceDataset
-    from spmdrl.engines.fsdp.model import load_hf_config
+    from spmdrl.hub.hf_folder import load_hf_config
     from spmdrl.training.logs.curves import ACCURACY
     from spmdrl.training.supervised_loop import Task
 

@@ -53,10 +53,11 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import notes_last, started
+    from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.supervised import (
         check_sft,  # torch comes in here, see spmdrl/ppo.py
     )
+    from spmdrl.training.runtime import started
     from spmdrl.training.supervised_loop import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):

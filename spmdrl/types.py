@@ -14,18 +14,39 @@ Every per-token field of a Batch is aligned to the token it speaks of and holds 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from spmdrl.data.images import Picture
-
 Message = dict[str, Any]  # of a chat: role, content, and what else a template knows
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded image (PNG, JPEG, ...): its bytes, or the file that has them."""
+
+    source: bytes | Path
+
+    @property
+    def encoded(self) -> bytes:
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """The first 128 bits of the encoded image's BLAKE2b hash, in hexadecimal digits."""
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        if isinstance(self.source, bytes):
+            return f"an image of {len(self.source)} bytes"
+        return f"'{self.source}'"
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from spmdrl import evaluate
+from spmdrl.checkpoint import job
 from spmdrl.checkpoint.earlier_runs import set_aside
 from spmdrl.checkpoint.format import find, read_run
 from spmdrl.config import ConfigError
-from spmdrl.distributed import process as program
 from spmdrl.distributed.exit import write_story
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import TraceFile
@@ -203,12 +203,12 @@ def test_a_run_json_that_cannot_be_read_is_named(tmp_path, content):
 def test_a_restart_whose_job_json_is_torn_says_so(tmp_path, topology, monkeypatch, content):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    program.write_job(tmp_path, 12)
-    assert program.began_at(tmp_path, topology) == 12
+    job.write_job(tmp_path, 12)
+    assert job.began_at(tmp_path, topology) == 12
     assert [p.name for p in tmp_path.iterdir()] == ["job.json"]
     Path(tmp_path, "job.json").write_text(content)
     with pytest.raises(ConfigError, match=f"{tmp_path}/job.json cannot be read"):
-        program.began_at(tmp_path, topology)
+        job.began_at(tmp_path, topology)
 
 
 def test_an_evaluation_overwrites_no_earlier_samples(tmp_path):

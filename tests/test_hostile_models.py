@@ -23,10 +23,10 @@ from spmdrl.config import (
     SftDataConfig,
     TrainConfig,
 )
-from spmdrl.distributed.process import load_tokenizer
-from spmdrl.engines.fsdp.model import build_model, load_hf_config
+from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.megatron.hf_mapping import Folder
 from spmdrl.engines.stored_dtype import as_stored
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.hub.model_files import eos_token_ids, missing_shards
 from spmdrl.hub.remote_code import allow_code, code_files, has_foreign_code
 from spmdrl.training.checks.rl import check

@@ -28,7 +28,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.data.table_files import Files
-from spmdrl.distributed.process import load_tokenizer
+from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.training import run_identity as module
 from spmdrl.training.run_identity import (
     content_print,

@@ -19,17 +19,18 @@ from tiny import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
-from spmdrl.data.images import Looks, Picture, Sight, Vision, pictures_of, rope_positions
+from spmdrl.data.images import Looks, Sight, Vision, open_picture, pictures_of, rope_positions
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
-from spmdrl.engines.fsdp.model import TokenPolicy, build_model, load_hf_config
+from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Batch, Prompt
+from spmdrl.types import Batch, Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -79,7 +80,7 @@ def test_an_image_may_be_given_in_several_ways(tmp_path: Path) -> None:
              f"file://{tmp_path}/a.png", encoded]  # fmt: skip
     found = pictures_of(given, tmp_path)
     assert len({picture.digest for picture in found}) == 1
-    assert all(picture.open().size == (8, 8) for picture in found)
+    assert all(open_picture(picture).size == (8, 8) for picture in found)
     assert found[0].digest != Picture(png(1, 8, 8)).digest
     assert pictures_of(None, tmp_path) == pictures_of([], tmp_path) == ()
 
@@ -137,7 +138,7 @@ def test_images_are_seen_as_people_see_them() -> None:
     upright = saved(Image.new("RGB", (40, 16)), "JPEG", exif=turned)
     assert upright.size == upright.open().size == (16, 40)
     with pytest.raises(BadRow, match="mode 'F': save it with 8 or 16 bits"):
-        saved(Image.new("F", (8, 8))).open()
+        open_picture(saved(Image.new("F", (8, 8))))
 
 
 def test_an_image_is_decoded_once_and_then_known_by_its_size(
@@ -311,7 +312,7 @@ def logprobs_alone(model: Any, vision: Vision, prompt: Prompt, answer: list[int]
     ids = torch.tensor([[*prompt.token_ids, *answer]])
     seen = {}
     if prompt.images:
-        opened = [picture.open() for picture in prompt.images]
+        opened = [open_picture(picture) for picture in prompt.images]
         seen = dict(vision.processor(images=opened, return_tensors="pt"))
         seen["mm_token_type_ids"] = (ids == vision.token_id).int()
     logits = model(input_ids=ids, **seen).logits[0].float()

@@ -25,8 +25,9 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +37,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,32 @@ UNREADABLE_RUN = "Name another checkpoint with --resume or --checkpoint"
 
 
 # ---- writing
+
+
+class Staged(Protocol):
+    """A copy of an engine's state in the host's memory; the engine may go on meanwhile."""
+
+    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
+        """Writes it into the folder, which is there and empty, in whatever thread.
+
+        Collective over the engine's ranks, on `group` alone, which is gloo. A failure is raised
+        where it happened, on the other ranks as collectives.FailedElsewhere.
+        """
+        ...
+
+
+class Checkpointable(Protocol):
+    """What a checkpoint asks of an engine; engines.base.TrainEngine describes each method."""
+
+    def stage(self) -> Staged: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self, weights_only: bool = False) -> None: ...
 
 
 def digest(path: Path) -> Digest:
@@ -251,7 +277,7 @@ def as_mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def load(folder: Path, engines: dict[str, TrainEngine], topology: Topology) -> dict[str, Any]:
+def load(folder: Path, engines: Mapping[str, Checkpointable], topology: Topology) -> dict[str, Any]:
     """Loads every engine's state in place; returns run.json. Collective.
 
     engines: the training engines by the names they were saved under. Random states are restored

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from spmdrl.checkpoint.disk_space import writing
+from spmdrl.cli.arguments import as_source
 from spmdrl.config import ConfigError
 from spmdrl.distributed.topology import Topology
 
@@ -66,3 +68,15 @@ def take(run_dir: Path) -> tuple[int | None, str | None]:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd, None
+
+
+def write_config(config: Any, run_dir: Path) -> None:
+    """run_dir/config.py: every field as it was resolved."""
+    path = Path(run_dir, "config.py")
+    text = (
+        "# The config of this run as resolved, every field written out. Functions stand by name:\n"
+        f"# take their source from the file that was given.\nconfig = {as_source(config)}\n"
+    )
+    with writing(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,12 +25,20 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.checkpoint.disk_space import mib_free, temporary_folder, writing
-from spmdrl.checkpoint.format import Digest, commit, prune, rng_state, sealed, write_synced
+from spmdrl.checkpoint.format import (
+    Checkpointable,
+    Digest,
+    Staged,
+    commit,
+    prune,
+    rng_state,
+    sealed,
+    write_synced,
+)
 from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.distributed.collectives import FailedElsewhere, together
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology, timeout_of
-from spmdrl.engines.base import Staged, TrainEngine
 
 PROBE_BYTES = 1 << 20
 
@@ -74,7 +82,7 @@ class Saver:
         self.hf: dict[str, bytes] | None = None
 
     def save(
-        self, step: int, engines: dict[str, TrainEngine], run: dict[str, Any],
+        self, step: int, engines: Mapping[str, Checkpointable], run: dict[str, Any],
         pretrained: list[Any], own: dict[str, Keepsake] | None = None, writer: int = 0,
     ) -> None:  # fmt: skip
         """Begins root/step_N; afterwards all but those that the config keeps are removed.
@@ -189,7 +197,7 @@ class Saver:
 class Live:
     """An engine whose state is written as it stands, while nothing changes it."""
 
-    engine: TrainEngine
+    engine: Checkpointable
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
         self.engine.save(folder)

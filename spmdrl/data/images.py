@@ -11,7 +11,6 @@ vectors. Pixels do not travel: whoever needs them reads them from its own copy o
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import re
 import shutil
@@ -23,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,19 +30,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
 )
 from transformers.utils import cached_file
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.table_files import BadRow, bad_field
+from spmdrl.hub.hf_folder import sees_images
+from spmdrl.types import Batch, Message, Picture
 
-if TYPE_CHECKING:
-    from spmdrl.types import Batch, Message
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are understood
+T = TypeVar("T")
 MARK = "<image>"
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 EXPECTED = "images as {'bytes': ...}, {'path': ...}, a path or a data: URI"
@@ -59,59 +55,34 @@ FILES = (
 )  # fmt: skip
 
 
-def sees_images(config: PreTrainedConfig) -> bool:
-    return config.model_type in FAMILIES
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that finds the model's, with its vision tower where there is one."""
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
-
-
 # ---- in the data
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An encoded image (PNG, JPEG, ...)."""
+def open_picture(picture: Picture) -> Image.Image:
+    """Decodes it: in RGB, upright, on white. Raises BadRow for what cannot be decoded."""
+    return decoded(picture, in_rgb)
 
-    source: bytes | Path
 
-    @property
-    def encoded(self) -> bytes:
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Reads (width, height) in pixels from its header. Raises BadRow."""
+    return decoded(
+        picture,
+        lambda image: (
+            image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
+        ),
+    )
 
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
-    def open(self) -> Image.Image:
-        """In RGB, upright, on white. Raises BadRow for what cannot be decoded."""
-        return self._read(in_rgb)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) by its header. Raises BadRow."""
-        return self._read(
-            lambda image: (
-                image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
-            )
-        )
-
-    def _read(self, look: Callable[[Image.Image], Any]) -> Any:
-        try:
-            with Image.open(io.BytesIO(self.encoded)) as image:
-                return look(image)
-        except UnidentifiedImageError as error:
-            reason = "is of no format that Pillow reads"
-            raise BadRow(f"field 'images': {self} {reason}") from error
-        except UNREADABLE as error:
-            raise BadRow(f"field 'images': {self} cannot be read: {error!r}") from error
-
-    def __str__(self) -> str:
-        if isinstance(self.source, bytes):
-            return f"an image of {len(self.source)} bytes"
-        return f"'{self.source}'"
+def decoded(picture: Picture, look: Callable[[Image.Image], T]) -> T:
+    """What `look` makes of the opened image. Raises BadRow."""
+    try:
+        with Image.open(io.BytesIO(picture.encoded)) as image:
+            return look(image)
+    except UnidentifiedImageError as error:
+        reason = "is of no format that Pillow reads"
+        raise BadRow(f"field 'images': {picture} {reason}") from error
+    except UNREADABLE as error:
+        raise BadRow(f"field 'images': {picture} cannot be read: {error!r}") from error
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
@@ -284,7 +255,7 @@ class Vision:
 
     def num_tokens(self, picture: Picture) -> int:
         """By its size. Raises BadRow for one that has none, or is far too long a strip."""
-        width, height = picture.size
+        width, height = size_of(picture)
         try:
             patches = self.processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
@@ -334,7 +305,7 @@ class Vision:
         """(patches, size) float32 and (3,) int64."""
         key = picture.digest
         if key not in self.cache:
-            made = self.processor(images=[picture.open()], return_tensors="pt")
+            made = self.processor(images=[open_picture(picture)], return_tensors="pt")
             found = made["pixel_values"].float(), made["image_grid_thw"][0]
             self.cache[key] = found
             self.cached_bytes += found[0].nbytes

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import (
-    FAMILIES,
     MARK,
     Looks,
     Picture,
     Vision,
+    open_picture,
     pictures_of,
     says_image,
     with_parts,
@@ -55,6 +55,7 @@ from spmdrl.data.table_files import (
     without_nulls,
 )
 from spmdrl.distributed.topology import Topology
+from spmdrl.hub.hf_folder import FAMILIES
 from spmdrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class MostImages:
     def beside(self, fields: PromptFields, vision: Vision, is_used: bool) -> MostImages:
         """With a prompt's, all of which are decoded once. Raises BadRow."""
         for picture in fields.images:
-            picture.open()
+            open_picture(picture)
         if not fields.images:
             return replace(self, blind=self.blind + says_image(fields.turns))
         if not is_used:

@@ -19,6 +19,7 @@ from spmdrl.data.images import (
     Picture,
     Sight,
     Vision,
+    open_picture,
     parts_of,
     pictures_of,
     repeated,
@@ -107,7 +108,7 @@ class SftDataset:
         def size(row: dict[str, Any], folder: Path) -> Size:
             found = reader.read(row, folder)
             for picture in found.images:
-                picture.open()
+                open_picture(picture)
             # A prompt without room for a response is told from a row that is only cut.
             has_room = 1 in found.learnt[: config.max_tokens] and found.seen <= config.max_tokens
             tokens = len(found.ids) if has_room else NO_ROOM

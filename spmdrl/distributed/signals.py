@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,6 @@ import torch.distributed as dist
 from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology, timeout_of
-
-if TYPE_CHECKING:
-    from spmdrl.checkpoint.writer import Saver
-    from spmdrl.config import RunConfig
-    from spmdrl.distributed.process import Runtime
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
@@ -155,47 +150,3 @@ class StopVotes:
         """Waits for the votes that were not counted. Every rank must call it."""
         for _, work in self.votes:
             work.wait()
-
-
-class Ending:
-    """What all ranks do after a step: go on, save, or end the run in order.
-
-    From now on a signal leaves the run time to end its step, where there is a checkpoint to save.
-    lag: see StopVotes.
-    """
-
-    def __init__(
-        self, config: RunConfig, runtime: Runtime, saver: Saver | None, lag: int = 0
-    ) -> None:
-        """Collective over all ranks."""
-        self.config, self.runtime, self.saver = config, runtime, saver
-        if saver is not None:
-            runtime.stopping.arm(config.checkpoint.grace_s)
-        self.votes = StopVotes(runtime.topology, lag)
-        self.stops = False  # after this step, because of a signal
-        self.saves = False
-        self.failed = False  # a save did, somewhere: Saver.wait raises it
-
-    def vote(self, step: int) -> None:
-        """Every rank must call it."""
-        stopping = self.runtime.stopping
-        asked = stopping.armed and stopping.asked is not None
-        failed = self.saver is not None and self.saver.failed
-        wish = self.votes.agree(BROKEN if failed else STOP if asked else 0)
-        last, every = step == self.config.steps, self.config.checkpoint.every_steps
-        self.stops, self.failed = wish == STOP and not last, wish == BROKEN
-        self.saves = self.saver is not None and (last or self.stops or step % every == 0)
-
-    def stop(self, step: int) -> str:
-        """Waits for what is being saved; what there is to say. Every rank must call it."""
-        if self.saver is not None:
-            self.saver.wait()
-        self.runtime.stopped = (
-            f"stopped after step {step} of {self.config.steps}; --resume auto goes on"
-        )
-        self.runtime.stopping.told = True  # that it will stop is no news any more
-        return self.runtime.stopped
-
-    def close(self) -> None:
-        """Every rank must call it."""
-        self.votes.close()

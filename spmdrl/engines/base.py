@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.checkpoint.format import Staged
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.shards import Shards
@@ -19,18 +19,6 @@ from spmdrl.weights.shards import Shards
 # sum already weighted by micro_batch.loss_weights; each metric is a sum over unmasked tokens, or a
 # maximum where its name ends in _max. For a critic: logprobs are the values, entropy is zeros.
 LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
-
-
-class Staged(Protocol):
-    """A copy of an engine's state in the host's memory; the engine may go on meanwhile."""
-
-    def write(self, folder: Path, group: dist.ProcessGroup) -> None:
-        """Writes it into the folder, which is there and empty, in whatever thread.
-
-        Collective over the engine's ranks, on `group` alone, which is gloo. A failure is raised
-        where it happened, on the other ranks as collectives.FailedElsewhere.
-        """
-        ...
 
 
 class TrainEngine(Protocol):

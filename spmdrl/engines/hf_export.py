@@ -19,8 +19,8 @@ from spmdrl.checkpoint.format import damage
 from spmdrl.checkpoint.safe_load import ShardReader
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
 

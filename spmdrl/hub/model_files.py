@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import UNREADABLE, has_foreign_code, reason_of
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights are read from

@@ -12,7 +12,7 @@ from spmdrl.data.packing import to_batch
 from spmdrl.data.table_files import BadRow
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.types import Sample
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid

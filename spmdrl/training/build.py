@@ -17,13 +17,12 @@ from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import Looks, Sight, Vision
 from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
-from spmdrl.distributed.process import Runtime, load_tokenizer
 from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import base_of, build_engine
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.engine import FsdpEngine
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.rewards.truths import truth_checker
@@ -37,6 +36,7 @@ from spmdrl.training.overlap import Asked
 from spmdrl.training.partial_rollouts import Leftover
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
+from spmdrl.training.runtime import Runtime
 from spmdrl.training.weight_sync import WeightSync, exhaust
 from spmdrl.training.weight_versions import Mailbox
 from spmdrl.types import Prompt, Sample

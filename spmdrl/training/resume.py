@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.earlier_runs import set_aside
-from spmdrl.checkpoint.run_dir import lock_run_dir
+from spmdrl.checkpoint.job import began_at, write_job
+from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
-from spmdrl.distributed.process import Runtime, began_at, write_config, write_job
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
+from spmdrl.training.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Start:
     """The same on every rank."""
 
     folder: Path | None  # of the checkpoint to load
-    began: int | None  # see program.began_at
+    began: int | None  # see checkpoint/job.py
 
 
 def find_start(config: RunConfig, runtime: Runtime) -> Start:

@@ -17,10 +17,10 @@ from spmdrl.cli.arguments import as_source, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
 from spmdrl.data.prompts import PromptDataset, PromptOrder, left_out_lines
 from spmdrl.distributed.placement import place, training_roles
-from spmdrl.distributed.process import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.signals import Ending
 from spmdrl.distributed.topology import Topology
+from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
 from spmdrl.training.build import Run, build, check_enough, close, load_dataset
@@ -38,7 +38,9 @@ from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.overlap import can_overlap, collect_overlapping
 from spmdrl.training.push_weights import sync, take_weights
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
+from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import Lesson, hand_over, learn
+from spmdrl.training.stop import Ending
 from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,10 @@ from huggingface_hub import try_to_load_from_cache
 
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import PpoConfig, RunConfig
-from spmdrl.data.images import pictures_of, sees_images
+from spmdrl.data.images import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
-from spmdrl.distributed.process import load_tokenizer
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
 from spmdrl.hub.model_files import eos_token_ids
 
 FORMAT = 1  # of what `identity` returns

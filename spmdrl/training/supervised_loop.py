@@ -27,17 +27,16 @@ from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompts import PromptOrder, left_out_lines
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
-from spmdrl.distributed.process import Heap, Runtime, keep_what_stands, load_tokenizer
+from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS, model_text
-from spmdrl.distributed.signals import Ending
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import build_engine
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.fsdp.engine import FsdpEngine
 from spmdrl.engines.fsdp.lora import save_adapter
-from spmdrl.engines.fsdp.model import load_hf_config, vocab_size_of
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
 from spmdrl.training.checks.dry_run import describe_supervised, least_checkpoint_bytes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
@@ -49,7 +48,9 @@ from spmdrl.training.logs.trace import SpanLog, TraceFile, phase_metrics
 from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.training.roles import Trainer
+from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import update
+from spmdrl.training.stop import Ending
 from spmdrl.types import Batch
 
 BUCKET_BYTES = 512 << 20  # gathered at once

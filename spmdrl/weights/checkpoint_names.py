@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
-from spmdrl.data.images import auto_class
+from spmdrl.hub.hf_folder import auto_class
 from spmdrl.weights.boxes import Box, view, whole
 from spmdrl.weights.engine_layout import box_of
 

@@ -34,8 +34,8 @@ def host_model(model, per_token, vocab=0, layer_wise=False, **sizes):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from spmdrl.engines.fsdp.model import load_hf_config
     from spmdrl.engines.megatron.hf_mapping import load_pretrained
+    from spmdrl.hub.hf_folder import load_hf_config
 
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(**sizes)

@@ -246,8 +246,8 @@ def test_eight_bits_follow_float32_in_a_quarter_of_the_memory(runs):
 
 
 def test_the_plan_knows_what_is_kept(runs, models):
-    from spmdrl.engines.fsdp.model import load_hf_config, meta_model
     from spmdrl.engines.fsdp.optimizers import state_bytes
+    from spmdrl.hub.hf_folder import load_hf_config, meta_model
 
     hf = load_hf_config(str(models / "dense"))
     for name in NAMES:

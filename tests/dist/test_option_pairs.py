@@ -16,7 +16,7 @@ from ranks import run_calls
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.engines.fsdp.lora import check_lora
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.checks.common import check_training_role
 from spmdrl.types import Batch
 

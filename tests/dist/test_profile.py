@@ -9,9 +9,9 @@ from programs import set_up, train
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.distributed.process import lost_timeout_s
 from spmdrl.training.checks.rl import check
 from spmdrl.training.logs.profiler import mend_names, steps_of
+from spmdrl.training.runtime import lost_timeout_s
 
 GRADIENT = "autograd::engine::evaluate_function"
 SFT = """

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from programs import CONFIG, metrics_of, torchrun, train, write_task
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.logs.flops import Flops
 
 VLLM = CONFIG.replace('engine="hf"', 'engine="vllm"')

@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from spmdrl.config import ConfigError, SftDataConfig
 from spmdrl.data.images import Vision
 from spmdrl.data.sft import SftDataset
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 
 CONFIG = """
 from spmdrl.config import *

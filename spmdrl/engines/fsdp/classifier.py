@@ -9,7 +9,8 @@ import torch.nn as nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp.model import build_model, load_hf_config, meta_model
+from spmdrl.engines.fsdp.model import build_model
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
 
 SUFFIX = "ForSequenceClassification"
 

@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.data.images import ProcessorFiles, Scene, Sight, sees_images
+from spmdrl.data.images import ProcessorFiles, Scene, Sight
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
@@ -42,7 +42,6 @@ from spmdrl.engines.fsdp.model import (
     TokenValue,
     build_model,
     decoder_layers,
-    load_hf_config,
     require_given,
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
@@ -61,6 +60,7 @@ from spmdrl.engines.host_copies import HostCopies, StagedShards, stage
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
+from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.checkpoint_names import checkpoint_parts

@@ -31,8 +31,8 @@ from torch.nn.functional import linear, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.data.images import sees_images
 from spmdrl.engines.fsdp import attention
+from spmdrl.hub.hf_folder import sees_images
 
 BACKEND = "inductor"  # of torch.compile
 ROTARY = "apply_rotary_pos_emb"  # the function's name in every modeling module that has one

@@ -28,9 +28,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
-from spmdrl.data.images import auto_class, sees_images
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp.model import load_hf_config, meta_model
+from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.derived import Derived, LowRank
 from spmdrl.weights.shards import Shards, shards_by_part, shards_of

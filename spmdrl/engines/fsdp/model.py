@@ -14,22 +14,19 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from spmdrl.cli.paths import check_model_path
 from spmdrl.config import ConfigError
-from spmdrl.data.images import Scene, auto_class, sees_images
+from spmdrl.data.images import Scene
 from spmdrl.engines.fsdp import attention
+from spmdrl.hub.hf_folder import auto_class, check_files, load_hf_config, sees_images
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 
 logger = logging.getLogger(__name__)
-
-
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 class TokenPolicy(nn.Module):
@@ -128,26 +125,6 @@ def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
     )  # fmt: skip
 
 
-def load_hf_config(model: str) -> PreTrainedConfig:
-    """Raises ConfigError where there is no such model, or only its own code could load it."""
-    check_model_path("model", model)
-    try:
-        hf = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except UNREADABLE as error:
-        where = "" if Path(model).is_dir() else " is no folder here and cannot be had from the hub"
-        raise ConfigError(f"model: {model!r}{where}: {reason_of(error)}") from error
-    for name in SIZES:
-        size = getattr(hf.get_text_config(), name, None)
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"model: {model!r}: its config.json has {name}={size!r}")
-    return hf
-
-
-def vocab_size_of(model: str) -> int:
-    """Rows of its embedding: no token may have a higher id. Raises ConfigError."""
-    return load_hf_config(model).get_text_config().vocab_size
-
-
 def build_model(
     model: str, full: bool, has_head: bool = True, auto: Any = None,
     config: PreTrainedConfig | None = None,
@@ -230,18 +207,6 @@ def output_names(hf: PreTrainedModel) -> list[str]:
     return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]
 
 
-def check_files(folder: Path) -> None:
-    """Raises ConfigError for a safetensors file that is cut short or not one at all."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"model: {file} is damaged: {error}. Fetch or copy it again"
-            ) from error
-
-
 def require_finite(hf: PreTrainedModel, model: str) -> None:
     for name, parameter in hf.named_parameters():
         # the sum alone would do, but for weights whose finite sum overflows
@@ -262,14 +227,6 @@ def require_given(named: Iterable[str], given: Collection[str]) -> None:
 def some_of(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
-
-
-def meta_model(config: PreTrainedConfig, auto: Any = None) -> PreTrainedModel:
-    """Shapes and layers without memory."""
-    with torch.device("meta"):
-        hf = (auto or auto_class(config)).from_config(config)
-    hf.tie_weights()
-    return hf
 
 
 def without_dropout(hf: PreTrainedModel) -> None:

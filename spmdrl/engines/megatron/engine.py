@@ -22,10 +22,11 @@ import torch.distributed as dist
 from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 
+from spmdrl.checkpoint.format import Staged
 from spmdrl.config import TrainConfig
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import LossFn, Staged
+from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate

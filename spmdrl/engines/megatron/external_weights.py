@@ -21,15 +21,14 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import require
 from spmdrl.distributed.phases import Phases
-from spmdrl.distributed.process import load_tokenizer
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.megatron.external_model import check_host_model
 from spmdrl.engines.megatron.hf_mapping import load_pretrained
 from spmdrl.engines.megatron.inputs import Cut
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import Groups, Parts, generation_config, model_folder
 from spmdrl.engines.stored_dtype import as_stored
+from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.weights.transfer import gathered
 
 FILE_BYTES = 5_000_000_000  # of one safetensors file

@@ -16,13 +16,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import Cut
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.boxes import Box
 from spmdrl.weights.shards import Shards
 

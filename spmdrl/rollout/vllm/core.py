@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig
 from spmdrl.data.images import Looks
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.rollout.vllm import fp8 as vllm_fp8

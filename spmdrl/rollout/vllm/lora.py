@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
 from spmdrl.engines.fsdp.lora import target_layers
-from spmdrl.engines.fsdp.model import load_hf_config, meta_model
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, view, whole

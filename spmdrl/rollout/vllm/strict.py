@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp.model import meta_model
 from spmdrl.engines.fsdp.strict import ROPE_TYPES, require_none, require_sound
+from spmdrl.hub.hf_folder import meta_model
 
 LINEAR = (
     "QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear",

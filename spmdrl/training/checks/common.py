@@ -21,14 +21,13 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
-from spmdrl.data.images import sees_images
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
+from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
 
 MAX_RANKS = 2**20

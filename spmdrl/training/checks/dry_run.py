@@ -28,9 +28,9 @@ from spmdrl.distributed.placement import (
     training_roles,
 )
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.fsdp.optimizers import LABELS
 from spmdrl.engines.stored_dtype import DTYPES, stored_dtype
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rewards.reward_model import train_config
 from spmdrl.training.checks.algorithms import shown
 from spmdrl.training.checks.host_memory import host_lines, process_gib

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spmdrl.config import TrainConfig
 from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp.lora import adapter_count
-from spmdrl.engines.fsdp.model import load_hf_config, meta_model
 from spmdrl.engines.fsdp.optimizers import state_bytes
 from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
 GIB = 2**30

@@ -19,7 +19,7 @@ from spmdrl.config import (
     TrainConfig,
     require,
 )
-from spmdrl.data.images import same_pixels, sees_images
+from spmdrl.data.images import same_pixels
 from spmdrl.distributed.placement import (
     Placement,
     place,
@@ -29,8 +29,8 @@ from spmdrl.distributed.placement import (
 )
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.fsdp.lora import check_lora
-from spmdrl.engines.fsdp.model import load_hf_config
 from spmdrl.engines.megatron.layout import divisors
+from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config

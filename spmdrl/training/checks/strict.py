@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from transformers import PreTrainedConfig
 
 from spmdrl.config import PpoConfig, require
-from spmdrl.engines.fsdp.model import meta_model
 from spmdrl.engines.fsdp.strict import require_none, uncovered
+from spmdrl.hub.hf_folder import meta_model
 
 
 class LogprobsDiffer(RuntimeError):

@@ -16,7 +16,7 @@ from spmdrl.config import (
 )
 from spmdrl.engines.fsdp.classifier import check_classifier, classifier_config
 from spmdrl.engines.fsdp.lora import check_lora
-from spmdrl.engines.fsdp.model import load_hf_config
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.model_files import check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.training.checks.common import (

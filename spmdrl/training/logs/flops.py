@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spmdrl.engines.fsdp.model import meta_model
+from spmdrl.hub.hf_folder import meta_model
 
 # dense bfloat16 TFLOP/s by the vendor's datasheets; the first name that the device's contains
 PEAK_TFLOPS = {

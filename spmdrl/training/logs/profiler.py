@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from spmdrl.config import ProfileConfig, RunConfig, require
 from spmdrl.distributed.placement import as_text, parse_ranks, spans_in
-from spmdrl.distributed.process import Runtime
+from spmdrl.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from spmdrl.config import RunConfig
-from spmdrl.distributed.process import Runtime
 from spmdrl.training.logs.answers import few_answers
 from spmdrl.training.logs.curves import Curve, Row, draw_curve
 from spmdrl.training.logs.learning_signs import LearningSigns
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.summary import SUMMARY, Ended, Start, read_rows, summary
+from spmdrl.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,82 @@
+"""run_dir/job.json: after which step this job's run began, for a start after a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.checkpoint.disk_space import writing
+from spmdrl.checkpoint.earlier_runs import replace_synced
+from spmdrl.config import ConfigError
+from spmdrl.distributed.topology import Topology
+
+
+def job() -> str:
+    """What stays the same where torchrun or Slurm starts a run again."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ['SLURM_JOB_ID']}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun {run_id}"
+    started_at = (
+        Path("/proc", str(os.getppid()), "stat")
+        .read_text(errors="replace")
+        .rpartition(")")[2]
+        .split()[19]
+    )
+    return f"{socket.gethostname()} {os.getppid()} {started_at}"
+
+
+def restarts(topology: Topology) -> int:
+    """How often the ranks were started before in this job. Collective.
+
+    torchrun counts per node, and only those that its own ranks caused.
+    """
+    counts = [os.environ.get(f"{by}_RESTART_COUNT", "0") for by in ("TORCHELASTIC", "SLURM")]
+    most = torch.tensor([sum(map(int, counts))])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=topology.control)
+    return int(most.item())
+
+
+def began_at(run_dir: Path, topology: Topology) -> int | None:
+    """The step after which this run began, where it is started again after a failure. Collective.
+
+    It then goes on from its own checkpoints, whatever config.resume said to the first start.
+    None: it is a start of its own. Raises ConfigError where job.json cannot tell.
+    """
+    answer: list[Any] = [(None, None)]
+    known = Path(run_dir, "job.json")
+    again = restarts(topology) > 0
+    if topology.rank == 0 and again and known.is_file():
+        answer = [read_job(known)]
+    dist.broadcast_object_list(answer, group=topology.group, group_src=0)
+    began, problem = answer[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    return began
+
+
+def read_job(path: Path) -> tuple[int | None, str | None]:
+    """(the step after which this job's run began, what is wrong with the file)."""
+    try:
+        before = json.loads(path.read_text())
+        return (int(before["began_at"]) if before["job"] == job() else None), None
+    except (ValueError, KeyError, TypeError) as error:
+        return None, (
+            f"{path} cannot be read ({type(error).__name__}: {error}), and this run was started "
+            "again: whether the checkpoints there are its own cannot be told. Remove the file and "
+            "start the run with --resume auto to go on from them"
+        )
+
+
+def write_job(run_dir: Path, began: int) -> None:
+    """began: the step after which the run began. A restart needs it, also after a power failure."""
+    content = json.dumps({"job": job(), "began_at": began})
+    with writing(Path(run_dir, "job.json")):
+        replace_synced(Path(run_dir, "job.json"), content.encode())

@@ -1,0 +1,152 @@
+"""The process side of a run: ranks, phases, watchdog and signals, from the start to the end.
+
+Exit codes: 0 done, 1 a failure that a restart may cure, 2 a mistake in the config or the data, 75
+stopped by a signal (start it again and it goes on), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.checkpoint.disk_space import check_encodable, check_room, shared_bytes
+from spmdrl.config import ConfigError
+from spmdrl.distributed.exit import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
+from spmdrl.distributed.faults.rendezvous import FOREVER, Start
+from spmdrl.distributed.faults.watchdog import Watchdog
+from spmdrl.distributed.phases import PhaseError, Phases
+from spmdrl.distributed.process import (
+    compare_configs,
+    local_neighbour,
+    prepare_environment,
+    seed_everything,
+    start_process_group,
+)
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.signals import Stopping
+from spmdrl.distributed.topology import Topology
+
+
+@dataclass
+class Runtime:
+    """The process side of a run."""
+
+    topology: Topology  # every rank, axis dp
+    phases: Phases
+    run_dir: Path
+    stopping: Stopping = field(default_factory=Stopping)  # unless it listens, nothing stops it
+    lock: int | None = None  # rank 0's hold on run_dir
+    stopped: str = ""  # what there is to say where a signal ended the run in order
+    arguments: tuple[str, ...] = ()  # of the command line
+    at_end: Callable[[], None] = lambda: None  # after the last collective; no rank waits for it
+
+    @property
+    def is_main(self) -> bool:
+        return self.topology.rank == 0
+
+
+@contextmanager
+def started(config: Any) -> Iterator[Runtime]:
+    """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a story.
+
+    config: a RunConfig. Exits the process where the body raises.
+    """
+    PROGRESS.now("connecting the ranks")
+    prepare_environment()
+    stopping = Stopping()
+    stopping.listen()
+    neighbour = local_neighbour()
+    run_dir = Path(config.run_dir)
+    start = Start(config.start_timeout_s, run_dir / "errors")
+    try:
+        check_encodable({"run_dir": config.run_dir, "model": config.model})
+        device = start_process_group(FOREVER, start)
+    except ConfigError as error:
+        exit_config(error)
+    topology = Topology.build(device, dp=-1)
+    connection: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore("watchdog", connection.clone())
+    one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    master = None if one_host else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    first_here = topology.rank - int(os.environ["LOCAL_RANK"])
+    watchdog = Watchdog(
+        store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
+        lost_timeout_s(config), neighbour,
+        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], master=master,
+        first_here=first_here,
+    )  # fmt: skip
+    start.done()
+    phases = Phases(topology, watchdog, PROGRESS.phase)
+    PROGRESS.now("preparing the run")
+    stopping.failed = lambda: watchdog.heard
+    stopping.on_quit = partial(quit_step, phases, watchdog)
+    GUARD.tell = partial(end_early, phases, watchdog)
+    runtime = Runtime(topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]))
+    try:
+        compare_configs(config, topology)
+        with phases("check folders"):
+            if int(os.environ["LOCAL_RANK"]) == 0:  # on each host
+                check_room(run_dir, shared_here(config, topology))
+        seed_everything(config.seed + topology.rank)
+        yield runtime
+    except PhaseError as error:  # the rank that failed has reported it
+        watchdog.tell(asdict(error.story))
+        leave(error.story.exit_code)
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  told with rank and phase, then the process ends
+        story = asdict(phases.story(error))
+        story = watchdog.report(story)
+        watchdog.tell(story)
+        leave(story["exit_code"])
+    watchdog.progress("end")
+    dist.barrier(group=topology.control)  # a rank may hang while its engine closes: still watched
+    watchdog.close()
+    dist.barrier(group=topology.control)  # the store's host leaves last
+    GUARD.all_done()
+    dist.destroy_process_group()
+    PROGRESS.stop()
+    if runtime.stopped:
+        leave_for_torchrun(runtime.stopped)
+        leave(REQUEUE)
+    runtime.at_end()
+    gc.freeze()  # vLLM has undone that of the start, and Python's end would look through it all
+
+
+def end_early(phases: Phases, watchdog: Watchdog, cause: str, stack: str) -> None:
+    """A function is ending this rank's process: the others hear of it, and end as well."""
+    watchdog.tell(watchdog.report(asdict(phases.story_of(cause, stack))))
+
+
+def shared_here(config: Any, topology: Topology) -> int:
+    """Bytes of /dev/shm that the ranks of this host need; on the first of them."""
+    if topology.device.type != "cpu":
+        return 0
+    last = topology.rank + int(os.environ["LOCAL_WORLD_SIZE"])
+    return shared_bytes(
+        config, list(range(topology.rank, last)), topology.world, torch.get_num_threads()
+    )
+
+
+def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
+    """The other ranks end as well: this one will not be there to finish the step with them."""
+    story = asdict(phases.story_of(why, exit_code=code))
+    watchdog.tell(watchdog.report(story))
+
+
+def lost_timeout_s(config: Any) -> float:
+    """torch.profiler ends and writes a trace without letting go of the interpreter: no thread of
+    that rank gives a sign of life meanwhile, which may be minutes."""
+    if config.profile is None:
+        return config.lost_timeout_s
+    return max(config.lost_timeout_s, config.stall_timeout_s)
