@@ -229,7 +229,7 @@ def sampler_of(
     """On all ranks. Collective."""
     from spmdrl.distributed.topology import Topology
     from spmdrl.hub.remote_code import allow_code
-    from spmdrl.rollout import build_engine
+    from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.training.build import build_dialogue, build_reward_model, reward_degrees
     from spmdrl.training.roles import Sampler

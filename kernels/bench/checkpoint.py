@@ -48,7 +48,7 @@ def measure(rank: int, world: int, folder: str, runs: int, port: int) -> None:
     from spmdrl.config import CheckpointConfig, TrainConfig
     from spmdrl.distributed.phases import Phases
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines import build_engine
+    from spmdrl.engines.build import build_engine
 
     signal.alarm(LIMIT_S)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),

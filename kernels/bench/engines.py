@@ -33,7 +33,7 @@ from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.distributed.process import keep_what_stands, start_process_group
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.engines import build_engine
+from spmdrl.engines.build import build_engine
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.logs.flops import Flops
 from spmdrl.types import Batch

@@ -1,3 +1,1 @@
-"""Rewards: `functions` has the built-in ones, `runner` runs yours. Imports nothing, since reward
-workers import this package and must stay small.
-"""
+"""Rewards: `builtin` has ready ones, `runner` runs yours. Workers import it: nothing else here."""

@@ -30,7 +30,7 @@ from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.engines import build_engine
+from spmdrl.engines.build import build_engine
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.fsdp.engine import FsdpEngine
 from spmdrl.engines.fsdp.lora import save_adapter

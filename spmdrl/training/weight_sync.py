@@ -22,7 +22,7 @@ from spmdrl.rollout.base import RolloutEngine
 from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.bucket_messages import Held, copy_all
 from spmdrl.weights.checkpoint_names import is_adapter
-from spmdrl.weights.derived import Derived, derived_of, rounds_of
+from spmdrl.weights.shards import (Derived, derived_of, rounds_of)
 from spmdrl.weights.engine_layout import Layout, Place
 from spmdrl.weights.fp8_scales import BlockScales
 from spmdrl.weights.plan import Weight, describe, make_plan

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+
 from collections.abc import Sequence
 from math import prod
 
 from torch import Tensor
+
 
 Box = tuple[tuple[int, int], ...]
 
@@ -62,3 +64,25 @@ def view(tensor: Tensor, held: Box, box: Box) -> Tensor:
         if (first, last) != (start, end):
             tensor = tensor.narrow(axis, start - first, end - start)
     return tensor
+
+
+def box_of(part: Tensor, full: Tensor) -> Box | None:
+    """The box of `full`, contiguous, that `part` is a view of; None where it is not a box.
+
+    Dimensions of size 1 may have been dropped or added.
+    """
+    if part.dtype != full.dtype or full.numel() == 0:
+        return None
+    wanted = [(n, s) for n, s in zip(part.shape, part.stride(), strict=True) if n != 1]
+    offset, box = int(part.storage_offset()), []
+    for length, stride in zip(full.shape, full.stride(), strict=True):
+        first, offset = divmod(offset, stride)
+        size = 1
+        if wanted and wanted[0][1] == stride and length > 1:
+            size = wanted.pop(0)[0]
+        if first + size > length:
+            return None
+        box.append((first, first + size))
+    if wanted or offset or numel(tuple(box)) != part.numel():
+        return None
+    return tuple(box)

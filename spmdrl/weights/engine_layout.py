@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.weights.boxes import Box, numel, sizes, whole
+from spmdrl.weights.boxes import box_of
 
 if TYPE_CHECKING:
     from spmdrl.weights.checkpoint_names import Part
@@ -220,23 +221,3 @@ def _is_new(output: Any, tensor: Tensor) -> bool:
     return isinstance(output, Tensor) and output.is_meta and _storage(output) != _storage(tensor)
 
 
-def box_of(part: Tensor, full: Tensor) -> Box | None:
-    """The box of `full`, contiguous, that `part` is a view of; None where it is not a box.
-
-    Dimensions of size 1 may have been dropped or added.
-    """
-    if part.dtype != full.dtype or full.numel() == 0:
-        return None
-    wanted = [(n, s) for n, s in zip(part.shape, part.stride(), strict=True) if n != 1]
-    offset, box = int(part.storage_offset()), []
-    for length, stride in zip(full.shape, full.stride(), strict=True):
-        first, offset = divmod(offset, stride)
-        size = 1
-        if wanted and wanted[0][1] == stride and length > 1:
-            size = wanted.pop(0)[0]
-        if first + size > length:
-            return None
-        box.append((first, first + size))
-    if wanted or offset or numel(tuple(box)) != part.numel():
-        return None
-    return tuple(box)

@@ -168,7 +168,7 @@ def through_files(chunks, optimizer, engine, folder, model):
 def fsdp_updates_on(topology, model):
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines import build_engine
+    from spmdrl.engines.build import build_engine
 
     layout = Topology.build(topology.device, **train_degrees(CONFIG))
     engine, batch = build_engine("policy", model, CONFIG, layout), whole_batch()

@@ -60,7 +60,7 @@ def models(tmp_path_factory):
 def engine_of(topology, models, case, frozen=False):
     """Collective over the job; None on ranks outside."""
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines import build_engine
+    from spmdrl.engines.build import build_engine
 
     model, kind, ranks, config = case
     places = Topology.build(topology.device, range(ranks), **train_degrees(config))
@@ -388,7 +388,7 @@ def decayed_on(topology, model):
     """All weights after two updates with a decay that shows, by engine."""
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines import build_engine
+    from spmdrl.engines.build import build_engine
 
     found = {}
     for name in ("fsdp", "megatron"):

@@ -63,7 +63,7 @@ def push_on(topology, folder, tuples):
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig, RolloutConfig, WeightsConfig
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines import build_engine
+    from spmdrl.engines.build import build_engine
     from spmdrl.rollout.vllm.engine import VllmEngine
     from spmdrl.training.weight_sync import WeightSync
 

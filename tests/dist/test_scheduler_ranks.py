@@ -38,7 +38,7 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
 
     from spmdrl.config import RolloutConfig
     from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout import build_engine
+    from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.base import SamplingParams
     from spmdrl.rollout.scheduler import Scheduler
 

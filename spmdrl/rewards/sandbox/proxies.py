@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from spmdrl.rewards.sandbox.channel import Channel
 if __name__ != "__main__":  # inside, what is imported here stands above as part of one program
     from spmdrl.rewards.sandbox.program import (
         ARITHMETIC,
@@ -118,18 +117,18 @@ def of_library(cls: Any, module: str, name: str, *rest: Any) -> Any:
     return channel.of_library(module, name, (cls, *rest), {})
 
 
-def class_remote(cls: type) -> tuple[Channel, int]:
-    found: tuple[Channel, int] = type.__getattribute__(cls, "_spmdrl_class")
+def class_remote(cls: type) -> tuple[Any, int]:
+    found: tuple[Any, int] = type.__getattribute__(cls, "_spmdrl_class")
     return found
 
 
-def remote_of(value: Any) -> tuple[Channel, int] | None:
+def remote_of(value: Any) -> tuple[Any, int] | None:
     """The channel and the place of a proxy, or None for what is none."""
     kind = type(value)
     if kind is Meta:
         return class_remote(value)
     if type(kind) is Meta:
-        found: tuple[Channel, int] = object.__getattribute__(value, "_spmdrl")
+        found: tuple[Any, int] = object.__getattribute__(value, "_spmdrl")
         return found
     return None
 

@@ -308,9 +308,8 @@ def die_with(parent: int) -> None:
 
 def load(setup: dict[str, Any]) -> list[Callable[..., Any]]:
     sys.path[:] = setup["sys_path"]
-    importlib.import_module(
-        "spmdrl.distributed.output"
-    ).keep_output()  # a print must not make a sample invalid
+    output = importlib.import_module("spmdrl.distributed.output")
+    output.keep_output()  # a print must not make a sample invalid
     for module in setup["imports"]:
         importlib.import_module(module)
     return pickle.loads(setup["functions"])
@@ -334,10 +333,8 @@ def serve(line: Line) -> None:
         return
     line.send({"failed": None})
     if setup["loop"] is not None:
-        from spmdrl.rewards.workers import (
-            worker_loop,  # importable by now, from the trainer's sys.path
-        )
-
+        # importable by now, from the trainer's sys.path
+        worker_loop = importlib.import_module("spmdrl.rewards.workers.worker_loop")
         worker_loop.serve(line, functions, **setup["loop"])
         return
     kind = KINDS[setup["kind"]]

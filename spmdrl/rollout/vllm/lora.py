@@ -21,7 +21,8 @@ from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, view, whole
 from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
-from spmdrl.weights.engine_layout import Layout, Place, box_of
+from spmdrl.weights.engine_layout import (Layout, Place)
+from spmdrl.weights.boxes import (box_of)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
 ID = 1  # of the adapter in vLLM

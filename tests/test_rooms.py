@@ -1,0 +1,80 @@
+"""The order of the package's rooms: who may import whom."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from itertools import permutations
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "spmdrl"
+# A room imports itself and those before it. The files at the top that are not named here are
+# programs: they come last, and no room imports one.
+ORDER = (
+    "config", "cli", "types", "hub", "distributed", "checkpoint", "algo", "data", "weights",
+    "engines", "rewards", "rollout", "training", "programs",
+)  # fmt: skip
+MOST_FILES_AT_THE_TOP = 14
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name under spmdrl -> file; a package stands by its own name."""
+    files = {file.relative_to(PACKAGE).with_suffix(""): file for file in PACKAGE.rglob("*.py")}
+    return {".".join(p for p in name.parts if p != "__init__"): f for name, f in files.items()}
+
+
+def imported(file: Path, known: set[str]) -> Iterator[str]:
+    """Modules of the package that a file imports, in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [n if n.removeprefix("spmdrl.") in known else node.module for n in whole]
+        else:
+            continue
+        yield from (n.removeprefix("spmdrl.") for n in names if n.startswith("spmdrl."))
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imported(file, set(known))) - {name} for name, file in known.items()}
+
+
+def room(name: str) -> str:
+    top = name.partition(".")[0]
+    return top if top in ORDER else "programs"
+
+
+def test_no_import_runs_up() -> None:
+    arrows = [(a, b) for a, found in graph().items() for b in found if a]
+    assert len(arrows) > 500
+    wrong = [f"{a} imports {b}" for a, b in arrows if ORDER.index(room(a)) < ORDER.index(room(b))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_two_folders_of_a_room_import_each_other() -> None:
+    between = {
+        (a.rpartition(".")[0], b.rpartition(".")[0]) for a, found in graph().items() for b in found
+    }
+    folders = {a for a, _ in between}
+    both = [
+        (a, b) for a, b in permutations(folders, 2)
+        if a < b and {(a, b), (b, a)} <= between and not f"{b}.".startswith(f"{a}.") and a
+    ]  # fmt: skip
+    assert not both
+
+
+def test_the_top_has_programs_and_ground_files_only() -> None:
+    top = sorted(file.stem for file in PACKAGE.glob("*.py"))
+    assert len(top) <= MOST_FILES_AT_THE_TOP, top
+    assert {"ppo", "sft", "reward_model", "evaluate", "export", "launch", "timeline"} < {*top}
+
+
+def test_every_room_says_what_it_is_in_one_line() -> None:
+    for file in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(file.read_text()))
+        assert text and "\n" not in text, file
