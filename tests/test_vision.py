@@ -19,7 +19,16 @@ from tiny import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
-from spmdrl.data.images import Looks, Sight, Vision, open_picture, pictures_of, rope_positions
+from spmdrl.data import images
+from spmdrl.data.images import (
+    Looks,
+    Sight,
+    Vision,
+    open_picture,
+    pictures_of,
+    rope_positions,
+    size_of,
+)
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
@@ -121,22 +130,22 @@ def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -
     pixels, grid = vision_of(models["qwen2_5_vl"]).pixels(made)
     assert pixels.shape == (8, 96)
     assert grid.tolist() == [1, 2, 4]
-    assert made.open().getpixel((3, 3)) == (255, 255, 255)
+    assert open_picture(made).getpixel((3, 3)) == (255, 255, 255)
 
 
 def test_images_are_seen_as_people_see_them() -> None:
     """Nothing behind a transparent one is white; 16 bits are no glare; cameras may be held upright
     or not."""
     clear = saved(Image.new("RGBA", (8, 8), (0, 0, 0, 0)), "PNG")
-    assert clear.open().getpixel((0, 0)) == (255, 255, 255)
+    assert open_picture(clear).getpixel((0, 0)) == (255, 255, 255)
     ramp = Image.fromarray(np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8))
     assert ramp.mode == "I;16"
-    seen = np.asarray(saved(ramp, "PNG").open())[..., 0].reshape(-1)
+    seen = np.asarray(open_picture(saved(ramp, "PNG")))[..., 0].reshape(-1)
     assert seen.tolist() == [level // 257 for level in range(0, 65536, 1024)]
     turned = Image.Exif()
     turned[0x0112] = 6
     upright = saved(Image.new("RGB", (40, 16)), "JPEG", exif=turned)
-    assert upright.size == upright.open().size == (16, 40)
+    assert size_of(upright) == open_picture(upright).size == (16, 40)
     with pytest.raises(BadRow, match="mode 'F': save it with 8 or 16 bits"):
         open_picture(saved(Image.new("F", (8, 8))))
 
@@ -144,9 +153,9 @@ def test_images_are_seen_as_people_see_them() -> None:
 def test_an_image_is_decoded_once_and_then_known_by_its_size(
     models: dict[str, str], tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[Picture] = []
-    read = Picture.open
-    monkeypatch.setattr(Picture, "open", lambda self: (opened.append(self), read(self))[1])
+    opened: list[Image.Image] = []
+    read = images.in_rgb
+    monkeypatch.setattr(images, "in_rgb", lambda image: (opened.append(image), read(image))[1])
     path = write(tmp_path / "d.parquet", [row("<image>", [{"bytes": png(0, 16, 24)}])])
     data = load(models["qwen2_5_vl"], path, topology)
     assert len(opened) == 1

@@ -35,8 +35,8 @@ from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.distributed.process import keep_what_stands, start_process_group
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.engines.build import build_engine
 from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.build import build_engine
 from spmdrl.types import Batch
 
 LIMIT_S = 500

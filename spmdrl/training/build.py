@@ -19,8 +19,8 @@ from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.engines.build import base_of, build_engine
 from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.build import base_of, build_engine
 from spmdrl.engines.fsdp.engine import FsdpEngine
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config

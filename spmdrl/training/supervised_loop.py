@@ -30,8 +30,8 @@ from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.engines.build import build_engine
 from spmdrl.engines.base import LossFn, TrainEngine
+from spmdrl.engines.build import build_engine
 from spmdrl.engines.fsdp.engine import FsdpEngine
 from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.hf_export import write_weights

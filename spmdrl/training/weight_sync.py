@@ -22,11 +22,18 @@ from spmdrl.rollout.base import RolloutEngine
 from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.bucket_messages import Held, copy_all
 from spmdrl.weights.checkpoint_names import is_adapter
-from spmdrl.weights.shards import (Derived, derived_of, rounds_of)
 from spmdrl.weights.engine_layout import Layout, Place
 from spmdrl.weights.fp8_scales import BlockScales
 from spmdrl.weights.plan import Weight, describe, make_plan
-from spmdrl.weights.shards import Addresses, Shards, agree_on_shards, lying
+from spmdrl.weights.shards import (
+    Addresses,
+    Derived,
+    Shards,
+    agree_on_shards,
+    derived_of,
+    lying,
+    rounds_of,
+)
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
 

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Sequence
 from math import prod
 
 from torch import Tensor
-
 
 Box = tuple[tuple[int, int], ...]
 

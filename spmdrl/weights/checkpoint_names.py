@@ -23,8 +23,7 @@ from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
 from spmdrl.hub.hf_folder import auto_class
-from spmdrl.weights.boxes import Box, view, whole
-from spmdrl.weights.boxes import (box_of)
+from spmdrl.weights.boxes import Box, box_of, view, whole
 
 ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
 

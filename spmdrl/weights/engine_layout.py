@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.weights.boxes import Box, numel, sizes, whole
-from spmdrl.weights.boxes import box_of
+from spmdrl.weights.boxes import Box, box_of, sizes, whole
 
 if TYPE_CHECKING:
     from spmdrl.weights.checkpoint_names import Part
@@ -219,5 +218,3 @@ def _storage(tensor: Tensor) -> int:
 def _is_new(output: Any, tensor: Tensor) -> bool:
     """Whether it is no view of the tensor, so that later copies of it would not be understood."""
     return isinstance(output, Tensor) and output.is_meta and _storage(output) != _storage(tensor)
-
-

@@ -8,10 +8,8 @@ has the same bits in every cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, combinations
 from operator import attrgetter
 from typing import NamedTuple
@@ -25,8 +23,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
 from spmdrl.weights.checkpoint_names import Part, Parts
 from spmdrl.weights.plan import Weight
-
-
 
 
 class Shards(NamedTuple):

@@ -28,9 +28,8 @@ from spmdrl.distributed.p2p import IOV_MAX, Apart, Spans, Wire, Work
 from spmdrl.distributed.topology import Topology
 from spmdrl.weights.boxes import numel, whole
 from spmdrl.weights.bucket_messages import HAND_OVER, Binder, Bound, Held, Message, copy_all, views
-from spmdrl.weights.shards import (derived_of, rounds_of)
 from spmdrl.weights.plan import Plan, Weight, make_plan
-from spmdrl.weights.shards import Shards, agree_on_shards, lying
+from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 16 << 20

@@ -38,8 +38,8 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
 
     from spmdrl.config import RolloutConfig
     from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.base import SamplingParams
+    from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.scheduler import Scheduler
 
     store, results, prefixes = _get_default_store(), {}, []

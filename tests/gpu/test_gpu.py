@@ -126,8 +126,8 @@ def test_offload_gives_the_memory_back(topology, tmp_path):
 def test_hf_rollout_and_trainer_agree(topology, model):
     from spmdrl.config import RolloutConfig
     from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout.build import build_engine
     from spmdrl.rollout.base import Request, SamplingParams
+    from spmdrl.rollout.build import build_engine
 
     ranks = Topology.build(topology.device, dp=-1, tp=1)
     rollout = build_engine(model, RolloutConfig(engine="hf", dtype="float32"), 200, ranks)

@@ -31,8 +31,7 @@ from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
-from spmdrl.weights.shards import (Derived, LowRank)
-from spmdrl.weights.shards import Shards, shards_by_part, shards_of
+from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
 from spmdrl.weights.transfer import gathered
 
 BASE_FILE = "lora.json"  # in a role's folder of a checkpoint: what its adapters belong to

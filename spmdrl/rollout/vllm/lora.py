@@ -19,10 +19,9 @@ from spmdrl.engines.fsdp.lora import target_layers
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.weight_check import rows_in_fused
-from spmdrl.weights.boxes import Box, view, whole
+from spmdrl.weights.boxes import Box, box_of, view, whole
 from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
-from spmdrl.weights.engine_layout import (Layout, Place)
-from spmdrl.weights.boxes import (box_of)
+from spmdrl.weights.engine_layout import Layout, Place
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
 ID = 1  # of the adapter in vLLM
