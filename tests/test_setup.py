@@ -325,3 +325,12 @@ def test_no_assert_does_work_that_python_would_leave_out_with_its_option_O() -> 
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func).rpartition(".")[2]
                 assert name in PURE, f"{where}: {name}() stands inside an assert"
+
+
+def test_every_path_that_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = "spmdrl|tests|docs|kernels|configs|examples|launch"
+    paths = {path.rstrip(".") for path in re.findall(rf"\b(?:{folders})/[\w/.-]*", text)}
+    assert len(paths) > 30
+    missing = [path for path in sorted(paths) if not (ROOT / path).exists()]
+    assert not missing, f"CONTRIBUTING.md names paths that do not exist: {missing}"
