@@ -54,8 +54,8 @@ from spmdrl.training.build import Run, build, close
 from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap
-from spmdrl.training.push_weights import sync
-from spmdrl.training.rl_loop import one_step
+from spmdrl.training.push_weights import push_weights
+from spmdrl.training.rl_loop import run_step
 from spmdrl.training.roles import Trainer
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Sample
@@ -84,15 +84,15 @@ class Attachment:
         with untouched(), self.at_work():
             # the weights may have changed since: by the host, or from a checkpoint
             roles.policy_version = number - 2
-            sync(roles, version=number - 1)
-            return one_step(self.run, number, sync_after=False)
+            push_weights(roles, version=number - 1)
+            return run_step(self.run, number, push=False)
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Answers config.data.eval with the model as it stands; the metrics."""
         roles = self.run.roles
         require(self.run.held_out != [], "evaluate: config.data.eval is not set")
         with untouched(), self.at_work():
-            sync(roles, version=number)
+            push_weights(roles, version=number)
             return evaluate(roles, self.run.held_out, number)  # all ranks sample
 
     @contextmanager
@@ -216,7 +216,7 @@ def attach(
         groups = [group for group in c10d._world.pg_map if group not in groups_before]
         rl = Attachment(run, parts, guard, groups)
         with rl.at_work():
-            sync(run.roles, version=0)
+            push_weights(run.roles, version=0)
             rl.logprob_gap = check_gap(run, parts.config.params_dtype, tolerance)
         undo.pop_all()  # it stands
     return rl

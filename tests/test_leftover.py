@@ -20,7 +20,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.sampling import Question, as_request, questions_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.training.collect import Collected, Source, ask_for_some, keep_groups
+from spmdrl.training.collect import RolloutResult, Source, ask_for_some, keep_groups
 from spmdrl.training.credit import add_advantages
 from spmdrl.training.partial_rollouts import Leftover
 from spmdrl.training.roles import Roles, Sampler
@@ -130,11 +130,11 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     assert len({tuple(s.response_ids) for s in samples}) == 6  # no seed is used twice
     for sample in samples:
         sample.reward = [0.0, 10.0, 100.0][sample.group] + sample.index
-    result = Collected([], 0, [])
+    result = RolloutResult([], 0, [])
     keep_groups(result, samples, 3, roles)
     assert result.num_groups == 3
     assert (result.num_asked, result.num_equal) == (3, 0)
-    counted = Collected([], 0, [])
+    counted = RolloutResult([], 0, [])
     keep_groups(counted, [replace(s, reward=1.0) for s in samples if s.group < 2], 2, roles)
     assert (counted.num_asked, counted.num_equal) == (2, 2)
     short = [replace(s, reward=1.0, penalty=-0.1 * s.index) for s in samples if s.group == 0]

@@ -110,7 +110,7 @@ def made_here(mib: float, seed: int, topology: Topology) -> tuple[torch.Tensor, 
 
 
 def in_order(batch: Batch, dealt, topology: Topology) -> Batch:
-    """As step.hand_over packs it."""
+    """As dispatch.assign_and_pack packs it."""
     order = packing_order(dealt, topology.ranks, topology.rank)
     place = {(g, i): at for at, (g, i) in enumerate(
         zip(batch.groups.tolist(), batch.indices.tolist(), strict=True))}  # fmt: skip

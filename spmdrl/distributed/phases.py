@@ -105,6 +105,11 @@ class Phases:
                 self.agree(failure, topology or self.topology)
         self.spans.append(Span(name, start, end, clock()))
 
+    def barrier(self, name: str, topology: Topology | None = None) -> None:
+        """Waits for every rank of `topology` (None: every rank), in a phase of its own."""
+        with self(name, topology):
+            pass
+
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Names what this rank does by itself between two phases; nobody waits for it. A failure of

@@ -28,14 +28,14 @@ from spmdrl.rollout.sampling import (
 )
 from spmdrl.training.logs.metrics import sample_metrics
 from spmdrl.training.partial_rollouts import Leftover
-from spmdrl.training.push_weights import new_weights, push
+from spmdrl.training.push_weights import new_weights, transfer
 from spmdrl.training.remote_scoring import Scorer, score
 from spmdrl.training.roles import Roles
 from spmdrl.types import Prompt, Sample
 
 
 @dataclass
-class Collected:
+class RolloutResult:
     """What a step sampled. `samples` are to be trained on, groups 0 .. num_groups - 1.
 
     Both lists hold what this rank made; `asked` is more where dynamic sampling left groups out.
@@ -47,7 +47,7 @@ class Collected:
     rounds: int = 0
     num_asked: int = 0  # groups, in all rounds; the same on every rank
     num_equal: int = 0  # those of them whose answers have the same rewards
-    facts: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
+    step_info: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Source:
     by_id: Callable[[int], Prompt]
 
 
-def collect(roles: Roles, source: Source, step: int) -> Collected:
+def collect(roles: Roles, source: Source, step: int) -> RolloutResult:
     """Asks every prompt n times and scores the answers. On the ranks that sample or score.
 
     With dynamic sampling a group whose rewards are all equal is left out, and more prompts are
@@ -67,7 +67,7 @@ def collect(roles: Roles, source: Source, step: int) -> Collected:
     config = roles.config
     wanted = config.data.prompts_per_step
     most_rounds = max(config.algo.dynamic_sampling, 1)
-    result = Collected([], 0, [], 0)
+    result = RolloutResult([], 0, [], 0)
     num_asked = 0
     if roles.leftover is None:
         prompts = take(roles, source, wanted)
@@ -169,7 +169,7 @@ def hooks(roles: Roles) -> dict[str, Any]:
     }  # fmt: skip
     if roles.mailbox is not None:
         found["new_weights"] = lambda: new_weights(roles)
-        found["load_weights"] = lambda: push(roles, roles.policy_version + 1)
+        found["load_weights"] = lambda: transfer(roles, roles.policy_version + 1)
     return found
 
 
@@ -237,7 +237,7 @@ def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
             sample.invalid = f"algo.reward_keys asks for {missing}, the reward function gave {got}"
 
 
-def keep_groups(result: Collected, samples: list[Sample], wanted: int, roles: Roles) -> None:
+def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles: Roles) -> None:
     """Takes the groups of this round that are to be trained on, at most `wanted` altogether.
 
     All of them, or with dynamic sampling those with unequal rewards, in order of their number. A

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.rollout.sampling import Question, questions_of, sample_questions, training_params
-from spmdrl.training.collect import Collected, Source, check_scores, hooks, keep_groups, take
+from spmdrl.training.collect import RolloutResult, Source, check_scores, hooks, keep_groups, take
 from spmdrl.training.push_weights import take_weights
 from spmdrl.training.remote_scoring import finish_scoring
 from spmdrl.training.roles import Roles
@@ -48,7 +48,7 @@ def can_overlap(roles: Roles) -> bool:
 def collect_overlapping(
     roles: Roles, source: Source, step: int, asked: Asked | None,
     order: Callable[[], dict[str, Any]], asks_next: bool,
-) -> tuple[Collected, Asked | None]:  # fmt: skip
+) -> tuple[RolloutResult, Asked | None]:  # fmt: skip
     """As collect, and what was asked of the next step meanwhile. On the ranks that sample.
 
     asked: of this step, during the last one. order: where the data stands. asks_next: whether the
@@ -70,7 +70,7 @@ def collect_overlapping(
     with roles.phases("reward", roles.sampling):
         finish_scoring(begun, rewards, roles)
         check_scores(roles, asked.samples)
-    result = Collected([], 0, list(asked.samples), rounds=1, facts={"order": asked.order})
+    result = RolloutResult([], 0, list(asked.samples), rounds=1, step_info={"order": asked.order})
     keep_groups(result, asked.samples, roles.config.data.prompts_per_step, roles)
     return result, following
 

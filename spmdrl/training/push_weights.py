@@ -5,8 +5,8 @@ from __future__ import annotations
 from spmdrl.training.roles import Roles
 
 
-def sync(roles: Roles, version: int) -> None:
-    """Gives the engine the actor's weights; `version` names them.
+def push_weights(roles: Roles, version: int) -> None:
+    """Gives the rollout engine the actor's weights; `version` names them.
 
     Ranks that sample ahead (config.async_steps) take them when they come to it: `take_weights`.
     """
@@ -14,20 +14,19 @@ def sync(roles: Roles, version: int) -> None:
     if not roles.syncing.here or (ahead and not roles.actor.here):
         return
     if not ahead:  # those that only sample wait here for the others to have learnt
-        with roles.phases("wait sync", roles.syncing):
-            pass
+        roles.phases.barrier("wait sync", roles.syncing)
     with roles.phases("sync", roles.actor.topology if ahead else roles.syncing):
         if ahead:
             assert roles.mailbox is not None
             roles.mailbox.announce(version)
-        push(roles, version)
+        transfer(roles, version)
 
 
 def take_weights(roles: Roles, version: int) -> None:
     """On ranks that sample ahead: waits for the weights of step `version`, if they lack them."""
     while roles.sampler.here and roles.policy_version < version:
         with roles.phases("wait weights", roles.sampler.topology):
-            push(roles, roles.policy_version + 1)
+            transfer(roles, roles.policy_version + 1)
 
 
 def new_weights(roles: Roles) -> bool:
@@ -36,8 +35,8 @@ def new_weights(roles: Roles) -> bool:
     return roles.mailbox.newest() > roles.policy_version
 
 
-def push(roles: Roles, version: int) -> None:
-    """Collective over the ranks of actor and rollout."""
+def transfer(roles: Roles, version: int) -> None:
+    """Sends the actor's weights to the rollout engine. Collective over the ranks of both."""
     actor, sampler = roles.actor, roles.sampler
     if actor.here:
         actor.model.onload(weights_only=True)

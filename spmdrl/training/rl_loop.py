@@ -25,7 +25,8 @@ from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
 from spmdrl.training.build import Run, build, check_enough, close, load_dataset
 from spmdrl.training.checks.dry_run import describe, least_checkpoint_bytes
-from spmdrl.training.collect import Collected, Source, collect, evaluate
+from spmdrl.training.collect import RolloutResult, Source, collect, evaluate
+from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.curves import REWARD
 from spmdrl.training.logs.flops import peak_tflops
 from spmdrl.training.logs.learning_signs import signs_of_rl
@@ -36,10 +37,10 @@ from spmdrl.training.logs.step_line import of_evaluation, of_sampling
 from spmdrl.training.logs.trace import TraceFile, phase_metrics
 from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.overlap import can_overlap, collect_overlapping
-from spmdrl.training.push_weights import sync, take_weights
+from spmdrl.training.push_weights import push_weights, take_weights
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.step import Lesson, hand_over, learn
+from spmdrl.training.step import train_step
 from spmdrl.training.stop import Ending
 from spmdrl.types import Prompt, Sample
 
@@ -60,7 +61,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     roles, steps = run.roles, config.steps
     done, log = resume(run)
     roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
-    sync(roles, version=done)
+    push_weights(roles, version=done)
     take_weights(roles, done)
     keep_what_stands()
     heap = Heap()
@@ -77,7 +78,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     met = step = done  # met: the last step after which all ranks did
     for step in range(done + 1, steps + 1):
         with profiled(step), PROGRESS.step(step, steps):
-            metrics = one_step(run, step, sync_after=True)
+            metrics = run_step(run, step)
         heap.after_step()
         if metrics:
             log.step_line(step, metrics, of_sampling(metrics, with_tools=bool(config.tools)))
@@ -119,41 +120,44 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     report.at_end(step, ending.stops)
 
 
-def one_step(run: Run, step: int, sync_after: bool) -> dict[str, float]:
-    """Samples, learns, gives the engine the new weights. Returns {} on ranks that sample only."""
-    roles, started_at, collected = run.roles, time.perf_counter(), None
+def run_step(run: Run, step: int, push: bool = True) -> dict[str, float]:
+    """Runs one training step, and measures it.
+
+    push: see train_step. Returns the step's metrics; {} on ranks that sample only.
+    """
+    roles, started_at = run.roles, time.perf_counter()
     ahead = run.config.async_steps > 0
-    if roles.sampling.here:
-        collected = collect_step(run, step)
-        run.samples = collected.asked
-        show_samples(run, f"step_{step}", collected.asked)
-        if ahead:  # the trainers are elsewhere in time
-            collected.facts["reports"] = reports(run, step, roles.sampling)
-    lesson = hand_over(roles, collected, step)
-    metrics = learn(roles, lesson, step)
-    if sync_after:
-        sync(roles, version=step)
+    batches = train_step(roles, partial(generate_and_score, run), step, push)
+    # ranks that sample ahead have reported with their answers: they are elsewhere in time
     everyone = [] if ahead else reports(run, step, roles.topology)
-    if lesson is None:
+    if batches is None:
         return {}
-    run.order.load_state_dict(lesson.facts["order"])
+    run.order.load_state_dict(batches.step_info["order"])
     if ahead:
-        everyone = lesson.facts["reports"] + reports(run, step, roles.training)
+        everyone = batches.step_info["reports"] + reports(run, step, roles.training)
+    metrics = batches.metrics
     metrics |= timing(metrics, everyone, time.perf_counter() - started_at)
-    return metrics | utilisation(run, lesson, metrics)
+    return metrics | utilisation(run, batches, metrics)
 
 
-def collect_step(run: Run, step: int) -> Collected:
-    """On the ranks that sample or score; facts["order"]: where the data stood for this step."""
+def generate_and_score(run: Run, step: int) -> RolloutResult:
+    """Makes this rank's answers of a step, with rewards, and writes some of them to samples/.
+
+    On the ranks that sample or score. step_info["order"] says where the data stood for this step.
+    """
     roles, source = run.roles, Source(run.take, run.prompts.by_id)
     if can_overlap(roles):
-        collected, run.asked = collect_overlapping(
+        rollout, run.asked = collect_overlapping(
             roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
         )
-        return collected
-    collected = collect(roles, source, step)
-    collected.facts = {"order": run.order.state_dict()}
-    return collected
+    else:
+        rollout = collect(roles, source, step)
+        rollout.step_info = {"order": run.order.state_dict()}
+    run.samples = rollout.asked
+    show_samples(run, f"step_{step}", rollout.asked)
+    if run.config.async_steps > 0:
+        rollout.step_info["reports"] = reports(run, step, roles.sampling)
+    return rollout
 
 
 def ends_here(run: Run, step: int) -> bool:
@@ -328,13 +332,13 @@ def timing(
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
 
 
-def utilisation(run: Run, lesson: Lesson, metrics: dict[str, float]) -> dict[str, float]:
+def utilisation(run: Run, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
     """Model FLOP/s of the actor's updates over what its GPUs can do; {} where that is not known, as
     on a CPU, or nothing was updated."""
     peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
     if peak is None or not seconds:
         return {}
-    flops = run.config.algo.epochs * run.flops.of(lesson.deal.seq_lens)
+    flops = run.config.algo.epochs * run.flops.of(batches.deal.seq_lens)
     gpus = len(run.roles.actor.topology.ranks)
     return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}
 

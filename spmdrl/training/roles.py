@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import PpoConfig
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import Ranks
+from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import TrainEngine
+from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.rewards.reward_model import RewardModel
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.base import RolloutEngine
@@ -20,6 +23,9 @@ from spmdrl.training.partial_rollouts import Leftover
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import Mailbox
+from spmdrl.types import Batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -115,3 +121,55 @@ class Roles:
     def trainer_ranks(self) -> list[Ranks]:
         """The different sets of ranks that sequences are dealt to; the actor's first."""
         return list(dict.fromkeys(trainer.ranks for trainer in self.trainers))
+
+
+def train(
+    trainer: Trainer,
+    batches: list[Batch],
+    loss_fn: LossFn,
+    config: PpoConfig,
+    epochs: int,
+    before: Callable[[Batch, int], None] | None = None,
+) -> dict[str, float]:
+    """`epochs` passes of one update per mini-batch; metrics are means (maxima) over the updates.
+
+    before(batch, number of updates done): called ahead of each. A mini-batch that has nothing to
+    learn from on any rank makes no update.
+    """
+    updates: list[dict[str, float]] = []
+    skipped_before = trainer.skipped
+    for batch in PROGRESS.each(epochs * batches, "updates"):
+        if before is not None:
+            before(batch, len(updates))
+        temperature = config.rollout.temperature
+        updates.append(update(trainer, batch, loss_fn, temperature, config.nan_updates))
+    done = [update for update in updates if update]
+    skipped = {"skipped_updates": float(trainer.skipped - skipped_before)}
+    return (skipped if config.nan_updates else {}) | {
+        name: max(u[name] for u in done)
+        if name.endswith("_max")
+        else sum(u[name] for u in done) / len(done)
+        for name in (done[0] if done else ())
+    }
+
+
+def update(
+    trainer: Trainer, batch: Batch, loss_fn: LossFn, temperature: float, nan_updates: int
+) -> dict[str, float]:
+    """Its metrics; {} where there was nothing to learn, or what is not finite may be passed over.
+
+    Raises FloatingPointError on every rank, with the weights as they were, where it may not.
+    """
+    try:
+        found = trainer.model.update(batch, loss_fn, temperature)
+    except FloatingPointError as error:
+        trainer.skipped += 1
+        trainer.skipped_in_a_row += 1
+        if trainer.skipped_in_a_row > nan_updates:
+            raise
+        if trainer.topology.rank == 0:
+            in_a_row = trainer.skipped_in_a_row
+            logger.warning("%s: passed over, %d in a row: %s", trainer.name, in_a_row, error)
+        return {}
+    trainer.skipped_in_a_row = 0
+    return found

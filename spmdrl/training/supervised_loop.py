@@ -47,9 +47,8 @@ from spmdrl.training.logs.step_line import of_rows
 from spmdrl.training.logs.trace import SpanLog, TraceFile, phase_metrics
 from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
-from spmdrl.training.roles import Trainer
+from spmdrl.training.roles import Trainer, update
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.step import update
 from spmdrl.training.stop import Ending
 from spmdrl.types import Batch
 

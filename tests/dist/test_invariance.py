@@ -207,9 +207,9 @@ def steps_on(topology, cases, splits, models):
     from spmdrl.engines.fsdp.engine import FsdpEngine
     from spmdrl.engines.fsdp.ulysses import Team
     from spmdrl.training.batch_exchange import Post
-    from spmdrl.training.collect import Collected
+    from spmdrl.training.collect import RolloutResult
     from spmdrl.training.roles import Roles, Trainer
-    from spmdrl.training.step import hand_over, learn
+    from spmdrl.training.step import train_step
 
     phases = Phases(topology)
     results = {}
@@ -256,8 +256,9 @@ def steps_on(topology, cases, splits, models):
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,
                 replay=replay_of(config, [sample_of(*address, config, 1) for address in mine]),
             )  # fmt: skip
-            collected = Collected(samples, NUM_GROUPS, samples) if sampling.here else None
-            metrics = learn(here, hand_over(here, collected, step=1), step=1)
+            rollout = RolloutResult(samples, NUM_GROUPS, samples)
+            batches = train_step(here, lambda _, found=rollout: found, step=1, push=False)
+            metrics = batches.metrics if batches is not None else {}
             here.post.wait_until_delivered()
             if actor.here:
                 metrics |= {"next/kl_coef": here.kl_coef, "next/entropy_coef": here.entropy_coef}

@@ -194,7 +194,7 @@ def test_unfinished_answers_go_on_in_the_next_step_and_through_a_checkpoint(fold
 @pytest.mark.parametrize(
     ("site", "phase", "module", "name"),
     [
-        ("sampling side", "balance", "spmdrl.training.step", "deal_out"),
+        ("sampling side", "balance", "spmdrl.training.dispatch", "assign_and_pack"),
         ("training side", "update_actor", "spmdrl.algo.objectives", "masked_max"),
     ],
 )

@@ -1,0 +1,194 @@
+"""The step's answers on their way from the ranks that sampled to those that train.
+
+Where every role is on every rank this only evens out the ranks' work; where roles have ranks of
+their own it is how data moves between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.algo.advantages import estimator_of
+from spmdrl.data.packing import Deal, deal, empty_batch, pack_samples
+from spmdrl.distributed.collectives import all_gather_rows
+from spmdrl.distributed.placement import Ranks
+from spmdrl.rewards.runner import check_invalid
+from spmdrl.rollout.multi_turn.conversation import has_replies
+from spmdrl.training.batch_exchange import (
+    ASKED_FIELDS,
+    FIELDS,
+    packing_order,
+    receive_batch,
+    receive_deal,
+    receive_results,
+    send_batch,
+    send_deal,
+    send_results,
+)
+from spmdrl.training.collect import RolloutResult
+from spmdrl.training.credit import resample
+from spmdrl.training.logs.metrics import sample_metrics
+from spmdrl.training.roles import Roles, Trainer
+from spmdrl.types import Batch
+
+
+@dataclass
+class TrainBatches:
+    """What a step trains on: this rank's share of it, for each role that it has.
+
+    Roles that are given sequences on the same ranks share their batches. On ranks that do not
+    train, `batches` is empty.
+    """
+
+    deal: Deal
+    batches: dict[Ranks, list[Batch]]  # by Trainer.ranks: the Batch of each mini-batch
+    metrics: dict[str, float]  # of the step, to which every part of it adds its own
+    step_info: dict[str, Any]  # what the ranks that sampled say of the step, the same on every rank
+
+    def of(self, trainer: Trainer) -> list[Batch]:
+        """Returns the mini-batches of a role that is on this rank."""
+        return self.batches[trainer.ranks]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has an answer to learn from: the rewards of every group were equal."""
+        return self.deal.num_seqs == 0
+
+
+def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> TrainBatches | None:
+    """Gives every rank of every training role its share of the samples.
+
+    rollout: what this rank sampled; None on ranks that do not sample. Returns None on ranks that
+    do not train. Raises TooManyInvalid on every rank where too many samples have no reward.
+    """
+    config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
+    sets, of_actor = roles.trainer_ranks, (*FIELDS, "turn_rewards") if per_turn else FIELDS
+    fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
+    dealt: Deal | None = None
+    step_info: dict[str, Any] = {}
+    own: dict[Ranks, Batch] = {}
+    # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
+    # may be waiting for them to take weights
+    ahead = config.async_steps if roles.sampling.here else 0
+    post.begin(step, delivered=step - 1 - ahead)
+    if roles.sampling.here:
+        assert rollout is not None
+        with roles.phases("balance", roles.sampling):
+            batch, dealt, step_info = assign_and_pack(roles, rollout, step)
+            if roles.sampling.rank == 0:
+                others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
+                send_deal(dealt, step_info, others, post)
+            for ranks, names in zip(sets, fields, strict=True):
+                order = packing_order(dealt, ranks, post.rank)
+                batch = reorder(batch, order, dealt)
+                own[ranks] = send_batch(batch, dealt, ranks, names, post)
+    if not roles.training.here:
+        return None
+    name = "receive" if roles.sampling.here else "wait samples"
+    with roles.phases(name, roles.training):
+        if dealt is None:
+            dealt, step_info = receive_deal(roles.sampling.ranks[0], sets, post)
+        batches = {
+            ranks: receive_batch(
+                own.get(ranks), dealt, ranks, names, len(config.algo.reward_keys), post
+            )
+            for ranks, names in zip(sets, fields, strict=True)
+            if post.rank in ranks
+        }
+    for trainer in roles.trainers:  # ranks that help others with their sequences have none
+        if trainer.here and trainer.ranks not in batches:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            has_turns = per_turn and trainer.ranks == roles.actor.ranks
+            batches[trainer.ranks] = [
+                empty_batch(nothing, len(config.algo.reward_keys), per_turn=has_turns)
+                for _ in range(dealt.num_minis)
+            ]
+    return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
+
+
+def assign_and_pack(
+    roles: Roles, rollout: RolloutResult, step: int
+) -> tuple[Batch, Deal, dict[str, Any]]:
+    """Decides which rank trains on which sample, and packs those of this rank.
+
+    Returns its samples in the order in which they are sent to the actor, the assignment of all
+    samples, and what the training ranks are told of the step. Collective over the sampling ranks.
+    """
+    algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
+    metrics = sample_metrics(
+        rollout.asked, sampling, penalised=algo.overlong_buffer > 0,
+        replies=has_replies(roles.config), per_turn=per_turn,
+    )  # fmt: skip
+    check_invalid(rollout.asked, roles.config.rewards, sampling)
+    if estimator_of(algo).groups:
+        equal = rollout.num_equal / max(rollout.num_asked, 1)
+        metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
+    if algo.dynamic_sampling:
+        metrics["dynamic_sampling/rounds"] = rollout.rounds
+        metrics["dynamic_sampling/groups"] = rollout.num_groups
+    samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
+    batch = None
+    if roles.replay is not None:
+        new = pack_samples(samples, tuple(algo.reward_keys), per_turn)
+        batch, metrics["filter/kept"] = resample(
+            roles.replay.mix(new), roles.config, step, sampling
+        )
+        rows = torch.stack([batch.groups, batch.indices, batch.seq_lens], dim=1)
+    else:
+        rows = torch.tensor([(s.group, s.index, s.num_tokens) for s in samples]).reshape(-1, 3)
+    makers = torch.full((len(rows), 1), roles.post.rank)
+    table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
+    dealt = deal(table, algo.mini_batches, roles.trainer_ranks)
+    metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
+    if batch is None:  # packed in the order in which it is sent: no copy on the way
+        mine = (dealt.makers == roles.post.rank).nonzero().flatten()
+        order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
+        in_order = [samples[i] for i in order.tolist()]
+        batch = pack_samples(in_order, tuple(algo.reward_keys), per_turn)
+    return batch, dealt, {"metrics": metrics, **rollout.step_info}
+
+
+def reorder(batch: Batch, rows: Tensor, dealt: Deal) -> Batch:
+    """Returns the sequences of `batch` in the order of these rows of the assignment."""
+    place = {(g, i): at for at, (g, i) in enumerate(
+        zip(batch.groups.tolist(), batch.indices.tolist(), strict=True)
+    )}  # fmt: skip
+    order = [
+        place[g, i]
+        for g, i in zip(dealt.groups[rows].tolist(), dealt.indices[rows].tolist(), strict=True)
+    ]
+    return batch if order == list(range(batch.num_seqs)) else batch.select(order)
+
+
+def send_to_role(
+    roles: Roles,
+    batches: TrainBatches,
+    names: tuple[str, ...],
+    source: Trainer | None,
+    target: Trainer | None,
+) -> None:
+    """Sends per-token results of `source` to `target`, where they are on different ranks.
+
+    names: the fields of Batch that are sent.
+    """
+    if source is None or target is None:
+        return
+    if source.ranks == target.ranks:  # those that are given sequences have it already
+        if target.here and not source.here:  # a rank that helps them holds no token
+            for batch, name in product(batches.of(target), names):
+                setattr(batch, name, torch.zeros(batch.num_tokens))
+        return
+    post, dealt = roles.post, batches.deal
+    for name in names:
+        own = [getattr(batch, name) for batch in batches.of(source)] if source.here else None
+        if own is not None:
+            send_results(own, dealt, source.ranks, target.ranks, post)
+        if target.here:
+            found = receive_results(own, dealt, source.ranks, target.ranks, post)
+            for batch, values in zip(batches.of(target), found, strict=True):
+                setattr(batch, name, values)

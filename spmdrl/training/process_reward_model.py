@@ -1,0 +1,31 @@
+"""PRIME: a process reward model that learns from outcomes, one update ahead of the actor's.
+
+Source: Cui et al., Process Reinforcement through Implicit Rewards, arXiv:2502.01456.
+"""
+
+from __future__ import annotations
+
+from spmdrl.algo.objectives import prm_objective
+from spmdrl.training.credit import with_outcome_weights
+from spmdrl.training.dispatch import TrainBatches, send_to_role
+from spmdrl.training.roles import Roles, train
+
+
+def update_process_reward_model(roles: Roles, batches: TrainBatches) -> None:
+    """Sets prm_logprobs, then makes the model learn from the outcomes of the same samples.
+
+    Needs ref_logprobs. Ranks without the model or the reference pass through.
+    """
+    prm, config = roles.prm, roles.config
+    assert prm is not None and roles.ref is not None
+    send_to_role(roles, batches, ("ref_logprobs",), roles.ref, prm)
+    if prm.here:
+        with roles.phases("update_prm", prm.topology):
+            prm.model.onload()
+            for batch in batches.of(prm):
+                stats = prm.model.logprobs(batch, config.rollout.temperature)
+                batch.prm_logprobs = stats.logprobs
+            outcomes = [with_outcome_weights(batch, prm.topology) for batch in batches.of(prm)]
+            updates = train(prm, outcomes, prm_objective(config.algo), config, epochs=1)
+            batches.metrics |= {f"prm/{name}": value for name, value in updates.items()}
+            prm.model.offload()
