@@ -127,8 +127,8 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     from spmdrl.training.build import load_held_out
     from spmdrl.training.checks.rl import check_held_out
     from spmdrl.training.collect import evaluate
+    from spmdrl.training.dry_run import examples_of, scored_examples
     from spmdrl.training.logs.metrics import write_samples
-    from spmdrl.training.rl_loop import examples_of, scored_examples
     from spmdrl.training.run_identity import of_evaluation
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir

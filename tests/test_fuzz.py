@@ -45,7 +45,7 @@ from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.distributed.topology import Topology
-from spmdrl.training.checks.dry_run import describe
+from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.ranges import BOUNDS
 from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_reward_training, check_sft
@@ -297,7 +297,7 @@ def test_any_command_line(model, tmp_path_factory, argv):
         patch.setattr("spmdrl.training.runtime.started", lambda config: Started())
         patch.setattr("spmdrl.training.rl_loop.train", lambda config, runtime: seen.append(config))
         patch.setattr(
-            "spmdrl.training.rl_loop.show_plan", lambda config, *others: seen.append(config)
+            "spmdrl.training.dry_run.show_plan", lambda config, *others: seen.append(config)
         )
         try:
             fire.Fire(ppo.main, command=["--config", str(path), *argv])

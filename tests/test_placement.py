@@ -15,7 +15,7 @@ from spmdrl.config import (
     WeightsConfig,
 )
 from spmdrl.distributed.placement import parse_ranks, place, show_ranks
-from spmdrl.training.checks.dry_run import memory_lines, placement_lines
+from spmdrl.training.checks.describe import memory_lines, placement_lines
 from spmdrl.training.checks.rl import check_roles
 
 

@@ -20,7 +20,7 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.topology import resolve_degrees
 from spmdrl.rewards.builtin import gsm8k
-from spmdrl.training.checks.dry_run import describe, memory_of
+from spmdrl.training.checks.describe import describe, memory_of
 from spmdrl.training.checks.rl import check, check_held_out
 from spmdrl.training.checks.supervised import check_sft
 

@@ -26,7 +26,7 @@ from spmdrl.config import ConfigError, PpoConfig, RewardConfig
 from spmdrl.rewards import builtin as functions
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rewards.workers import keeper
-from spmdrl.training.rl_loop import scored_examples
+from spmdrl.training.dry_run import scored_examples
 from spmdrl.types import Prompt, Sample
 
 pytestmark = pytest.mark.clock

@@ -14,6 +14,7 @@ ORDER = (
     "engines", "rewards", "rollout", "training", "programs",
 )  # fmt: skip
 MOST_FILES_AT_THE_TOP = 14
+MOST_LINES_OF_THE_STEP = 40
 
 
 def modules() -> dict[str, Path]:
@@ -78,3 +79,19 @@ def test_every_room_says_what_it_is_in_one_line() -> None:
     for file in PACKAGE.rglob("__init__.py"):
         text = ast.get_docstring(ast.parse(file.read_text()))
         assert text and "\n" not in text, file
+
+
+def test_the_step_is_on_one_screen() -> None:
+    tree = ast.parse(Path(PACKAGE, "training", "step.py").read_text())
+    step = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "train_step")
+    assert step.end_lineno is not None
+    assert step.end_lineno - step.lineno < MOST_LINES_OF_THE_STEP
+
+
+def test_no_phase_stands_for_a_barrier() -> None:
+    """A collective that waits is `phases.barrier(...)` and not the end of an empty `with`."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            empty = isinstance(node, ast.With) and isinstance(node.body[0], ast.Pass)
+            if empty and "phases" in ast.unparse(node.items[0].context_expr):
+                raise AssertionError(f"{file}:{node.lineno}")

@@ -23,7 +23,7 @@ from tiny import save_qwen3
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
-from spmdrl.training.checks.dry_run import describe
+from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_sft
 

@@ -52,8 +52,7 @@ def score(
     with phases(phase, sampling):
         if rewards is not None:
             run_functions(theirs, rewards, by)
-    with phases("wait rewards", sampling):
-        pass
+    phases.barrier("wait rewards", sampling)
     with phases(phase, sampling):
         take_back(mine, theirs, makers, sampling)
 

@@ -37,7 +37,7 @@ from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
-from spmdrl.training.checks.dry_run import describe_supervised, least_checkpoint_bytes
+from spmdrl.training.checks.describe import describe_supervised, least_checkpoint_bytes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
 from spmdrl.training.logs.metrics import RunLog, memory_of_process

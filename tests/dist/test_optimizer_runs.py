@@ -118,7 +118,7 @@ def test_an_average_that_is_not_there(run_folder, tmp_path):
 def test_the_dry_run_shows_what_is_kept(run_folder):
     from spmdrl.cli.arguments import load_config
     from spmdrl.config import PpoConfig
-    from spmdrl.training.checks.dry_run import memory_lines, memory_of
+    from spmdrl.training.checks.describe import memory_lines, memory_of
 
     changes = {"actor.optim.name": "muon", "actor.ema": 0.5, "actor.offload_optimizer": True}
     config = load_config(str(run_folder / "cfg.py"), PpoConfig, changes)

@@ -1,4 +1,4 @@
-"""What can be known before anything is built: is the config sound. What it will need: dry_run.py.
+"""What can be known before anything is built: is the config sound. What it will need: describe.py.
 
 `check` raises ConfigError with the value, the place and the remedy.
 """

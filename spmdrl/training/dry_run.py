@@ -1,0 +1,130 @@
+"""--dry-run: reads the data, scores a sample of each data set, and prints the plan of the run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from spmdrl.cli.arguments import shown_config
+from spmdrl.config import ConfigError, PpoConfig, RewardConfig
+from spmdrl.data.prompts import PromptDataset, PromptOrder, left_out_lines
+from spmdrl.distributed.placement import place
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.hub.hf_folder import load_tokenizer
+from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
+from spmdrl.training.build import check_enough, load_dataset
+from spmdrl.training.checks.describe import describe
+from spmdrl.training.runtime import Runtime
+from spmdrl.types import Prompt, Sample
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = 8  # prompts of each data set that a dry run scores
+
+
+def show_plan(config: PpoConfig, runtime: Runtime, ranks: int, show_config: bool) -> None:
+    """--dry-run: the config, arithmetic, and one scored sample per data set."""
+    scorers = place(config, ranks).roles["reward"]
+    rewards = RewardRunner(config.reward, config.rewards, len(scorers))
+    tokenizer = load_tokenizer(config.model)
+    sets = {"train": config.data.train, "eval": config.data.eval}
+    lines, num_prompts, lengths = [], 0, None
+    for name, paths in sets.items():
+        if paths is None:
+            continue
+        dataset = load_dataset(paths, config, tokenizer, runtime.topology)
+        rewards.check_sources(dataset.data_sources)
+        if name == "train":
+            num_prompts, lengths = len(dataset), dataset.num_tokens
+            check_enough(config, num_prompts)
+            PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
+        lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
+                  f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
+                  "in their text",
+                  *left_out_lines(dataset.left_out), *image_lines(dataset),
+                  *held_out_lines(name, len(dataset), config),
+                  *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip
+    rewards.close()
+    if has_replies(config):
+        sampling = place(config, ranks).roles["rollout"]
+        dialogue = Dialogue(config, tokenizer, len(sampling) // config.rollout.tensor_parallel)
+        lines += dialogue.lines()
+        dialogue.close()
+    if runtime.is_main:
+        plan = describe(config, ranks, num_prompts, lengths)
+        PROGRESS.line("\n".join([shown_config(config, show_config), *lines, plan]))
+
+
+def image_lines(dataset: PromptDataset) -> list[str]:
+    most = dataset.images
+    if not most.per_prompt:
+        return []
+    return [f"  images: at most {most.per_prompt} in a prompt, and {most.tokens} tokens in one"]
+
+
+def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:
+    """What an evaluation asks."""
+    if name != "eval":
+        return []
+    asked = min(num_prompts, config.data.max_eval_prompts or num_prompts)
+    return [f"  {asked} of them asked at each evaluation, {asked * config.eval_samples} answers"]
+
+
+def examples_of(dataset: PromptDataset) -> list[Prompt]:
+    """The first prompt and others at equal distances."""
+    step = max(len(dataset) // EXAMPLES, 1)
+    return [dataset.prompt(i) for i in range(0, len(dataset), step)][:EXAMPLES]
+
+
+def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -> list[str]:
+    """Scores each ground truth as if it were the answer, and shows the first.
+
+    Raises ConfigError where the reward fails on more of them than a step may have invalid samples.
+    """
+    first = prompts[0]
+    shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
+    asks = {
+        source: "model_score" in rewards.reward_of(source).arguments
+        for source in {prompt.data_source for prompt in prompts}
+    }
+    samples = [
+        answered_rightly(prompt)
+        for prompt in prompts
+        if prompt.ground_truth is not None and not asks[prompt.data_source]
+    ]
+    rewards.score(samples)
+    failed = [sample for sample in samples if sample.invalid is not None]
+    if failed:
+        told = (
+            f"the reward fails on {len(failed)} of {len(samples)} ground truths given as answers; "
+            f"prompt {failed[0].prompt.id} ({failed[0].prompt.data_source}), "
+            f"{str(failed[0].prompt.ground_truth)[:60]!r}: {last_line(failed[0].invalid)}"
+        )
+        if len(failed) > config.max_invalid_fraction * len(samples):
+            raise ConfigError(told)
+        logger.warning(told)
+    if asks[first.data_source]:
+        return [shown, "  its reward asks a model, which a dry run does not load"]
+    if first.ground_truth is None:
+        return [shown, "  no ground truth, and its reward asks for none"]
+    sample = samples[0]
+    verdict = f"{sample.reward:g}" if sample.invalid is None else "none, it fails"
+    if sample.reward == 0:
+        verdict += " (right only if the grader wants more than the bare answer)"
+    return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def answered_rightly(prompt: Prompt) -> Sample:
+    """With the ground truth as the answer."""
+    answer = str(prompt.ground_truth)
+    sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
+    sample.messages = [{"role": "assistant", "content": answer}]
+    return sample
+
+
+def last_line(reason: str | None) -> str:
+    """Of a traceback what was raised, and where in the user's code."""
+    lines = (reason or "").strip().splitlines() or [""]
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return lines[-1] + (f" ({places[-1]})" if places else "")
