@@ -44,8 +44,7 @@ def score(
             assert rewards is not None
             run_functions(samples, rewards, by)
         return
-    with phases("wait answers", sampling):
-        pass  # who only scores has nothing to do until all have theirs
+    phases.barrier("wait answers", sampling)  # who only scores has nothing to do until then
     with phases(phase, sampling):
         mine, theirs, makers = hand_over(samples, by, prompt_of)
     ask_model(theirs, by)
