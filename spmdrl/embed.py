@@ -46,11 +46,11 @@ from spmdrl.engines.megatron.external_weights import (
     parts_of,
     save_hf_weights,
 )
-from spmdrl.engines.megatron.inputs import Cut
+from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.training.build import Run, build, close
+from spmdrl.training.build import RlRun, build, close
 from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap
@@ -67,7 +67,7 @@ __all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]
 class Attachment:
     """What stands beside the host's model and optimizer. Made by `attach`."""
 
-    run: Run
+    run: RlRun
     parts: Parts
     guard: Guard
     groups: list[dist.ProcessGroup]  # that we made, the same in order on every rank
@@ -273,7 +273,7 @@ def host_parts(chunks: list[Any], optimizer: Any, config: PpoConfig) -> Parts:
     )  # fmt: skip
     check_host_model(parts, hf_config)
     tensor = groups.tensor.size() if parts.config.sequence_parallel else 1
-    parts.cut = Cut(form_of(parts), groups.context.size(), groups.context.rank(), tensor)
+    parts.cut = SequenceSplit(form_of(parts), groups.context.size(), groups.context.rank(), tensor)
     parts.dropout = silenced_dropout(parts.raw)
     return parts
 

@@ -30,7 +30,7 @@ from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS, engine_text
 
 if TYPE_CHECKING:
-    from spmdrl.data.images import Looks
+    from spmdrl.data.images import ImageLimits
     from spmdrl.distributed.phases import Phases
     from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
@@ -106,8 +106,8 @@ def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
 
 
 @dataclass
-class Alone:
-    """A collect.Examiner without a trainer; every rank samples and scores."""
+class EvalRoles:
+    """A collect.EvalContext without a trainer; every rank samples and scores."""
 
     config: PpoConfig
     sampler: Sampler
@@ -171,7 +171,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             with phases("log samples"):
                 write_samples(path, samples, most, topology, has_replies(config))
 
-        alone = Alone(config, sampler, topology, phases, tokenizer)
+        alone = EvalRoles(config, sampler, topology, phases, tokenizer)
         PROGRESS.now("")
         metrics = evaluate(alone, prompts, step, show)
         PROGRESS.now("ending the evaluation")
@@ -224,7 +224,7 @@ def exported(config: PpoConfig, runtime: Runtime) -> str:
 
 def sampler_of(
     config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime,
-    looks: Looks | None,
+    looks: ImageLimits | None,
 ) -> Sampler:  # fmt: skip
     """On all ranks. Collective."""
     from spmdrl.distributed.topology import Topology

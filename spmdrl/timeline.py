@@ -26,7 +26,7 @@ from spmdrl.distributed.exit import exit_config
 from spmdrl.distributed.output import keep_output
 from spmdrl.training.logs.trace import (
     WAIT,
-    Line,
+    TraceLine,
     idle_share,
     parse,
     trace_files,
@@ -53,7 +53,7 @@ WIDTH = 14.0  # of the picture, inches
 CHAR_EM = 0.6  # mean width of a letter over the font size, on the safe side
 
 
-class Piece(NamedTuple):
+class TimeSegment(NamedTuple):
     """A stretch of one rank's time, in seconds since the first one that is shown."""
 
     rank: int
@@ -77,7 +77,7 @@ class Trace(NamedTuple):
 
     hosts: dict[int, str]  # rank -> host, ascending
     steps: dict[int, float]  # step -> start of its first span; seconds, ascending
-    pieces: list[Piece]  # by start
+    pieces: list[TimeSegment]  # by start
     busy: dict[str, dict[int, float]]  # phase, by first start -> rank -> seconds
     total_s: float
     notes: list[str]  # what a reader should know
@@ -152,7 +152,7 @@ def read_trace(run_dir: Path, steps: str | None) -> Trace:
     if not known:
         raise ConfigError(f"the trace in {run_dir} holds no whole step yet")
     first, last = step_range(steps, max(known))
-    lines: dict[int, list[Line]] = {}
+    lines: dict[int, list[TraceLine]] = {}
     notes: list[str] = []
     for rank, path in paths.items():
         for line in lines_of(path):
@@ -191,7 +191,7 @@ def clipped(
     return name, start, worked, agreed
 
 
-def lines_of(path: Path) -> Iterator[Line | None]:
+def lines_of(path: Path) -> Iterator[TraceLine | None]:
     """None for a torn last line: the run is writing it, or was killed while it did.
 
     Raises ConfigError for any other that is damaged.
@@ -225,16 +225,16 @@ def merge(
     """One trace of spans, with times from the first of `shown` on. beside: of other steps."""
     zero = min(start for _, _, (_, start, _, _) in shown)
     own = {step for _, step, _ in shown}
-    pieces: list[Piece] = []
+    pieces: list[TimeSegment] = []
     steps: dict[int, float] = {}
     for rank, step, (name, start, end, agreed) in [*shown, *beside]:
         start, worked, agreed = start - zero, work_end(name, start, end) - zero, agreed - zero
         if step in own:
             steps[step] = min(start, steps.get(step, start))
         if worked > start:
-            pieces.append(Piece(rank, step, name, start, worked, waiting=False))
+            pieces.append(TimeSegment(rank, step, name, start, worked, waiting=False))
         if agreed > worked:
-            pieces.append(Piece(rank, step, name, worked, agreed, waiting=True))
+            pieces.append(TimeSegment(rank, step, name, worked, agreed, waiting=True))
     pieces.sort(key=lambda piece: piece.start)
     busy: dict[str, dict[int, float]] = {}
     for p in pieces:
@@ -327,7 +327,7 @@ def draw(trace: Trace, title: str) -> Figure:
 def draw_bars(axes: Axes, trace: Trace, font: float, row: float, inch_s: float) -> None:
     """font: points; row: its height in inches; inch_s: seconds to the inch."""
     shades = colours(trace)
-    bars: dict[tuple[int, str], list[Piece]] = {}  # "": waiting
+    bars: dict[tuple[int, str], list[TimeSegment]] = {}  # "": waiting
     for p in trace.pieces:
         bars.setdefault((p.rank, "" if p.waiting else p.phase), []).append(p)
     rows = {rank: y for y, rank in enumerate(trace.hosts)}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from spmdrl.config import ConfigError
 from spmdrl.weights import checkpoint_names as names
-from spmdrl.weights.checkpoint_names import Part, checkpoint_parts
+from spmdrl.weights.checkpoint_names import SubTensor, checkpoint_parts
 from spmdrl.weights.shards import lying, shards_by_part
 
 
@@ -30,7 +30,7 @@ def test_a_dense_model_has_its_own_names(tmp_path):
 
 
 def test_a_shard_may_end_within_an_expert():
-    up = Part("experts.2.up_proj.weight", (3, 5), ((2, 3), (3, 6), (0, 5)))
+    up = SubTensor("experts.2.up_proj.weight", (3, 5), ((2, 3), (3, 6), (0, 5)))
     assert up.inside(((2, 3), (4, 6), (1, 5))) == ((1, 3), (1, 5))
     stacked = torch.arange(4 * 6 * 5).view(4, 6, 5)
     assert torch.equal(up.of(stacked), stacked[2, 3:])

@@ -131,12 +131,12 @@ class Engine:
     """Bfloat16, and some in FP8; matrices are cut by columns over tensor-parallel ranks."""
 
     def __init__(self, topology: Any) -> None:
-        from spmdrl.weights.engine_layout import Layout, Place
+        from spmdrl.weights.engine_layout import Layout, ParamView
 
         tp, rank = topology.axis_size("tp"), topology.axis_rank("tp")
         self.model, self.found = torch.nn.Module(), Layout()
 
-        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Place]:
+        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ParamView]:
             size = list(shape)
             box = [(0, n) for n in shape]
             if len(size) == 2 and size[1] % tp == 0:
@@ -144,7 +144,7 @@ class Engine:
                 box[1] = (rank * size[1], (rank + 1) * size[1])
             memory = torch.zeros([size[0], *[n + 3 for n in size[1:]]]).to(dtype)
             self.model.register_buffer(name, memory)
-            return tuple(box), Place(self.model, name, 0, tuple(size), memory.stride())
+            return tuple(box), ParamView(self.model, name, 0, tuple(size), memory.stride())
 
         for number, shape in enumerate(SHAPES):
             name, quantized = f"w{number}", len(shape) == 2 and shape[0] % 2 == 0

@@ -48,14 +48,14 @@ from spmdrl.rollout.answer_codec import pack, resume, unpack
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.multi_turn.conversation import (
     Dialogue,
-    Round,
+    TurnHandler,
     messages_of,
     prompts_of,
     replies_of,
     turns_of,
 )
 from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
-from spmdrl.rollout.sampling import Question, as_samples, completion_of
+from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.checks.rl import check_turns
 from spmdrl.types import Prompt
 
@@ -108,7 +108,7 @@ def talk(tokenizer: Any) -> Any:
     """A round of one sample under a config."""
     made: list[Dialogue] = []
 
-    def begin(params: SamplingParams = LIMIT, **fields: Any) -> Round:
+    def begin(params: SamplingParams = LIMIT, **fields: Any) -> TurnHandler:
         fields.setdefault("multi_turn", MultiTurnConfig(timeout_s=30, workers=1))
         made.append(Dialogue(config_of(**fields), tokenizer, 1))
         return made[-1].about([(PROMPT, 2)], params)
@@ -128,7 +128,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{asked}\n</tool_call>"
 
 
-def answer(talk: Round, turn: Completion) -> Completion:
+def answer(talk: TurnHandler, turn: Completion) -> Completion:
     """What comes of it, or the turn itself where nobody replies."""
     if not talk.ask(0, turn):
         return turn
@@ -258,7 +258,9 @@ def test_a_failing_environment_makes_the_sample_invalid(
 ) -> None:
     result = answer(talk(environment=environment), said(tokenizer, "hello<|im_end|>"))
     assert result.finish_reason == "error"
-    [sample] = as_samples([Question(PROMPT, 0, 0, 0)], [unpack(pack({0: result}))[0]], tokenizer)
+    [sample] = as_samples(
+        [SampleRequest(PROMPT, 0, 0, 0)], [unpack(pack({0: result}))[0]], tokenizer
+    )
     assert sample.reward is None and sample.invalid is not None and why in sample.invalid
     assert completion_of(sample) == result
 
@@ -295,7 +297,7 @@ def test_a_sample_has_the_last_turn_as_its_response(tokenizer: Any) -> None:
     row = [*ids, *reply, *end]
     messages = [{"role": "user", "content": "reply"}]
     answered = Completion(row, [0.0] * len(row), "stop", versions, [json.dumps(messages)])
-    [sample] = as_samples([Question(PROMPT, 0, 0, 0)], [answered], tokenizer)
+    [sample] = as_samples([SampleRequest(PROMPT, 0, 0, 0)], [answered], tokenizer)
     assert sample.response == "two"
     assert sample.loss_mask == [1] * len(ids) + [0] * len(reply) + [1] * len(end)
     assert [m["content"] for m in sample.chat] == ["6 x 7?", "one", "reply", "two"]
@@ -506,7 +508,7 @@ def then(turn: Completion, more: Completion) -> Completion:
     )  # fmt: skip
 
 
-def played(round: Round, tokenizer: Any, *turns: str) -> Completion:
+def played(round: TurnHandler, tokenizer: Any, *turns: str) -> Completion:
     sample = answer(round, said(tokenizer, turns[0] + "<|im_end|>"))
     for text in turns[1:]:
         sample = answer(round, then(sample, said(tokenizer, text + "<|im_end|>")))

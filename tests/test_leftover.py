@@ -18,11 +18,11 @@ from spmdrl.data.prompts import PromptOrder, epoch_permutation
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.hf.engine import HfEngine
-from spmdrl.rollout.sampling import Question, as_request, questions_of, training_params
+from spmdrl.rollout.sampling import SampleRequest, as_request, questions_of, training_params
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.training.collect import RolloutResult, Source, ask_for_some, keep_groups
+from spmdrl.training.collect import PromptSource, RolloutResult, ask_for_some, keep_groups
 from spmdrl.training.credit import add_advantages
-from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.roles import Roles, Sampler
 from spmdrl.types import Prompt
 
@@ -54,7 +54,7 @@ def roles_of(engine: HfEngine) -> Iterator[Callable[..., Roles]]:
     sampler = Sampler(alone, Scheduler(engine, alone), alone, rewards=None)
     absent: Any = None  # nothing here trains
 
-    def build(wanted: int, most: int, leftover: Leftover, version: int) -> Roles:
+    def build(wanted: int, most: int, leftover: PartialRollouts, version: int) -> Roles:
         engine.max_num_seqs, engine.policy_version = most, version
         config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=wanted))
         return Roles(
@@ -66,7 +66,7 @@ def roles_of(engine: HfEngine) -> Iterator[Callable[..., Roles]]:
     engine.max_num_seqs, engine.policy_version = most, 0
 
 
-def begin(engine: HfEngine, questions: list[Question], num_steps: int) -> list[Question]:
+def begin(engine: HfEngine, questions: list[SampleRequest], num_steps: int) -> list[SampleRequest]:
     """The questions after so many steps of the engine."""
     ids = engine.add([as_request(q) for q in questions], training_params(CONFIG.rollout))
     for _ in range(num_steps):
@@ -79,13 +79,13 @@ def test_what_is_not_taken_before_the_next_early_stop_is_carried_on_intact(
 ) -> None:
     """Three groups begun by weights 0, and an engine with room for one of them. The others go
     through a checkpoint too, and end under weights 2 as if they had never been interrupted."""
-    params, leftover = training_params(CONFIG.rollout), Leftover(CONFIG.rollout)
+    params, leftover = training_params(CONFIG.rollout), PartialRollouts(CONFIG.rollout)
     leftover.prompts = [(group, prompt_of(10 + group)) for group in range(3)]
     asked = questions_of(leftover.prompts, 2, run_seed=0, step=1)
     whole = {(q.group, q.index): engine.generate([as_request(q)], params)[0] for q in asked}
     leftover.questions = begin(engine, asked, num_steps=5)
     last = leftover.questions[4:]
-    source = Source(take=lambda count: pytest.fail("enough are left"), by_id=prompt_of)
+    source = PromptSource(take=lambda count: pytest.fail("enough are left"), by_id=prompt_of)
 
     samples = ask_for_some(roles_of(1, 2, leftover, 1), leftover, source, step=2)
     assert [(s.group, s.index, s.prompt.id) for s in samples] == [(0, 0, 10), (0, 1, 10)]
@@ -95,7 +95,7 @@ def test_what_is_not_taken_before_the_next_early_stop_is_carried_on_intact(
     assert [len(q.begun.token_ids) for q in kept if q.begun] == [5, 5]
 
     leftover.save(tmp_path / "leftover.pt")
-    loaded = Leftover(CONFIG.rollout)
+    loaded = PartialRollouts(CONFIG.rollout)
     loaded.load([tmp_path / "leftover.pt"], prompt_of, engine.tokenizer, rank=0, world=1)
     assert loaded.questions == leftover.questions
     samples += ask_for_some(roles_of(2, 8, loaded, 2), loaded, source, step=3)
@@ -117,11 +117,13 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     order = PromptOrder(3, prompts_per_step=3, seed=1)
     order.next_step()  # the first epoch is over
     again, other, _ = epoch_permutation(3, 1, epoch=1, shuffle=True).tolist()
-    leftover = Leftover(CONFIG.rollout, [(4, prompt_of(again))])  # a group of an earlier step
+    leftover = PartialRollouts(
+        CONFIG.rollout, [(4, prompt_of(again))]
+    )  # a group of an earlier step
     left = questions_of(leftover.prompts, 2, run_seed=0, step=1)
     leftover.questions = begin(engine, left, num_steps=5)
     roles = roles_of(3, 8, leftover, 1)
-    source = Source(lambda count: [prompt_of(i) for i in order.take(count)], prompt_of)
+    source = PromptSource(lambda count: [prompt_of(i) for i in order.take(count)], prompt_of)
 
     samples = ask_for_some(roles, leftover, source, step=2)
     assert [(s.group, s.index, s.prompt.id) for s in sorted(samples, key=lambda s: s.group)] == [
@@ -149,7 +151,7 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
 
 
 def test_what_an_earlier_version_wrote_is_refused(engine: HfEngine, tmp_path: Path) -> None:
-    leftover = Leftover(CONFIG.rollout, [(0, prompt_of(10))])
+    leftover = PartialRollouts(CONFIG.rollout, [(0, prompt_of(10))])
     leftover.save(tmp_path / "leftover.pt")
     old = torch.load(tmp_path / "leftover.pt")
     del old["format"]

@@ -389,9 +389,11 @@ def test_a_parameter_that_was_not_given_is_named(engine: Any, model: Any) -> Non
 
 def test_a_part_of_padding_alone_is_no_difference():
     """Of a small vocabulary, on the last of several tensor-parallel ranks."""
-    from spmdrl.rollout.weight_check import Place, compare
+    from spmdrl.rollout.weight_check import ExpectedSlice, compare
 
-    compare("lm_head.weight", Place("lm_head.weight", torch.empty(0, 64), torch.empty(0, 64)))
+    compare(
+        "lm_head.weight", ExpectedSlice("lm_head.weight", torch.empty(0, 64), torch.empty(0, 64))
+    )
 
 
 def test_sleep_gives_the_kv_cache_back_and_changes_no_answer(engine: Any) -> None:

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from spmdrl.rollout.base import Completion, Request
-from spmdrl.rollout.scheduler import Desk
-from spmdrl.rollout.scheduler_messages import Goal, Nobody
+from spmdrl.rollout.scheduler import EngineCoordinator
+from spmdrl.rollout.scheduler_messages import NoReplies, StopCondition
 
 STUB = SimpleNamespace(max_num_seqs=4, num_waiting=0)
 
 
 def desk_of(number, store, num_engines=2):
     scheduler = SimpleNamespace(engine=STUB, number=number, num_engines=num_engines, static=False)
-    return Desk(scheduler, store, 8, Goal(), lambda: False, Nobody())
+    return EngineCoordinator(scheduler, store, 8, StopCondition(), lambda: False, NoReplies())
 
 
 def test_half_of_the_difference_is_given_away_and_arrives():

@@ -22,9 +22,16 @@ from spmdrl.training.logs.curves import (
     moving_average,
     points,
 )
-from spmdrl.training.logs.summary import Ended, Start, duration, read_rows, summary, without_options
+from spmdrl.training.logs.summary import (
+    FinishedRun,
+    LaunchCommand,
+    duration,
+    read_rows,
+    summary,
+    without_options,
+)
 
-START = Start("spmdrl.ppo", ("--config", "my cfg.py", "--steps", "4"), 2, 1, launched=True)
+START = LaunchCommand("spmdrl.ppo", ("--config", "my cfg.py", "--steps", "4"), 2, 1, launched=True)
 LAUNCH = "python -m spmdrl.launch --nproc-per-node 2 -m "
 
 
@@ -51,7 +58,7 @@ def write_lines(path: Path, rows: Sequence[object]) -> None:
 
 
 @pytest.fixture
-def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
     """A run of 4 steps in run/, whose best checkpoint is that of step 2."""
     monkeypatch.chdir(tmp_path)
     config = PpoConfig(
@@ -63,14 +70,14 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     write_lines(Path("run/samples/eval_4.jsonl"), rows)
     for step in (2, 4):
         Path(f"run/checkpoints/step_{step:08d}").mkdir(parents=True)
-    return Ended(config, REWARD, START, step=4, stopped=False)
+    return FinishedRun(config, REWARD, START, step=4, stopped=False)
 
 
-def told(ended: Ended) -> str:
+def told(ended: FinishedRun) -> str:
     return summary(ended, read_rows(ended.run_dir))
 
 
-def test_results_come_from_the_whole_history(ended: Ended) -> None:
+def test_results_come_from_the_whole_history(ended: FinishedRun) -> None:
     lines = told(ended).splitlines()
     assert lines[0] == "Finished: 4 of 4 steps done; run folder run"
     assert lines[1].startswith("4 steps took 8 s, 2 s each, at 50 tokens/s")
@@ -82,7 +89,7 @@ def test_results_come_from_the_whole_history(ended: Ended) -> None:
     assert best in lines
 
 
-def test_commands_repeat_what_was_typed(ended: Ended) -> None:
+def test_commands_repeat_what_was_typed(ended: FinishedRun) -> None:
     commands = told(ended).partition("next:")[2]
     kept = "run/checkpoints/step_00000002"
     assert f"{LAUNCH}spmdrl.evaluate --config 'my cfg.py' --steps 4 --checkpoint {kept}" in commands
@@ -91,7 +98,9 @@ def test_commands_repeat_what_was_typed(ended: Ended) -> None:
     assert "tensorboard --logdir run" in commands and "spmdrl.timeline run" in commands
 
 
-def test_a_run_without_a_launcher_without_held_out_data_and_one_on_two_hosts(ended: Ended) -> None:
+def test_a_run_without_a_launcher_without_held_out_data_and_one_on_two_hosts(
+    ended: FinishedRun,
+) -> None:
     alone = replace(ended, start=replace(START, launched=False))
     assert "  python -m spmdrl.ppo --config" in told(alone)
     hosts = replace(ended, start=replace(START, hosts=2))
@@ -103,7 +112,7 @@ def test_a_run_without_a_launcher_without_held_out_data_and_one_on_two_hosts(end
     assert "that started the run, with\n  --checkpoint.every_steps 4" in told(hosts)
 
 
-def test_without_checkpoints_the_way_to_have_them_is_told(ended: Ended) -> None:
+def test_without_checkpoints_the_way_to_have_them_is_told(ended: FinishedRun) -> None:
     for folder in sorted(Path("run/checkpoints").iterdir()):
         folder.rmdir()
     text = told(ended)
@@ -111,14 +120,14 @@ def test_without_checkpoints_the_way_to_have_them_is_told(ended: Ended) -> None:
     assert f"{LAUNCH}spmdrl.ppo --config 'my cfg.py' --steps 4 --checkpoint.every_steps 4" in text
 
 
-def test_a_stopped_run_is_told_in_short(ended: Ended) -> None:
+def test_a_stopped_run_is_told_in_short(ended: FinishedRun) -> None:
     text = told(replace(ended, step=3, stopped=True))
     assert text.startswith("Stopped: 3 of 4 steps done")
     assert "answer:" not in text and "files:" not in text and "evaluate" not in text
     assert text.endswith(f"{LAUNCH}spmdrl.ppo --config 'my cfg.py' --steps 4 --resume auto")
 
 
-def test_answers_are_the_worst_a_middle_one_and_the_best(ended: Ended) -> None:
+def test_answers_are_the_worst_a_middle_one_and_the_best(ended: FinishedRun) -> None:
     lines = [line.strip() for line in told(ended).splitlines()]
     shown = [
         line for line in lines if line.startswith(("reward ", "answer:")) and "data" not in line
@@ -138,13 +147,13 @@ def test_a_run_of_fine_tuning_names_its_model_and_loss(tmp_path: Path) -> None:
     config = SftConfig(
         model="m", out=str(out), data=SftDataConfig(train="t"), run_dir=str(run_dir), steps=1
     )
-    text = told(Ended(config, LOSS, replace(START, program="spmdrl.sft"), 1, stopped=False))
+    text = told(FinishedRun(config, LOSS, replace(START, program="spmdrl.sft"), 1, stopped=False))
     assert "loss on held-out data  2 (step 0) -> 1.5 (step 1)" in text
     assert "eval/loss 1.5 after step 1" in text and f"{out} " in text
     assert "answer" not in text and "--resume" not in text
 
 
-def test_a_damaged_history_is_told_as_far_as_it_goes(ended: Ended) -> None:
+def test_a_damaged_history_is_told_as_far_as_it_goes(ended: FinishedRun) -> None:
     path = Path("run/metrics.jsonl")
     path.write_bytes(b"\0\0" + path.read_bytes() + b'{"step": 5, "rew')
     assert [row["step"] for row in read_rows(ended.run_dir)] == [0, 1, 2, 3, 4]

@@ -21,9 +21,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import images
 from spmdrl.data.images import (
-    Looks,
-    Sight,
-    Vision,
+    BatchImages,
+    ImageLimits,
+    ImageProcessor,
     open_picture,
     pictures_of,
     rope_positions,
@@ -51,15 +51,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: str(save_qwen_vl(folder / kind, kind)) for kind in FAMILIES}
 
 
-def vision_of(model: str, **settings: Any) -> Vision:
-    found = Vision.load(model, load_hf_config(model), DataConfig(train="", **settings))
+def vision_of(model: str, **settings: Any) -> ImageProcessor:
+    found = ImageProcessor.load(model, load_hf_config(model), DataConfig(train="", **settings))
     assert found is not None
     return found
 
 
 def load(model: str, path: Path, topology: Topology, **settings: Any) -> PromptDataset:
     config = DataConfig(train=str(path), **settings)
-    vision = Vision.load(model, load_hf_config(model), config)
+    vision = ImageProcessor.load(model, load_hf_config(model), config)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return PromptDataset.load(str(path), tokenizer, config, topology, vision=vision)
 
@@ -284,7 +284,7 @@ def test_pixels_are_kept_up_to_a_bound(
 # ---- the trainer
 
 
-def prompts_of(vision: Vision) -> list[Prompt]:
+def prompts_of(vision: ImageProcessor) -> list[Prompt]:
     """Two images, none, one at the very start."""
     mark, shown = vision.token_id, [Picture(png(s, w, h)) for s, w, h in
                                     ((0, 16, 24), (1, 8, 8), (2, 32, 16))]  # fmt: skip
@@ -303,7 +303,7 @@ def packed(prompts: list[Prompt], answers: list[list[int]]) -> Batch:
     return batch
 
 
-def logprobs_packed(model: Any, sight: Sight, batch: Batch) -> torch.Tensor:
+def logprobs_packed(model: Any, sight: BatchImages, batch: Batch) -> torch.Tensor:
     """Of every token but each sequence's first."""
     lens = batch.seq_lens.tolist()
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
@@ -316,7 +316,9 @@ def logprobs_packed(model: Any, sight: Sight, batch: Batch) -> torch.Tensor:
     return found
 
 
-def logprobs_alone(model: Any, vision: Vision, prompt: Prompt, answer: list[int]) -> torch.Tensor:
+def logprobs_alone(
+    model: Any, vision: ImageProcessor, prompt: Prompt, answer: list[int]
+) -> torch.Tensor:
     """By transformers, from its own preprocessing and positions."""
     ids = torch.tensor([[*prompt.token_ids, *answer]])
     seen = {}
@@ -340,7 +342,7 @@ def test_packed_logprobs_and_gradients_are_transformers(models: dict[str, str], 
     ])  # fmt: skip
     want.sum().backward()
     ours: Any = build_model(models[kind], full=True)
-    got = logprobs_packed(ours, Sight(vision, prompts.__getitem__), packed(prompts, answers))
+    got = logprobs_packed(ours, BatchImages(vision, prompts.__getitem__), packed(prompts, answers))
     got.sum().backward()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     theirs = dict(plain.named_parameters())
@@ -359,7 +361,7 @@ def test_without_an_image_the_tower_is_passed_and_not_seen(
     vision = vision_of(models[kind])
     text, answer = prompts_of(vision)[1], [14, 15, 16]
     model: Any = build_model(models[kind], full=True)
-    got = logprobs_packed(model, Sight(vision, lambda id: text), packed([text], [answer]))
+    got = logprobs_packed(model, BatchImages(vision, lambda id: text), packed([text], [answer]))
     got.sum().backward()
     plain = AutoModelForImageTextToText.from_pretrained(models[kind], dtype=torch.float32)
     want = logprobs_alone(plain, vision, text, answer)
@@ -376,7 +378,7 @@ def test_an_answer_may_have_the_image_token(models: dict[str, str]) -> None:
     with torch.no_grad():
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             weight[twin] = weight[vision.token_id]
-    sight = Sight(vision, prompts.__getitem__)
+    sight = BatchImages(vision, prompts.__getitem__)
     answers = [[12, token, 13, token, token] for token in (vision.token_id, twin)]
     got, want = (logprobs_packed(model, sight, packed(prompts, [answer])) for answer in answers)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -388,10 +390,10 @@ def test_data_that_changed_meanwhile_is_told(models: dict[str, str]) -> None:
     batch = packed(prompts[:1], [[12]])
     other = Prompt(0, prompts[2].token_ids, "d", "", "", images=prompts[2].images)
     with pytest.raises(ValueError, match="disagree about images"):
-        Sight(vision, lambda id: other).scene(batch)
+        BatchImages(vision, lambda id: other).scene(batch)
     larger = Prompt(0, prompts[0].token_ids, "d", "", "", images=prompts[2].images)
     with pytest.raises(ValueError, match="have changed since"):
-        Sight(vision, lambda id: larger).scene(batch)
+        BatchImages(vision, lambda id: larger).scene(batch)
 
 
 # ---- rollouts
@@ -406,7 +408,7 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     a cache could mistake for each other."""
     vision = vision_of(models[kind])
     config = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
-    looks = Looks(vision, per_prompt=2, tokens=16)
+    looks = ImageLimits(vision, per_prompt=2, tokens=16)
     engine = ENGINES[name](models[kind], config, 200, topology, looks=looks)
     first, text, last = prompts_of(vision)
     other = Prompt(3, last.token_ids, "d", "", "", images=(Picture(png(9, 32, 16)),))
@@ -417,7 +419,7 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     model: Any = build_model(models[kind], full=True)
     with torch.no_grad():
         for prompt, answer in zip(asked, whole, strict=True):
-            sight = Sight(vision, {prompt.id: prompt}.__getitem__)
+            sight = BatchImages(vision, {prompt.id: prompt}.__getitem__)
             right = logprobs_packed(model, sight, packed([prompt], [answer.token_ids]))
             got = torch.tensor(answer.logprobs)
             torch.testing.assert_close(got, right[-12:], rtol=1e-4, atol=1e-5)
@@ -439,7 +441,7 @@ def test_new_weights_of_the_tower_are_looked_through(
     kind = "qwen2_5_vl"
     vision = vision_of(models[kind])
     config = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
-    engine = VllmEngine(models[kind], config, 200, topology, looks=Looks(vision, 2, 16))
+    engine = VllmEngine(models[kind], config, 200, topology, looks=ImageLimits(vision, 2, 16))
     model: Any = build_model(models[kind], full=True)
     prompt, params = prompts_of(vision)[0], SamplingParams(max_tokens=4, ignore_eos=True)
     request = Request(prompt.token_ids, seed=1, images=prompt.images)
@@ -450,7 +452,7 @@ def test_new_weights_of_the_tower_are_looked_through(
         engine.load_weights((name, p.data) for name, p in model.named_parameters())
         engine.check_weights((name, p.data) for name, p in model.named_parameters())
         answer = engine.generate([request], params)[0]
-        sight = Sight(vision, lambda id: prompt)
+        sight = BatchImages(vision, lambda id: prompt)
         right = logprobs_packed(model, sight, packed([prompt], [answer.token_ids]))
     torch.testing.assert_close(torch.tensor(answer.logprobs), right[-4:], rtol=1e-4, atol=1e-5)
     engine.shutdown()
@@ -459,7 +461,7 @@ def test_new_weights_of_the_tower_are_looked_through(
 def test_the_largest_image_is_what_memory_is_measured_with(models: dict[str, str]) -> None:
     from spmdrl.rollout.vllm import images as vllm_vision
 
-    looks = Looks(vision_of(models["qwen2_5_vl"]), per_prompt=3, tokens=16)
+    looks = ImageLimits(vision_of(models["qwen2_5_vl"]), per_prompt=3, tokens=16)
     with vllm_vision.sizes_of(looks, 200):
         from vllm.multimodal.registry import MultiModalRegistry
 

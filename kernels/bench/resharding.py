@@ -76,7 +76,7 @@ class Engine:
     """Bfloat16 matrices: even ones cut by rows over tensor-parallel ranks, odd ones by columns."""
 
     def __init__(self, topology: Any, shapes: list[tuple[int, int]]) -> None:
-        from spmdrl.weights.engine_layout import Layout, Place
+        from spmdrl.weights.engine_layout import Layout, ParamView
 
         tp, rank = topology.axis_size("tp"), topology.axis_rank("tp")
         self.model, self.found = nn.Module(), Layout()
@@ -88,7 +88,9 @@ class Engine:
             parameter = nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False)
             self.model.register_parameter(f"w{i}", parameter)
             self.found.regions.append((f"w{i}", tuple(box)))
-            self.found.places.append(Place(self.model, f"w{i}", 0, tuple(size), parameter.stride()))
+            self.found.places.append(
+                ParamView(self.model, f"w{i}", 0, tuple(size), parameter.stride())
+            )
 
     def layout(self, shapes: Any) -> Any:
         return self.found

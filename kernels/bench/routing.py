@@ -26,12 +26,18 @@ before_torch()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from spmdrl.data.packing import deal, empty_batch  # noqa: E402
+from spmdrl.data.packing import assign_to_ranks, empty_batch  # noqa: E402
 from spmdrl.distributed.collectives import all_gather_rows  # noqa: E402
 from spmdrl.distributed.phases import Phases  # noqa: E402
 from spmdrl.distributed.process import keep_freed_memory  # noqa: E402
 from spmdrl.distributed.topology import Topology  # noqa: E402
-from spmdrl.training.batch_exchange import FIELDS, Post, packing_order, receive_batch, send_batch  # noqa: E402
+from spmdrl.training.batch_exchange import (  # noqa: E402
+    FIELDS,
+    P2PChannel,
+    packing_order,
+    receive_batch,
+    send_batch,
+)
 from spmdrl.types import Batch  # noqa: E402
 
 LIMIT_S = 300
@@ -44,8 +50,8 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
     dist.init_process_group("gloo")
     topology = Topology.build(torch.device("cpu"), dp=-1)
     table, batch = made_here(mib, seed, topology)
-    post = Post(topology)
-    dealt = deal(torch.cat(all_gather_rows(table, topology)), 1, [topology.ranks])
+    post = P2PChannel(topology)
+    dealt = assign_to_ranks(torch.cat(all_gather_rows(table, topology)), 1, [topology.ranks])
     batch = in_order(batch, dealt, topology)
     total = torch.tensor([batch.num_tokens * 24 + batch.num_seqs * 24])
     dist.all_reduce(total)
@@ -68,7 +74,7 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
 
     def whole() -> object:
         tables = torch.cat(all_gather_rows(table, topology))
-        found = deal(tables, 1, [topology.ranks])
+        found = assign_to_ranks(tables, 1, [topology.ranks])
         packing_order(found, topology.ranks, topology.rank)
         return route()
 

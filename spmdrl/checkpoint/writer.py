@@ -43,14 +43,14 @@ from spmdrl.distributed.topology import Topology, timeout_of
 PROBE_BYTES = 1 << 20
 
 
-class Keepsake(Protocol):
+class RankState(Protocol):
     """What a rank keeps from step to step beside its models."""
 
     def save(self, file: io.BytesIO) -> None: ...
 
 
 @dataclass
-class Parcel:
+class CheckpointJob:
     """What this rank is to write of one checkpoint."""
 
     step: int
@@ -83,7 +83,7 @@ class Saver:
 
     def save(
         self, step: int, engines: Mapping[str, Checkpointable], run: dict[str, Any],
-        pretrained: list[Any], own: dict[str, Keepsake] | None = None, writer: int = 0,
+        pretrained: list[Any], own: dict[str, RankState] | None = None, writer: int = 0,
     ) -> None:  # fmt: skip
         """Begins root/step_N; afterwards all but those that the config keeps are removed.
 
@@ -98,8 +98,8 @@ class Saver:
             files = self.small_files(step, run, pretrained, own or {}, writer)
             staged: dict[str, Staged] = {}
             for name, engine in engines.items():
-                staged[name] = Live(engine) if self.config.blocking else engine.stage()
-            parcel = Parcel(step, run["engines"], staged, files)
+                staged[name] = UnstagedEngine(engine) if self.config.blocking else engine.stage()
+            parcel = CheckpointJob(step, run["engines"], staged, files)
         if self.config.blocking:
             with self.phases("checkpoint"):
                 self.write(parcel)
@@ -125,7 +125,7 @@ class Saver:
         return {} if took_s is None else {"checkpoint/write_s": took_s}
 
     def small_files(
-        self, step: int, run: dict[str, Any], pretrained: list[Any], own: dict[str, Keepsake],
+        self, step: int, run: dict[str, Any], pretrained: list[Any], own: dict[str, RankState],
         writer: int,
     ) -> dict[str, bytes]:  # fmt: skip
         rank = self.topology.rank
@@ -142,7 +142,7 @@ class Saver:
 
     # ---- in the thread
 
-    def write(self, parcel: Parcel) -> None:
+    def write(self, parcel: CheckpointJob) -> None:
         device = self.topology.device
         if device.type == "cuda":  # a thread starts on the first
             torch.cuda.set_device(device)
@@ -159,7 +159,7 @@ class Saver:
         self.took_s = time.perf_counter() - parcel.began
         self.on_saved(parcel.step, folder)
 
-    def write_and_commit(self, parcel: Parcel, aside: Path) -> Path:
+    def write_and_commit(self, parcel: CheckpointJob, aside: Path) -> Path:
         everyone, rank = self.groups[self.topology.ranks], self.topology.rank
         final = aside.with_suffix("")
         if rank == 0:
@@ -173,7 +173,7 @@ class Saver:
         together(everyone, lambda: prune(self.root, self.config) if rank == 0 else None)
         return final
 
-    def write_parts(self, parcel: Parcel, aside: Path) -> list[str]:
+    def write_parts(self, parcel: CheckpointJob, aside: Path) -> list[str]:
         """The files that this rank wrote, or answers for."""
         try:
             for name, staged in parcel.staged.items():
@@ -194,7 +194,7 @@ class Saver:
 
 
 @dataclass
-class Live:
+class UnstagedEngine:
     """An engine whose state is written as it stands, while nothing changes it."""
 
     engine: Checkpointable

@@ -164,7 +164,7 @@ def names_in(code: types.CodeType) -> tuple[list[str], list[str]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class SourceFile:
     """The top level of a Python file, also within its `if`, `try` and `with` blocks.
 
     constants: name -> (the text that is assigned to it, names in that text). The text, since a
@@ -183,18 +183,18 @@ class Source:
                 yield module, name
 
 
-def spelled_out(file: str) -> Source:
+def spelled_out(file: str) -> SourceFile:
     """Empty where there is no such file, or it is no Python. Not to be changed."""
     try:
         stat = os.stat(file)
     except OSError:
-        return Source({}, [])
+        return SourceFile({}, [])
     return read_source(file, stat.st_mtime_ns, stat.st_size)
 
 
 @cache
-def read_source(file: str, _mtime_ns: int, _size: int) -> Source:
-    source = Source({}, [])
+def read_source(file: str, _mtime_ns: int, _size: int) -> SourceFile:
+    source = SourceFile({}, [])
     try:
         statements: list[Any] = [*ast.parse(Path(file).read_bytes()).body]
     except (OSError, SyntaxError, ValueError):
@@ -213,7 +213,7 @@ def read_source(file: str, _mtime_ns: int, _size: int) -> Source:
     return source
 
 
-def note_assignment(statement: Any, value: ast.expr, source: Source) -> None:
+def note_assignment(statement: Any, value: ast.expr, source: SourceFile) -> None:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     names = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
     for part in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):

@@ -189,7 +189,7 @@ def parts_of_one(part: Any) -> list[dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class View:
+class PromptImages:
     """What a prompt is to a model with a vision tower.
 
     pixels: of each image, (patches, channels * patch area) float32 by the image processor; grids:
@@ -210,7 +210,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ImageInputs:
     """The images of packed sequences, on their device.
 
     pixels (patches, size) float32, grids (num_images, 3), is_image (num_tokens,) bool, positions
@@ -223,7 +223,7 @@ class Scene:
     positions: Tensor
 
 
-class Vision:
+class ImageProcessor:
     """A model's image processor, and which tokens stand for an image."""
 
     def __init__(self, config: PreTrainedConfig, processor: Any) -> None:
@@ -236,7 +236,7 @@ class Vision:
     @classmethod
     def load(
         cls, model: str, config: PreTrainedConfig, data: DataConfig | SftDataConfig
-    ) -> Vision | None:
+    ) -> ImageProcessor | None:
         """None where the model sees no images. Raises ConfigError."""
         if not sees_images(config):
             return None
@@ -280,11 +280,11 @@ class Vision:
         """The template's token ids, with as many placeholders as the images want. Raises BadRow."""
         return repeated(ids, self.times(ids, pictures))
 
-    def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> View:
+    def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> PromptImages:
         found = [self.pixels(picture) for picture in pictures]
         grids = torch.stack([torch.empty(3, dtype=torch.int64), *(g for _, g in found)])[1:]
         spans = self.spans(prompt_ids, grids)
-        return View(
+        return PromptImages(
             [pixels for pixels, _ in found], grids, spans,
             rope_positions(len(prompt_ids), spans, grids // torch.tensor([1, *[self.merge] * 2])),
             [picture.digest for picture in pictures],
@@ -332,10 +332,10 @@ def repeated(values: list[int], times: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Looks:
+class ImageLimits:
     """What a rollout engine has to reckon with."""
 
-    vision: Vision
+    vision: ImageProcessor
     per_prompt: int  # images, at most; 0: none
     tokens: int  # of the largest
 
@@ -350,17 +350,17 @@ class Illustrated(Protocol):
     def images(self) -> tuple[Picture, ...]: ...
 
 
-class Sight:
+class BatchImages:
     """A training engine's: which images belong to the sequences of a batch.
 
     by_id: what Batch.prompts stands for.
     """
 
-    def __init__(self, vision: Vision, by_id: Callable[[int], Illustrated]) -> None:
+    def __init__(self, vision: ImageProcessor, by_id: Callable[[int], Illustrated]) -> None:
         self.vision = vision
         self.prompt = lru_cache(maxsize=512)(by_id)  # with images, encoded
 
-    def scene(self, batch: Batch) -> Scene:
+    def scene(self, batch: Batch) -> ImageInputs:
         """A batch without images gets the smallest one, which no token stands for: the tower's
         weights are sharded, so every rank has to pass through it."""
         pixels, grids, firsts = [], [], []
@@ -386,12 +386,12 @@ class Sight:
         if not pixels:
             empty, grid = self.vision.nothing()
             pixels, grids = [empty], [grid]
-        return Scene(
+        return ImageInputs(
             torch.cat(pixels).to(device), torch.cat(grids).to(device), is_image,
             positions.to(device),
         )  # fmt: skip
 
-    def view(self, id: int) -> View:
+    def view(self, id: int) -> PromptImages:
         """id: of a prompt; negative where a sequence is of none."""
         if id < 0:
             return self.vision.view([], ())

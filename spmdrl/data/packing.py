@@ -106,7 +106,7 @@ def concatenate(batches: list[Batch]) -> Batch:
 
 
 @dataclass(frozen=True)
-class Deal:
+class BatchAssignment:
     """Which rank trains on which sequence: the same on every rank.
 
     A row per sequence of the step, ordered by (group, index). A mini-batch is a run of consecutive
@@ -143,7 +143,7 @@ class Deal:
         return sum(found) / max(len(found), 1)
 
 
-def deal(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> Deal:
+def assign_to_ranks(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> BatchAssignment:
     """Deals sequences to the ranks of each role, so that all have the same work in a mini-batch.
 
     table: (n, 4) int64 of group, index, tokens, maker, in any order. Sequences are dealt by address
@@ -165,7 +165,7 @@ def deal(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> Deal:
             ):
                 owners[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
     groups, indices, seq_lens, makers = (column.contiguous() for column in table.unbind(1))
-    return Deal(groups, indices, seq_lens, makers, minis, owners, num_minis)
+    return BatchAssignment(groups, indices, seq_lens, makers, minis, owners, num_minis)
 
 
 def address_order(table: Tensor) -> Tensor:

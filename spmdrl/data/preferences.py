@@ -36,7 +36,7 @@ from spmdrl.types import Batch, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spmdrl.data.images import Sight
+    from spmdrl.data.images import BatchImages
 
 MOST_MARGIN = 1e6
 
@@ -154,7 +154,7 @@ class PairReader:
 class PreferenceDataset:
     """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
 
-    sight: Sight | None = None
+    sight: BatchImages | None = None
 
     def __init__(self, files: Files, measured: Measured, reader: PairReader) -> None:
         self.files, self.measured, self.reader = files, measured, reader

@@ -33,9 +33,9 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import (
     MARK,
-    Looks,
+    ImageLimits,
+    ImageProcessor,
     Picture,
-    Vision,
     open_picture,
     pictures_of,
     says_image,
@@ -87,7 +87,7 @@ class PromptDataset:
         num_bad: int,
         num_escaped: int,
         left_out: dict[str, int],
-        vision: Vision | None,
+        vision: ImageProcessor | None,
         images: MostImages,
         num_tokens: np.ndarray,
     ) -> None:
@@ -107,7 +107,7 @@ class PromptDataset:
         vocab_size: int | None = None,
         needs_truth: Callable[[str], bool] = lambda data_source: True,
         wrong_truth: Callable[[str, Any], str | None] = lambda data_source, truth: None,
-        vision: Vision | None = None,
+        vision: ImageProcessor | None = None,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
@@ -186,12 +186,12 @@ class PromptDataset:
             fields.prompt if isinstance(fields.prompt, list) else None, fields.images,
         )  # fmt: skip
 
-    def looks(self, *others: PromptDataset) -> Looks | None:
+    def looks(self, *others: PromptDataset) -> ImageLimits | None:
         """What an engine has to reckon with that is asked these prompts; None: it sees none."""
         if self.vision is None:
             return None
         most = MostImages.of([self.images, *(other.images for other in others)])
-        return Looks(self.vision, most.per_prompt, most.tokens)
+        return ImageLimits(self.vision, most.per_prompt, most.tokens)
 
     def by_id(self, row: int) -> Prompt:
         """The prompt whose id this is. Raises ConfigError where the data has it no longer."""
@@ -239,7 +239,7 @@ class MostImages:
     tokens: int = 0  # of the largest
     blind: int = 0  # prompts that say <image> and have none
 
-    def beside(self, fields: PromptFields, vision: Vision, is_used: bool) -> MostImages:
+    def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
         """With a prompt's, all of which are decoded once. Raises BadRow."""
         for picture in fields.images:
             open_picture(picture)
@@ -263,7 +263,7 @@ class MostImages:
 
 
 def encode(
-    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: Vision | None
+    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None
 ) -> Encoded:
     """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
     if not fields.images and not fields.has_parts:

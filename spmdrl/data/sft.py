@@ -16,9 +16,9 @@ from spmdrl.config import ConfigError, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
 from spmdrl.data.images import (
+    BatchImages,
+    ImageProcessor,
     Picture,
-    Sight,
-    Vision,
     open_picture,
     parts_of,
     pictures_of,
@@ -81,7 +81,7 @@ class SftDataset:
     ) -> None:  # fmt: skip
         self.files, self.measured, self.reader, self.config = files, measured, reader, config
         vision = reader.vision if measured.num_illustrated else None
-        self.sight = None if vision is None else Sight(vision, self.by_id)
+        self.sight = None if vision is None else BatchImages(vision, self.by_id)
 
     @classmethod
     def load(
@@ -91,7 +91,7 @@ class SftDataset:
         config: SftDataConfig,
         topology: Topology,
         vocab_size: int | None = None,
-        vision: Vision | None = None,
+        vision: ImageProcessor | None = None,
     ) -> SftDataset:
         """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
         if tokenizer.eos_token_id is None:
@@ -163,7 +163,7 @@ class SftDataset:
         return self.example(int(np.searchsorted(self.measured.rows, row)))
 
 
-class Lesson(NamedTuple):
+class TokenisedRow(NamedTuple):
     """A row's tokens, not cut."""
 
     ids: list[int]
@@ -180,9 +180,9 @@ class SftReader:
 
     encoder: Encoder
     config: SftDataConfig
-    vision: Vision | None
+    vision: ImageProcessor | None
 
-    def read(self, row: dict[str, Any], folder: Path) -> Lesson:
+    def read(self, row: dict[str, Any], folder: Path) -> TokenisedRow:
         """folder: of the file. Raises BadRow, ConfigError."""
         images = self.images(row, folder)
         prompt, response = self.asked_and_said(row)
@@ -255,16 +255,18 @@ class SftReader:
 
     def placed(
         self, ids: list[int], learnt: list[int], escaped: bool, images: tuple[Picture, ...]
-    ) -> Lesson:
+    ) -> TokenisedRow:
         """Each image's placeholder as often as it wants it. Raises BadRow."""
         if not images:
-            return Lesson(ids, learnt, escaped)
+            return TokenisedRow(ids, learnt, escaped)
         assert self.vision is not None
         if len(ids) > self.encoder.limit and ids.count(self.vision.token_id) < len(images):
-            return Lesson(ids, learnt, escaped, images, len(ids))  # not all of a very long text
+            return TokenisedRow(
+                ids, learnt, escaped, images, len(ids)
+            )  # not all of a very long text
         times = self.vision.times(ids, images)
         last = len(ids) - ids[::-1].index(self.vision.token_id)
-        return Lesson(
+        return TokenisedRow(
             repeated(ids, times), repeated(learnt, times), escaped, images, sum(times[:last])
         )
 

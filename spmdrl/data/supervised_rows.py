@@ -18,7 +18,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch
 
 if TYPE_CHECKING:
-    from spmdrl.data.images import Sight
+    from spmdrl.data.images import BatchImages
 
 NO_ROOM = 2**62  # a length that no row has: of one that is left out for its length
 
@@ -28,7 +28,7 @@ class Rows(Protocol):
 
     files: Files
     measured: Measured
-    sight: Sight | None  # of their images, where any row has one
+    sight: BatchImages | None  # of their images, where any row has one
 
     def __len__(self) -> int: ...
 

@@ -117,7 +117,7 @@ def leave_for_torchrun(text: str) -> None:
 
 
 def write_story(story: dict[str, Any], folder: Path) -> None:
-    """A failure into folder/rank_R.json. story: the fields of phases.Story."""
+    """A failure into folder/rank_R.json. story: the fields of phases.FailureReport."""
     if story["exit_code"] != FAILED:
         return
     with suppress(*UNWRITABLE):  # the disk may be what is wrong

@@ -34,7 +34,7 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
-class Wire:
+class P2PTransport:
     """Messages among the ranks of a topology, which are named by their numbers in the job.
 
     Both ends of a message are of one size, contiguous, and called in the same order for each tag.

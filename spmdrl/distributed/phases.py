@@ -35,7 +35,7 @@ def clock() -> float:
 
 
 @dataclass(frozen=True)
-class Story:
+class FailureReport:
     """What went wrong, told the same way on every rank."""
 
     rank: int
@@ -49,13 +49,15 @@ class Story:
         return f"rank {self.rank} on {self.host} failed in phase '{self.phase}': {self.cause}"
 
 
-STORY = [field.name for field in fields(Story)]  # what a watchdog knows beside it is its own
+STORY = [
+    field.name for field in fields(FailureReport)
+]  # what a watchdog knows beside it is its own
 
 
 class PhaseError(RuntimeError):
     """A phase failed on at least one rank; raised with the same story on every rank."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: FailureReport) -> None:
         super().__init__(str(story))
         self.story = story
 
@@ -139,14 +141,14 @@ class Phases:
         if failure is not None and failed == topology.rank:
             first = [told]
         dist.broadcast_object_list(first, group=topology.control, group_src=failed)
-        story = Story(**{name: first[0][name] for name in STORY})
+        story = FailureReport(**{name: first[0][name] for name in STORY})
         if story.exit_code == BAD_CONFIG:
             if self.watchdog:
                 self.watchdog.done.set()  # all leave, each when it comes to it: nobody is missed
             raise ConfigError(story.cause) from failure
         raise PhaseError(story) from failure
 
-    def story(self, failure: BaseException) -> Story:
+    def story(self, failure: BaseException) -> FailureReport:
         if isinstance(failure, PhaseError):
             return failure.story
         if isinstance(failure, ConfigError):
@@ -157,9 +159,9 @@ class Phases:
         details = "".join(traceback.format_exception(failure))
         return self.story_of(cause, details)
 
-    def story_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> Story:
+    def story_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> FailureReport:
         """Of this rank, where it is now."""
-        return Story(
+        return FailureReport(
             self.topology.rank, self.topology.host, self.name, cause, details, exit_code
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli.arguments import fingerprint
 from spmdrl.config import ConfigError
-from spmdrl.distributed.faults.rendezvous import Start
+from spmdrl.distributed.faults.rendezvous import StartupBarrier
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 
@@ -101,7 +101,7 @@ def notes_last(wanted: bool) -> Iterator[None]:
             PROGRESS.line(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
-def start_process_group(timeout: timedelta, start: Start | None = None) -> torch.device:
+def start_process_group(timeout: timedelta, start: StartupBarrier | None = None) -> torch.device:
     """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():

@@ -23,7 +23,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
-from spmdrl.rewards.workers.worker import Outcome
+from spmdrl.rewards.workers.worker import RewardResult
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample
@@ -139,7 +139,7 @@ class RewardRunner:
             reward, sample = begun.calls[call]
             outcome = with_turns(call.result(), sample.num_turns, self.per_turn)
             if innermost(reward.function) in LATE_IS_WRONG and is_late(outcome):
-                outcome = Outcome(0.0, {"not_compared": 1.0}, None, "")
+                outcome = RewardResult(0.0, {"not_compared": 1.0}, None, "")
             sample.reward, sample.invalid = outcome.reward, outcome.invalid
             sample.reward_info, sample.pred = outcome.info, outcome.pred
             sample.turn_rewards = outcome.turns or []
@@ -154,22 +154,22 @@ class RewardRunner:
         self.caller.close()
 
 
-def is_late(outcome: Outcome) -> bool:
+def is_late(outcome: RewardResult) -> bool:
     return outcome.invalid is not None and outcome.invalid.startswith("timed out")
 
 
-def with_turns(outcome: Outcome, num_turns: int, per_turn: bool) -> Outcome:
+def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardResult:
     """The outcome; one that failed where it says of turns what is not asked for."""
     if outcome.invalid is not None:
         return outcome
     if not per_turn:
-        return outcome if outcome.turns is None else Outcome.failed(
+        return outcome if outcome.turns is None else RewardResult.failed(
             "the reward function returned 'turns', and rewards.per_turn is False: set it to True, "
             "or give that entry another name"
         )  # fmt: skip
     got = "no list" if outcome.turns is None else f"a list of {len(outcome.turns)}"
     if outcome.turns is None or len(outcome.turns) != num_turns:
-        return Outcome.failed(
+        return RewardResult.failed(
             f"the reward function returned {got} under 'turns'; with rewards.per_turn expected a "
             f"list of {num_turns}, one finite number for each turn of the policy's"
         )

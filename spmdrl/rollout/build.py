@@ -8,7 +8,7 @@ from spmdrl.distributed.collectives import level_group_count
 
 if TYPE_CHECKING:
     from spmdrl.config import LoraConfig, RolloutConfig
-    from spmdrl.data.images import Looks
+    from spmdrl.data.images import ImageLimits
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import RolloutEngine
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
     job: Topology | None = None, strict: bool = False, lora: LoraConfig | None = None,
-    looks: Looks | None = None, load_weights: bool = True,
+    looks: ImageLimits | None = None, load_weights: bool = True,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 

@@ -13,7 +13,7 @@ from spmdrl.rollout.answer_codec import resume, share
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.multi_turn.conversation import Dialogue, messages_of, replies_of, turns_of
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.rollout.scheduler_messages import Goal
+from spmdrl.rollout.scheduler_messages import StopCondition
 from spmdrl.types import Prompt, Sample
 
 
@@ -72,7 +72,7 @@ def evaluation_params(config: PpoConfig) -> SamplingParams:
 
 
 @dataclass(frozen=True)
-class Question:
+class SampleRequest:
     """A sample that is to be made, or finished. Its seed stays, whenever it is asked."""
 
     prompt: Prompt
@@ -84,10 +84,10 @@ class Question:
 
 def questions_of(
     prompts: list[tuple[int, Prompt]], n: int, *, run_seed: int, step: int, purpose: str = "train"
-) -> list[Question]:
+) -> list[SampleRequest]:
     """Each (group, Prompt) `n` times, the samples of a prompt next to each other."""
     return [
-        Question(prompt, group, index, seed_of(run_seed, step, prompt.id, index, purpose))
+        SampleRequest(prompt, group, index, seed_of(run_seed, step, prompt.id, index, purpose))
         for group, prompt in prompts
         for index in range(n)
     ]
@@ -95,7 +95,7 @@ def questions_of(
 
 def sample_questions(
     scheduler: Scheduler,
-    questions: list[Question],
+    questions: list[SampleRequest],
     params: SamplingParams,
     *,
     tokenizer: Any,
@@ -103,7 +103,7 @@ def sample_questions(
     enough: int | None = None,
     until: Callable[[], bool] | None = None,
     **hooks: Any,
-) -> tuple[list[Sample], list[Question]]:
+) -> tuple[list[Sample], list[SampleRequest]]:
     """(samples that ended on this engine, questions that are left: the same on every rank).
 
     questions: of the whole round, the same list on every rank of the rollout topology. Each is
@@ -114,7 +114,7 @@ def sample_questions(
     an answer may have several turns. hooks: see Scheduler.run.
     """
     requests = [as_request(question) for question in questions]
-    goal = Goal([question.group for question in questions], enough)
+    goal = StopCondition([question.group for question in questions], enough)
     others = None
     if dialogue is not None:
         others = dialogue.about([(q.prompt, q.index) for q in questions], params)
@@ -127,14 +127,14 @@ def sample_questions(
     ]
 
 
-def as_request(question: Question) -> Request:
+def as_request(question: SampleRequest) -> Request:
     prompt = question.prompt
     request = Request(prompt.token_ids, question.seed, images=prompt.images)
     return request if question.begun is None else resume(request, question.begun)
 
 
 def as_samples(
-    questions: list[Question], answers: list[Completion], tokenizer: Any
+    questions: list[SampleRequest], answers: list[Completion], tokenizer: Any
 ) -> list[Sample]:
     """What the policy said is decoded turn by turn."""
     turns = [turns_of(answer) for answer in answers]
@@ -146,7 +146,7 @@ def as_samples(
     ]
 
 
-def as_sample(question: Question, completion: Completion, texts: list[str]) -> Sample:
+def as_sample(question: SampleRequest, completion: Completion, texts: list[str]) -> Sample:
     """texts: of the policy's turns."""
     messages = messages_of(completion, texts)
     failed = completion.finish_reason == "error"

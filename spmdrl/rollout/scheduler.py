@@ -38,7 +38,13 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.answer_codec import pack, pick, resume, unpack
 from spmdrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.rng import preserved_rng
-from spmdrl.rollout.scheduler_messages import Decision, Goal, Nobody, Others, Outcome
+from spmdrl.rollout.scheduler_messages import (
+    Decision,
+    NoReplies,
+    ReplyHandler,
+    RoundResult,
+    StopCondition,
+)
 
 BURST_S = 0.06  # between two decisions
 MAX_STEPS = 32  # per burst
@@ -77,14 +83,14 @@ class Scheduler:
         self,
         requests: Sequence[Request],
         params: SamplingParams,
-        goal: Goal | None = None,
+        goal: StopCondition | None = None,
         *,
-        others: Others | None = None,
+        others: ReplyHandler | None = None,
         between_bursts: Callable[[], None] = lambda: None,
         new_weights: Callable[[], bool] = lambda: False,
         load_weights: Callable[[], None] = lambda: None,
         until: Callable[[], bool] | None = None,
-    ) -> Outcome:
+    ) -> RoundResult:
         """Completes the requests, the same list on every rank. Collective over the topology.
 
         until: asked on the leaders between bursts; once it has been True on each of them the round
@@ -100,13 +106,13 @@ class Scheduler:
         store = dist.PrefixStore(f"{self.prefix}/{self.rounds}", self.store)
         desk = None
         if self.is_leader:
-            desk = Desk(
+            desk = EngineCoordinator(
                 self,
                 store,
                 len(requests),
-                goal or Goal(),
+                goal or StopCondition(),
                 new_weights,
-                Nobody() if others is None else others,
+                NoReplies() if others is None else others,
                 until,
             )
         over = False
@@ -124,12 +130,12 @@ class Scheduler:
 
     def work(
         self,
-        desk: Desk | None,
+        desk: EngineCoordinator | None,
         requests: Sequence[Request],
         params: SamplingParams,
         between_bursts: Callable[[], None],
         load_weights: Callable[[], None],
-    ) -> Outcome:
+    ) -> RoundResult:
         """This engine's part of a round."""
         engine = self.engine
         positions: dict[int, int] = {}  # by engine id, of what is inside
@@ -143,7 +149,7 @@ class Scheduler:
             aborted = engine.abort(give)
             partial = {positions.pop(id): c for id, c in zip(give, aborted, strict=True)}
             if decision.stop:
-                return Outcome() if desk is None else desk.leave(partial, requests)
+                return RoundResult() if desk is None else desk.leave(partial, requests)
             if desk is not None:
                 desk.hand_over(partial)
             fresh = range(decision.first, decision.first + decision.count)
@@ -201,7 +207,7 @@ class Scheduler:
         return Decision.from_words(words[:length].numpy())
 
 
-class Desk:
+class EngineCoordinator:
     """Where an engine's leader meets the others, for one round."""
 
     def __init__(
@@ -209,9 +215,9 @@ class Desk:
         scheduler: Scheduler,
         store: dist.Store,
         num_requests: int,
-        goal: Goal,
+        goal: StopCondition,
         new_weights: Callable[[], bool],
-        others: Others,
+        others: ReplyHandler,
         until: Callable[[], bool] | None = None,
     ) -> None:
         self.until, self.has_said = until, False  # that `until` is True here
@@ -241,7 +247,7 @@ class Desk:
         self.others = others
         self.heard = False  # of one of them, since the last look
         self.resumed: dict[int, Completion] = {}  # to go on, with replies
-        self.outcome = Outcome()
+        self.outcome = RoundResult()
         self.num_stolen = 0
 
     def decide(self, ids: list[int]) -> Decision:
@@ -400,7 +406,7 @@ class Desk:
 
     # the end
 
-    def leave(self, partial: dict[int, Completion], requests: Sequence[Request]) -> Outcome:
+    def leave(self, partial: dict[int, Completion], requests: Sequence[Request]) -> RoundResult:
         """partial: what was inside the engine. What never got into it is unfinished too: fresh
         requests, to engine 0 those that nobody took; a gift that is on its way; and what waits for
         a reply, or has just got one."""
@@ -438,7 +444,7 @@ class Desk:
         self.store.delete_key(f"ask/{self.me}")
 
 
-def check_each_once(outcome: Outcome, num_requests: int, topology: Topology) -> None:
+def check_each_once(outcome: RoundResult, num_requests: int, topology: Topology) -> None:
     """That no request was lost and none answered twice. Collective: the round's last meeting."""
     counts = torch.zeros(num_requests, dtype=torch.int32)
     for position in [*outcome.finished, *outcome.unfinished]:

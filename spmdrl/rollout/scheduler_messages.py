@@ -13,7 +13,7 @@ from spmdrl.rollout.base import Completion
 
 
 @dataclass
-class Outcome:
+class RoundResult:
     """What became of a round's requests on this engine, by position in the list.
 
     Each position is in one of the two on exactly one leader; both are empty on other ranks.
@@ -24,7 +24,7 @@ class Outcome:
 
 
 @dataclass
-class Goal:
+class StopCondition:
     """When a round ends. `groups[i]` is the group of request i; enough None: with the last."""
 
     groups: Sequence[int] = ()
@@ -38,7 +38,7 @@ class Goal:
             raise ValueError(f"{self.enough} of {len(self.missing)} groups cannot be complete")
 
 
-class Others(Protocol):
+class ReplyHandler(Protocol):
     """Who answers when a turn has ended: tools, an environment. Asked on an engine's leader."""
 
     def ask(self, position: int, turn: Completion) -> bool:
@@ -58,8 +58,8 @@ class Others(Protocol):
         ...
 
 
-class Nobody:
-    """Others, where every answer has one turn."""
+class NoReplies:
+    """A ReplyHandler for answers of one turn: nobody replies."""
 
     def ask(self, position: int, turn: Completion) -> bool:
         return False

@@ -40,7 +40,7 @@ GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpectedSlice:
     """A part of an engine parameter and what must stand there; both of one shape."""
 
     parameter: str
@@ -82,7 +82,7 @@ def compare_weights(
     return count
 
 
-def compare(name: str, place: Place) -> None:
+def compare(name: str, place: ExpectedSlice) -> None:
     """Equal bits: NaN equals NaN, and -0 does not equal 0."""
     held = place.held.contiguous()
     expected = place.expected.detach().to(device=held.device, dtype=held.dtype).contiguous()
@@ -104,7 +104,7 @@ def find_place(
     tensor: Tensor,
     tp_rank: int,
     tp_size: int,
-) -> Place:
+) -> ExpectedSlice:
     """Raises WeightMismatch where the engine has no parameter for `name` or not of its shape."""
     owner, _, kind = name.rpartition(".")
     prefix, _, leaf = owner.rpartition(".")
@@ -114,7 +114,7 @@ def find_place(
         by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
         cut = thirds if by_heads else split
         held, expected = cut(parameters[same].data, tensor, tp_rank, tp_size)
-        place = Place(same, held, expected)
+        place = ExpectedSlice(same, held, expected)
     elif expert is not None:
         stack, number, leaf = expert.groups()
         place = find_expert(parameters, stack, int(number), leaf, tensor, tp_rank, tp_size)
@@ -127,7 +127,7 @@ def find_place(
         unit = BLOCK if kind == "weight_scale_inv" else 1
         start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
         held = parameters[parameter].data[start : start + rows]
-        place = Place(parameter, held, tensor[part : part + rows])
+        place = ExpectedSlice(parameter, held, tensor[part : part + rows])
     if place.held.shape != place.expected.shape:
         raise WeightMismatch(
             f"{name} of shape {tuple(tensor.shape)} leaves {tuple(place.expected.shape)} for "
@@ -165,7 +165,7 @@ def find_expert(
     tensor: Tensor,
     rank: int,
     size: int,
-) -> Place:
+) -> ExpectedSlice:
     """stack: what comes before the number of the expert in its name."""
     of_down = leaf in DOWN
     names = [
@@ -181,7 +181,7 @@ def find_expert(
     if not of_down:  # the gate's rows, then those of the up projection
         half = len(held) // 2
         held = held[half:] if leaf in UP else held[:half]
-    return Place(found[0], held, tensor.narrow(axis, rank * width, width))
+    return ExpectedSlice(found[0], held, tensor.narrow(axis, rank * width, width))
 
 
 def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:

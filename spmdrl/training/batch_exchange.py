@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.data.packing import Deal, empty_batch
-from spmdrl.distributed.p2p import Wire, Work
+from spmdrl.data.packing import BatchAssignment, empty_batch
+from spmdrl.distributed.p2p import P2PTransport, Work
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
@@ -29,17 +29,17 @@ SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
 
 
 @dataclass
-class Post:
+class P2PChannel:
     """Messages between ranks of the job. What was sent is kept until it has left."""
 
     topology: Topology  # of the job
     step: int = 0  # that new messages belong to
     under_way: list[tuple[int, Work, Tensor]] = field(default_factory=list)
     moved_bytes: int = 0  # received by this rank since it was last read
-    wire: Wire = field(init=False)
+    wire: P2PTransport = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wire = Wire(self.topology)
+        self.wire = P2PTransport(self.topology)
 
     @property
     def rank(self) -> int:
@@ -76,14 +76,14 @@ class Post:
 # ---- the batch: from the ranks that sampled to those that train
 
 
-def packing_order(deal: Deal, ranks: Ranks, maker: int) -> Tensor:
+def packing_order(deal: BatchAssignment, ranks: Ranks, maker: int) -> Tensor:
     """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
     rows = deal.by_mini((deal.makers == maker).nonzero().flatten())
     return rows[torch.argsort(deal.owners[ranks][rows], stable=True)]
 
 
 def send_batch(
-    batch: Batch, deal: Deal, ranks: Ranks, fields: tuple[str, ...], post: Post
+    batch: Batch, deal: BatchAssignment, ranks: Ranks, fields: tuple[str, ...], post: P2PChannel
 ) -> Batch:
     """Sends each owner its sequences; returns this rank's own share, as `receive_batch` wants it.
 
@@ -109,7 +109,12 @@ def send_batch(
 
 
 def receive_batch(
-    own: Batch | None, deal: Deal, ranks: Ranks, fields: tuple[str, ...], num_keys: int, post: Post
+    own: Batch | None,
+    deal: BatchAssignment,
+    ranks: Ranks,
+    fields: tuple[str, ...],
+    num_keys: int,
+    post: P2PChannel,
 ) -> list[Batch]:
     """This rank's Batch of each mini-batch, sequences by address.
 
@@ -188,7 +193,7 @@ def span(batch: Batch, first: int, end: int) -> Batch:
 # ---- the deal itself, for ranks that train and did not sample
 
 
-def send_deal(deal: Deal, facts: dict[str, Any], to: Ranks, post: Post) -> None:
+def send_deal(deal: BatchAssignment, facts: dict[str, Any], to: Ranks, post: P2PChannel) -> None:
     """Called on one rank. facts: JSON-able, a few numbers."""
     columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
     table = torch.stack([*columns, *deal.owners.values()], dim=1)
@@ -200,7 +205,9 @@ def send_deal(deal: Deal, facts: dict[str, Any], to: Ranks, post: Post) -> None:
         post.send(table, rank)
 
 
-def receive_deal(source: int, roles: list[Ranks], post: Post) -> tuple[Deal, dict[str, Any]]:
+def receive_deal(
+    source: int, roles: list[Ranks], post: P2PChannel
+) -> tuple[BatchAssignment, dict[str, Any]]:
     """roles: as they were given to `deal`, in that order."""
 
     def receive(place: Tensor) -> Tensor:
@@ -213,14 +220,14 @@ def receive_deal(source: int, roles: list[Ranks], post: Post) -> tuple[Deal, dic
     table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
     groups, indices, seq_lens, makers, minis, *owners = (c.contiguous() for c in table.unbind(1))
     by_role = dict(zip(roles, owners, strict=True))
-    return Deal(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
+    return BatchAssignment(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
 
 
 # ---- what one role says of the tokens, to another
 
 
 def send_results(
-    values: list[Tensor], deal: Deal, source: Ranks, target: Ranks, post: Post
+    values: list[Tensor], deal: BatchAssignment, source: Ranks, target: Ranks, post: P2PChannel
 ) -> None:
     """values: (num_tokens,) of each mini-batch of this rank as one of `source`."""
     rows = deal.held(source, post.rank)
@@ -233,7 +240,7 @@ def send_results(
 
 
 def receive_results(
-    own: list[Tensor] | None, deal: Deal, source: Ranks, target: Ranks, post: Post
+    own: list[Tensor] | None, deal: BatchAssignment, source: Ranks, target: Ranks, post: P2PChannel
 ) -> list[Tensor]:
     """(num_tokens,) of each mini-batch of this rank as one of `target`.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import PpoConfig, require
-from spmdrl.data.images import Looks, Sight, Vision
+from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
@@ -29,21 +29,21 @@ from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.training.batch_exchange import Post
+from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
-from spmdrl.training.overlap import Asked
-from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.overlap import StepRequests
+from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.weight_sync import WeightSync, exhaust
-from spmdrl.training.weight_versions import Mailbox
+from spmdrl.training.weight_versions import WeightVersions
 from spmdrl.types import Prompt, Sample
 
 
 @dataclass
-class Run:
+class RlRun:
     """What the loop works with."""
 
     config: PpoConfig
@@ -54,7 +54,9 @@ class Run:
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
     identity: dict[str, Any] | None = None  # see spmdrl/training/run_identity.py; for checkpoints
-    asked: Asked | None = None  # of the next step, where it is asked while this one is scored
+    asked: StepRequests | None = (
+        None  # of the next step, where it is asked while this one is scored
+    )
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Run:
 
 def build(
     config: PpoConfig, runtime: Runtime, host: Trainer | None = None, undo: ExitStack | None = None
-) -> Run:
+) -> RlRun:
     """Data first, since its mistakes are cheap to find; then the engines. Collective.
 
     host: the actor, where it stands already (embed.py): other roles start from its weights unless
@@ -104,11 +106,11 @@ def build(
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
-    places = Places(topology)
+    places = TopologyCache(topology)
     trainers = build_trainers(config, runtime, places, placement, host)
     actor = trainers["actor"]
     if looks is not None and looks.per_prompt:
-        give_sight(trainers.values(), Sight(looks.vision, prompts.by_id))
+        give_sight(trainers.values(), BatchImages(looks.vision, prompts.by_id))
     with phases("build reward model"):
         scoring = places.of(placement.roles["reward"], **reward_degrees(config))
         reward_model = build_reward_model(config, scoring, topology)
@@ -134,18 +136,18 @@ def build(
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         roles = Roles(
             config, topology, places.of(placement.sampling, dp=-1),
-            places.of(placement.training, dp=-1), weights.topology, phases, Post(topology),
+            places.of(placement.training, dp=-1), weights.topology, phases, P2PChannel(topology),
             tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
-            mailbox=Mailbox(topology) if config.async_steps else None,
+            mailbox=WeightVersions(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
             entropy_coef=config.algo.entropy_coef,
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-            leftover=Leftover(config.rollout) if config.rollout.oversample > 1 else None,
+            leftover=PartialRollouts(config.rollout) if config.rollout.oversample > 1 else None,
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
-    return Run(config, runtime, roles, prompts, held_out, order)
+    return RlRun(config, runtime, roles, prompts, held_out, order)
 
 
 def check_enough(config: PpoConfig, num_prompts: int) -> None:
@@ -161,7 +163,7 @@ def check_enough(config: PpoConfig, num_prompts: int) -> None:
 
 def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
-) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, Looks | None]:
+) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, ImageLimits | None]:
     """To train on, held out, the order of the first, and the images of both. Collective."""
     data = config.data
     prompts = load_dataset(data.train, config, tokenizer, topology)
@@ -193,7 +195,7 @@ def load_dataset(
 ) -> PromptDataset:
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
-    vision = Vision.load(config.model, hf, data)
+    vision = ImageProcessor.load(config.model, hf, data)
     dataset = PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(config.reward), truth_checker(config.reward), vision,
@@ -209,7 +211,7 @@ def load_dataset(
     return dataset
 
 
-def give_sight(trainers: Iterable[Trainer], sight: Sight) -> None:
+def give_sight(trainers: Iterable[Trainer], sight: BatchImages) -> None:
     for trainer in trainers:
         if trainer.engine is not None:
             assert isinstance(trainer.engine, FsdpEngine)  # plan_shared.check_vision
@@ -217,7 +219,11 @@ def give_sight(trainers: Iterable[Trainer], sight: Sight) -> None:
 
 
 def build_trainers(
-    config: PpoConfig, runtime: Runtime, places: Places, placement: Placement, host: Trainer | None
+    config: PpoConfig,
+    runtime: Runtime,
+    places: TopologyCache,
+    placement: Placement,
+    host: Trainer | None,
 ) -> dict[str, Trainer]:
     """By name. Collective."""
     trainers = {} if host is None else {"actor": host}
@@ -295,7 +301,7 @@ def build_reward_model(
     return RewardModel(config.reward_model, engine, load_tokenizer(name))
 
 
-class Places:
+class TopologyCache:
     """Topologies by their ranks; those of the same ranks share their groups."""
 
     def __init__(self, everyone: Topology) -> None:

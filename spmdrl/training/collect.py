@@ -27,9 +27,9 @@ from spmdrl.rollout.sampling import (
     training_params,
 )
 from spmdrl.training.logs.metrics import sample_metrics
-from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.push_weights import new_weights, transfer
-from spmdrl.training.remote_scoring import Scorer, score
+from spmdrl.training.remote_scoring import ScoringContext, score
 from spmdrl.training.roles import Roles
 from spmdrl.types import Prompt, Sample
 
@@ -51,14 +51,14 @@ class RolloutResult:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Where prompts come from. Both functions give the same on every rank."""
 
     take: Callable[[int], list[Prompt]]  # the next k prompts
     by_id: Callable[[int], Prompt]
 
 
-def collect(roles: Roles, source: Source, step: int) -> RolloutResult:
+def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
     """Asks every prompt n times and scores the answers. On the ranks that sample or score.
 
     With dynamic sampling a group whose rewards are all equal is left out, and more prompts are
@@ -93,7 +93,7 @@ def collect(roles: Roles, source: Source, step: int) -> RolloutResult:
     return result
 
 
-def take(roles: Roles, source: Source, count: int) -> list[Prompt]:
+def take(roles: Roles, source: PromptSource, count: int) -> list[Prompt]:
     with roles.phases("data", roles.sampling):
         return source.take(count)
 
@@ -129,7 +129,9 @@ def ask(
 GREEDY = -1  # index of a group's greedy answer
 
 
-def ask_for_some(roles: Roles, leftover: Leftover, source: Source, step: int) -> list[Sample]:
+def ask_for_some(
+    roles: Roles, leftover: PartialRollouts, source: PromptSource, step: int
+) -> list[Sample]:
     """Asks more prompts than a step trains on, and stops when enough groups are complete.
 
     What is not used stays in `leftover`, unfinished answers too, and comes first in the next step.
@@ -173,7 +175,7 @@ def hooks(roles: Roles) -> dict[str, Any]:
     return found
 
 
-def scored(roles: Roles, samples: list[Sample], source: Source) -> list[Sample]:
+def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sample]:
     """What this rank made, with rewards; greedy answers have become baselines."""
     config = roles.config
     score(samples, roles, source.by_id, phase="reward")
@@ -276,14 +278,14 @@ def rewards_of(sample: Sample, algo: AlgoConfig) -> list[float]:
     return [sample.reward, *(keys or [sample.reward + sample.penalty])]
 
 
-class Examiner(Scorer, Protocol):
+class EvalContext(ScoringContext, Protocol):
     """What answers and scores held-out prompts: the Roles of a run, or less."""
 
     config: PpoConfig
 
 
 def evaluate(
-    roles: Examiner,
+    roles: EvalContext,
     prompts: list[tuple[int, Prompt]],
     step: int,
     show: Callable[[list[Sample]], None] = lambda samples: None,

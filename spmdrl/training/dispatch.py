@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.data.packing import Deal, deal, empty_batch, pack_samples
+from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
@@ -45,7 +45,7 @@ class TrainBatches:
     train, `batches` is empty.
     """
 
-    deal: Deal
+    assignment: BatchAssignment
     batches: dict[Ranks, list[Batch]]  # by Trainer.ranks: the Batch of each mini-batch
     metrics: dict[str, float]  # of the step, to which every part of it adds its own
     step_info: dict[str, Any]  # what the ranks that sampled say of the step, the same on every rank
@@ -57,7 +57,7 @@ class TrainBatches:
     @property
     def is_empty(self) -> bool:
         """Whether no rank has an answer to learn from: the rewards of every group were equal."""
-        return self.deal.num_seqs == 0
+        return self.assignment.num_seqs == 0
 
 
 def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> TrainBatches | None:
@@ -69,7 +69,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
     sets, of_actor = roles.trainer_ranks, (*FIELDS, "turn_rewards") if per_turn else FIELDS
     fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
-    dealt: Deal | None = None
+    dealt: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
     # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
@@ -113,7 +113,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
 
 def assign_and_pack(
     roles: Roles, rollout: RolloutResult, step: int
-) -> tuple[Batch, Deal, dict[str, Any]]:
+) -> tuple[Batch, BatchAssignment, dict[str, Any]]:
     """Decides which rank trains on which sample, and packs those of this rank.
 
     Returns its samples in the order in which they are sent to the actor, the assignment of all
@@ -143,7 +143,7 @@ def assign_and_pack(
         rows = torch.tensor([(s.group, s.index, s.num_tokens) for s in samples]).reshape(-1, 3)
     makers = torch.full((len(rows), 1), roles.post.rank)
     table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
-    dealt = deal(table, algo.mini_batches, roles.trainer_ranks)
+    dealt = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
     metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
     if batch is None:  # packed in the order in which it is sent: no copy on the way
         mine = (dealt.makers == roles.post.rank).nonzero().flatten()
@@ -153,7 +153,7 @@ def assign_and_pack(
     return batch, dealt, {"metrics": metrics, **rollout.step_info}
 
 
-def reorder(batch: Batch, rows: Tensor, dealt: Deal) -> Batch:
+def reorder(batch: Batch, rows: Tensor, dealt: BatchAssignment) -> Batch:
     """Returns the sequences of `batch` in the order of these rows of the assignment."""
     place = {(g, i): at for at, (g, i) in enumerate(
         zip(batch.groups.tolist(), batch.indices.tolist(), strict=True)
@@ -183,7 +183,7 @@ def send_to_role(
             for batch, name in product(batches.of(target), names):
                 setattr(batch, name, torch.zeros(batch.num_tokens))
         return
-    post, dealt = roles.post, batches.deal
+    post, dealt = roles.post, batches.assignment
     for name in names:
         own = [getattr(batch, name) for batch in batches.of(source)] if source.here else None
         if own is not None:

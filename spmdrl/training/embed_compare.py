@@ -12,7 +12,7 @@ from spmdrl.config import require
 from spmdrl.data.packing import pack_samples
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.sampling import seed_of
-from spmdrl.training.build import Run
+from spmdrl.training.build import RlRun
 from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ WITH_EXPERTS = 2.0  # times as far in half precision: rounding sends tokens to o
 PROMPTS, TOKENS = 4, 16  # of each engine, and at most so many of each answer
 
 
-def check_gap(run: Run, host_dtype: torch.dtype, tolerance: float | None) -> float:
+def check_gap(run: RlRun, host_dtype: torch.dtype, tolerance: float | None) -> float:
     """Compares log-probabilities of tokens that every engine samples; their mean difference.
 
     The engines have the host's weights. Raises ConfigError above the tolerance, on every rank.
@@ -54,7 +54,7 @@ def check_gap(run: Run, host_dtype: torch.dtype, tolerance: float | None) -> flo
     return mean
 
 
-def precision(run: Run, host_dtype: torch.dtype) -> str:
+def precision(run: RlRun, host_dtype: torch.dtype) -> str:
     """The coarsest that engine or host computes in; a key of TOLERANCE."""
     rollout = run.config.rollout
     if rollout.quantization == "fp8":
@@ -63,14 +63,14 @@ def precision(run: Run, host_dtype: torch.dtype) -> str:
     return host if rollout.dtype == "float32" else rollout.dtype
 
 
-def tolerance_of(run: Run, host_dtype: torch.dtype) -> float:
+def tolerance_of(run: RlRun, host_dtype: torch.dtype) -> float:
     name, actor = precision(run, host_dtype), run.roles.actor.model
     parts: Any = actor.parts  # type: ignore[attr-defined]
     factor = WITH_EXPERTS if parts.config.num_moe_experts and name != "float32" else 1.0
     return TOLERANCE[name] * factor
 
 
-def few_answers(run: Run) -> list[tuple[list[int], list[int], list[float]]]:
+def few_answers(run: RlRun) -> list[tuple[list[int], list[int], list[float]]]:
     """(prompt, answer, its log-probabilities) of all engines, on every rank. Collective."""
     roles, config = run.roles, run.config
     mine = []
@@ -96,7 +96,7 @@ def few_answers(run: Run) -> list[tuple[list[int], list[int], list[float]]]:
 
 
 def gap_of(
-    run: Run, rows: list[tuple[list[int], list[int], list[float]]]
+    run: RlRun, rows: list[tuple[list[int], list[int], list[float]]]
 ) -> tuple[float, float, int]:  # fmt: skip
     """(mean, largest absolute difference, number of tokens). Collective over all ranks."""
     actor = run.roles.actor

@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl.distributed.topology import Topology
-from spmdrl.training.build import Run
+from spmdrl.training.build import RlRun
 from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.flops import peak_tflops
 from spmdrl.training.logs.metrics import memory_of_process
 from spmdrl.training.logs.trace import phase_metrics
 
 
-def reports(run: Run, step: int, topology: Topology) -> list[dict[str, Any]]:
+def reports(run: RlRun, step: int, topology: Topology) -> list[dict[str, Any]]:
     """What each rank of `topology` did since its last report. Collective over it."""
     roles = run.roles
     mine = {"spans": run.spans.report(step), "samples": roles.post.moved_bytes,
@@ -39,12 +39,12 @@ def timing(
     return {**times, "time/step_s": total_s, "throughput/tokens_per_s": tokens / total_s}
 
 
-def utilisation(run: Run, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
+def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
     """Model FLOP/s of the actor's updates over what its GPUs can do; {} where that is not known, as
     on a CPU, or nothing was updated."""
     peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
     if peak is None or not seconds:
         return {}
-    flops = run.config.algo.epochs * run.flops.of(batches.deal.seq_lens)
+    flops = run.config.algo.epochs * run.flops.of(batches.assignment.seq_lens)
     gpus = len(run.roles.actor.topology.ranks)
     return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.rollout.multi_turn.conversation import has_replies
-from spmdrl.rollout.sampling import Question, questions_of, sample_questions, training_params
-from spmdrl.training.collect import RolloutResult, Source, check_scores, hooks, keep_groups, take
+from spmdrl.rollout.sampling import SampleRequest, questions_of, sample_questions, training_params
+from spmdrl.training.collect import (
+    PromptSource,
+    RolloutResult,
+    check_scores,
+    hooks,
+    keep_groups,
+    take,
+)
 from spmdrl.training.push_weights import take_weights
 from spmdrl.training.remote_scoring import finish_scoring
 from spmdrl.training.roles import Roles
@@ -21,12 +28,12 @@ from spmdrl.types import Sample
 
 
 @dataclass
-class Asked:
+class StepRequests:
     """What was asked for one step so far."""
 
     step: int
     samples: list[Sample]  # that ended on this rank, not scored yet
-    left: list[Question]  # unanswered, some of them begun; the same on every rank
+    left: list[SampleRequest]  # unanswered, some of them begun; the same on every rank
     order: dict[str, Any]  # where the data stood once this step's prompts were taken
 
 
@@ -46,9 +53,9 @@ def can_overlap(roles: Roles) -> bool:
 
 
 def collect_overlapping(
-    roles: Roles, source: Source, step: int, asked: Asked | None,
+    roles: Roles, source: PromptSource, step: int, asked: StepRequests | None,
     order: Callable[[], dict[str, Any]], asks_next: bool,
-) -> tuple[RolloutResult, Asked | None]:  # fmt: skip
+) -> tuple[RolloutResult, StepRequests | None]:  # fmt: skip
     """As collect, and what was asked of the next step meanwhile. On the ranks that sample.
 
     asked: of this step, during the last one. order: where the data stands. asks_next: whether the
@@ -76,17 +83,17 @@ def collect_overlapping(
 
 
 def begin(
-    roles: Roles, source: Source, step: int, order: Callable[[], dict[str, Any]]
-) -> Asked:  # fmt: skip
+    roles: Roles, source: PromptSource, step: int, order: Callable[[], dict[str, Any]]
+) -> StepRequests:  # fmt: skip
     config = roles.config
     prompts = take(roles, source, config.data.prompts_per_step)
     questions = questions_of(
         list(enumerate(prompts)), config.rollout.n, purpose="train", run_seed=config.seed, step=step
     )
-    return Asked(step, [], questions, order())
+    return StepRequests(step, [], questions, order())
 
 
-def ask(roles: Roles, asked: Asked, until: Callable[[], bool] | None = None) -> None:
+def ask(roles: Roles, asked: StepRequests, until: Callable[[], bool] | None = None) -> None:
     """Adds answers to asked.samples until none is left, or `until` holds on every engine."""
     if not asked.left:
         return

@@ -14,14 +14,14 @@ from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.rollout.answer_codec import pack, unpack
 from spmdrl.rollout.base import Completion
-from spmdrl.rollout.sampling import Question, as_samples, completion_of
+from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.types import Prompt, Sample
 
 FORMAT = 2  # of the file
 
 
 @dataclass
-class Leftover:
+class PartialRollouts:
     """Groups that were not complete, or complete when the step had enough.
 
     `prompts` and `questions` are the same on every rank of the rollout; `samples` are those that
@@ -30,7 +30,7 @@ class Leftover:
 
     config: RolloutConfig
     prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
-    questions: list[Question] = field(default_factory=list)  # unanswered, some of them begun
+    questions: list[SampleRequest] = field(default_factory=list)  # unanswered, some of them begun
     samples: list[Sample] = field(default_factory=list)  # not scored yet
 
     def renumbered(self) -> list[tuple[int, Prompt]]:
@@ -86,14 +86,14 @@ class Leftover:
         prompts = dict(self.prompts)
         begun = unpack(first["begun"].numpy().tobytes())
         self.questions = [
-            Question(prompts[group], group, index, seed, begun.get(i))
+            SampleRequest(prompts[group], group, index, seed, begun.get(i))
             for i, (group, index, seed) in enumerate(first["questions"].tolist())
         ]
         self.samples = []
         for share in shares[rank::world]:
             ended = unpack(share["ended"].numpy().tobytes())
             asked = [
-                Question(prompts[group], group, index, seed=0)
+                SampleRequest(prompts[group], group, index, seed=0)
                 for group, index in share["samples"].tolist()
             ]
             self.samples += as_samples(asked, [ended[i] for i in range(len(asked))], tokenizer)

@@ -15,12 +15,12 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.invalid import InvalidWatch
 from spmdrl.rewards.runner import RewardRunner, Scoring
 from spmdrl.rollout.answer_codec import pack, unpack
-from spmdrl.rollout.sampling import Question, as_samples, completion_of
+from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.roles import Sampler
 from spmdrl.types import Prompt, Sample
 
 
-class Scorer(Protocol):
+class ScoringContext(Protocol):
     """Who has samples scored: the Roles of a run, or less."""
 
     sampler: Sampler
@@ -30,7 +30,7 @@ class Scorer(Protocol):
 
 
 def score(
-    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt], phase: str
+    samples: list[Sample], by: ScoringContext, prompt_of: Callable[[int], Prompt], phase: str
 ) -> None:
     """Sets reward, turn_rewards, reward_info and pred, or invalid, of what this rank made, in
     phases so named.
@@ -56,12 +56,12 @@ def score(
         take_back(mine, theirs, makers, sampling)
 
 
-def run_functions(samples: list[Sample], rewards: RewardRunner, by: Scorer) -> None:
+def run_functions(samples: list[Sample], rewards: RewardRunner, by: ScoringContext) -> None:
     """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
     finish_scoring(rewards.begin(samples), rewards, by)
 
 
-def finish_scoring(begun: Scoring, rewards: RewardRunner, by: Scorer) -> None:
+def finish_scoring(begun: Scoring, rewards: RewardRunner, by: ScoringContext) -> None:
     """Collective over the ranks that score. Raises TooManyInvalid, on the first rank to see it."""
     watch = InvalidWatch(rewards.config, len(begun.samples), by.sampler.scoring)
     alone, num_scored = by.sampler.scoring.world == 1, 0
@@ -77,7 +77,7 @@ def finish_scoring(begun: Scoring, rewards: RewardRunner, by: Scorer) -> None:
     rewards.finish(begun, scored)
 
 
-def ask_model(samples: list[Sample], by: Scorer) -> None:
+def ask_model(samples: list[Sample], by: ScoringContext) -> None:
     """Sets model_score, where there is a reward model. On the ranks that score."""
     model = by.sampler.reward_model
     if model is not None:
@@ -86,7 +86,7 @@ def ask_model(samples: list[Sample], by: Scorer) -> None:
 
 
 def hand_over(
-    samples: list[Sample], by: Scorer, prompt_of: Callable[[int], Prompt]
+    samples: list[Sample], by: ScoringContext, prompt_of: Callable[[int], Prompt]
 ) -> tuple[list[Sample], list[Sample], list[int]]:
     """(my samples by who scores them, those that I am to score, who made each). Collective."""
     sampling = by.sampling
@@ -102,7 +102,7 @@ def hand_over(
     makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
     packed = [pack(dict(enumerate(map(completion_of, part)))) for part in parts]
     answers = [a for theirs in all_to_all_bytes(packed, sampling) for a in unpack(theirs).values()]
-    questions = [Question(prompt_of(id), 0, index, seed=0) for id, index in asked.tolist()]
+    questions = [SampleRequest(prompt_of(id), 0, index, seed=0) for id, index in asked.tolist()]
     theirs = as_samples(questions, answers, by.tokenizer)
     return mine, theirs, makers.flatten().tolist()
 

@@ -20,14 +20,14 @@ from spmdrl.training.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The same on every rank."""
 
     folder: Path | None  # of the checkpoint to load
     began: int | None  # see checkpoint/job.py
 
 
-def find_start(config: RunConfig, runtime: Runtime) -> Start:
+def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
     """Takes the run's folder and looks for what config.resume asks for. Collective.
 
     Raises ConfigError where there are checkpoints to go on from and none is whole.
@@ -44,7 +44,7 @@ def find_start(config: RunConfig, runtime: Runtime) -> Start:
         folder = checkpoint.find("auto", root, topology, began, on_damage, not has_other)
     if folder is None:
         folder = checkpoint.find(config.resume, root, topology, on_damage=on_damage)
-    return Start(folder, began)
+    return ResumePoint(folder, began)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Sameness:
 
 
 def compare(
-    config: RunConfig, runtime: Runtime, start: Start, tokenizer: Any, files: Iterable[Files]
+    config: RunConfig, runtime: Runtime, start: ResumePoint, tokenizer: Any, files: Iterable[Files]
 ) -> Sameness:
     """Whether the checkpoint is one of the run that the config describes. Collective.
 
@@ -109,7 +109,7 @@ def refusal(folder: Path, texts: list[str], kinds: set[str]) -> str:
 
 
 def opening_lines(
-    config: RunConfig, start: Start, same: Sameness, done: int, goes_on: bool
+    config: RunConfig, start: ResumePoint, same: Sameness, done: int, goes_on: bool
 ) -> list[str]:  # fmt: skip
     """What is to be logged of where the run begins. goes_on: amid the epoch that it was in."""
     if start.folder is None:
@@ -121,7 +121,7 @@ def opening_lines(
     return lines
 
 
-def take_folder(config: RunConfig, runtime: Runtime, start: Start, done: int) -> Path | None:
+def take_folder(config: RunConfig, runtime: Runtime, start: ResumePoint, done: int) -> Path | None:
     """Once what is to be loaded is loaded: `done` steps of this run stand. Collective.
 
     Returns the folder that holds what was there and is not gone on from; None where there was

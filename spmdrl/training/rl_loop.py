@@ -15,9 +15,9 @@ from spmdrl.distributed.placement import training_roles
 from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.rollout.multi_turn.conversation import has_replies
-from spmdrl.training.build import Run, build, close
+from spmdrl.training.build import RlRun, build, close
 from spmdrl.training.checks.describe import least_checkpoint_bytes
-from spmdrl.training.collect import RolloutResult, Source, collect, evaluate
+from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.logs.curves import REWARD
 from spmdrl.training.logs.learning_signs import signs_of_rl
 from spmdrl.training.logs.metrics import RunLog, write_samples
@@ -30,7 +30,7 @@ from spmdrl.training.push_weights import push_weights, take_weights
 from spmdrl.training.run_state import build_saver, resume, save
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
-from spmdrl.training.stop import Ending
+from spmdrl.training.stop import StopController
 from spmdrl.types import Sample
 
 
@@ -52,7 +52,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     heap = Heap()
     write_transfers(run)
     saver = build_saver(run, log)
-    ending = Ending(config, runtime, saver, lag=config.async_steps)
+    ending = StopController(config, runtime, saver, lag=config.async_steps)
     report = Report(config, runtime, log, "spmdrl.ppo", REWARD, signs_of_rl(config))
     PROGRESS.now("")
     if run.held_out and done == 0:
@@ -105,7 +105,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
     report.at_end(step, ending.stops)
 
 
-def run_step(run: Run, step: int, push: bool = True) -> dict[str, float]:
+def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     """Runs one training step, and measures it.
 
     push: see train_step. Returns the step's metrics; {} on ranks that sample only.
@@ -125,12 +125,12 @@ def run_step(run: Run, step: int, push: bool = True) -> dict[str, float]:
     return metrics | utilisation(run, batches, metrics)
 
 
-def generate_and_score(run: Run, step: int) -> RolloutResult:
+def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     """Makes this rank's answers of a step, with rewards, and writes some of them to samples/.
 
     On the ranks that sample or score. step_info["order"] says where the data stood for this step.
     """
-    roles, source = run.roles, Source(run.take, run.prompts.by_id)
+    roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
     if can_overlap(roles):
         rollout, run.asked = collect_overlapping(
             roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
@@ -145,7 +145,7 @@ def generate_and_score(run: Run, step: int) -> RolloutResult:
     return rollout
 
 
-def ends_here(run: Run, step: int) -> bool:
+def ends_here(run: RlRun, step: int) -> bool:
     """Whether all ranks meet after this step, so that none may be ahead of it: at the end, and
     where the run evaluates or saves."""
     config = run.config
@@ -157,7 +157,7 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def write_transfers(run: Run) -> None:
+def write_transfers(run: RlRun) -> None:
     """run_dir/weights.txt: which ranks send how much to which when the engine gets new weights."""
     if run.is_log:
         path = Path(run.runtime.run_dir, "weights.txt")
@@ -165,7 +165,7 @@ def write_transfers(run: Run) -> None:
             path.write_text("\n".join([*run.roles.weights.describe(), ""]))
 
 
-def held_out_metrics(run: Run, step: int, log: RunLog) -> dict[str, float]:
+def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
     told: list[Any] = [None]
     if roles.sampling.here:
@@ -179,7 +179,7 @@ def held_out_metrics(run: Run, step: int, log: RunLog) -> dict[str, float]:
     return metrics
 
 
-def show_samples(run: Run, name: str, samples: list[Sample]) -> None:
+def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
     if run.config.log_samples == 0:
         return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")

@@ -18,11 +18,11 @@ from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.multi_turn.conversation import Dialogue
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.training.batch_exchange import Post
-from spmdrl.training.partial_rollouts import Leftover
+from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.weight_sync import WeightSync
-from spmdrl.training.weight_versions import Mailbox
+from spmdrl.training.weight_versions import WeightVersions
 from spmdrl.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -89,17 +89,17 @@ class Roles:
     training: Topology  # ranks of actor, ref, critic and prm
     syncing: Topology  # ranks of actor and rollout
     phases: Phases
-    post: Post
+    post: P2PChannel
     tokenizer: Any
     sampler: Sampler
     weights: WeightSync  # actor -> rollout
-    mailbox: Mailbox | None  # only where sampling runs ahead of training
+    mailbox: WeightVersions | None  # only where sampling runs ahead of training
     actor: Trainer
     ref: Trainer | None = None
     critic: Trainer | None = None
     prm: Trainer | None = None
     replay: ReplayBuffer | None = None
-    leftover: Leftover | None = None  # only where more prompts are asked than trained on
+    leftover: PartialRollouts | None = None  # only where more prompts are asked than trained on
     kl_coef: float = 0.0  # of the next step, where adaptive
     entropy_coef: float = 0.0
     entropy: float | None = None  # of the last step, where its coefficient is adaptive

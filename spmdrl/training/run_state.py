@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.checkpoint import format as checkpoint
-from spmdrl.checkpoint.writer import Keepsake, Saver, check_metric
+from spmdrl.checkpoint.writer import RankState, Saver, check_metric
 from spmdrl.cli.arguments import as_source
-from spmdrl.training.build import Run
+from spmdrl.training.build import RlRun
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import TraceFile
 from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
-from spmdrl.training.stop import Ending
+from spmdrl.training.stop import StopController
 
 logger = logging.getLogger(__name__)
 
 
-def resume(run: Run) -> tuple[int, RunLog]:
+def resume(run: RlRun) -> tuple[int, RunLog]:
     """Loads the checkpoint that config.resume asks for; the steps it had done, and the log."""
     config, runtime = run.config, run.runtime
     topology, done = runtime.topology, 0
@@ -50,7 +50,7 @@ def resume(run: Run) -> tuple[int, RunLog]:
     return done, log
 
 
-def restore(run: Run, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
+def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
     """What the algorithm carries from step to step; a coefficient where it did and does adapt.
     Answers that were begun are gone on with where the prompts are the same."""
     roles = run.roles
@@ -79,7 +79,7 @@ def restore(run: Run, saved: dict[str, Any], folder: Path, same_data: bool) -> N
         logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)
 
 
-def build_saver(run: Run, log: RunLog) -> Saver | None:
+def build_saver(run: RlRun, log: RunLog) -> Saver | None:
     config = run.config
     if config.checkpoint.every_steps <= 0:
         return None
@@ -93,7 +93,7 @@ def build_saver(run: Run, log: RunLog) -> Saver | None:
 
 
 def save(
-    run: Run, saver: Saver, step: int, metrics: dict[str, float], ending: Ending
+    run: RlRun, saver: Saver, step: int, metrics: dict[str, float], ending: StopController
 ) -> None:  # fmt: skip
     roles = run.roles
     with roles.phases("checkpoint"):
@@ -113,7 +113,7 @@ def save(
     }
     writer = roles.actor.topology.ranks[0]
     parts = [*roles.actor.model.pretrained, roles.tokenizer] if run.is_log else []
-    own: dict[str, Keepsake] = {}
+    own: dict[str, RankState] = {}
     if roles.sampling.here:
         if roles.replay is not None:
             own["replay"] = roles.replay

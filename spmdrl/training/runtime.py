@@ -22,7 +22,7 @@ import torch.distributed as dist
 from spmdrl.checkpoint.disk_space import check_encodable, check_room, shared_bytes
 from spmdrl.config import ConfigError
 from spmdrl.distributed.exit import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
-from spmdrl.distributed.faults.rendezvous import FOREVER, Start
+from spmdrl.distributed.faults.rendezvous import FOREVER, StartupBarrier
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.phases import PhaseError, Phases
 from spmdrl.distributed.process import (
@@ -67,7 +67,7 @@ def started(config: Any) -> Iterator[Runtime]:
     stopping.listen()
     neighbour = local_neighbour()
     run_dir = Path(config.run_dir)
-    start = Start(config.start_timeout_s, run_dir / "errors")
+    start = StartupBarrier(config.start_timeout_s, run_dir / "errors")
     try:
         check_encodable({"run_dir": config.run_dir, "model": config.model})
         device = start_process_group(FOREVER, start)

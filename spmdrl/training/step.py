@@ -150,7 +150,7 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
             require_equal(batches.metrics, step)
-    batches.metrics |= adapt(roles, batches.metrics, num_samples=batches.deal.num_seqs)
+    batches.metrics |= adapt(roles, batches.metrics, num_samples=batches.assignment.num_seqs)
 
 
 def gather_metrics(roles: Roles, batches: TrainBatches) -> None:

@@ -8,7 +8,7 @@ from spmdrl.distributed.signals import BROKEN, STOP, StopVotes
 from spmdrl.training.runtime import Runtime
 
 
-class Ending:
+class StopController:
     """What all ranks do after a step: go on, save, or end the run in order.
 
     From now on a signal leaves the run time to end its step, where there is a checkpoint to save.

@@ -22,7 +22,7 @@ from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
 from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.cli.arguments import as_source, shown_config
 from spmdrl.config import SftDataConfig, SupervisedConfig, require
-from spmdrl.data.images import Vision
+from spmdrl.data.images import ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompts import PromptOrder, left_out_lines
 from spmdrl.data.supervised_rows import Rows
@@ -49,7 +49,7 @@ from spmdrl.training.logs.trackers import open_trackers
 from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
 from spmdrl.training.roles import Trainer, update
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.stop import Ending
+from spmdrl.training.stop import StopController
 from spmdrl.types import Batch
 
 BUCKET_BYTES = 512 << 20  # gathered at once
@@ -74,7 +74,7 @@ class Task:
 
 
 @dataclass
-class Run:
+class SupervisedRun:
     """What the loop works with."""
 
     task: Task
@@ -100,7 +100,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     steps = config.steps
     done, log = resume(run)
     saver = build_saver(run, log)
-    ending = Ending(config, runtime, saver)
+    ending = StopController(config, runtime, saver)
     signs = signs_of_supervised(config, task.name)
     report = Report(config, runtime, log, f"spmdrl.{task.name}", task.curve, signs)
     keep_what_stands()
@@ -143,7 +143,7 @@ def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
     report.at_end(step, ending.stops)
 
 
-def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:
+def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedRun:
     """Collective."""
     phases, topology = runtime.phases, runtime.topology
     ranks = Topology.build(topology.device, **train_degrees(config.actor))
@@ -158,7 +158,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> Run:
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
         note(actor.model.pretrained[0], name, value)
-    return Run(
+    return SupervisedRun(
         task, config, runtime, actor, rows, held_out, order, tokenizer, SpanLog(runtime.phases)
     )
 
@@ -185,7 +185,7 @@ def load_data(
     data, hf = config.data, load_hf_config(config.model)
     own: dict[str, Any] = {}
     if isinstance(data, SftDataConfig):
-        own["vision"] = Vision.load(config.model, hf, data)
+        own["vision"] = ImageProcessor.load(config.model, hf, data)
     load = partial(
         task.load, tokenizer=tokenizer, config=data, topology=topology,
         vocab_size=vocab_size_of(config.model), **own,
@@ -202,7 +202,7 @@ def load_data(
     return rows, held_out, PromptOrder(len(rows), data.batch_size, config.seed, data.shuffle)
 
 
-def resume(run: Run) -> tuple[int, RunLog]:
+def resume(run: SupervisedRun) -> tuple[int, RunLog]:
     """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
     config, runtime, topology, done = run.config, run.runtime, run.runtime.topology, 0
     with runtime.phases("resume"):
@@ -230,7 +230,7 @@ def resume(run: Run) -> tuple[int, RunLog]:
     return done, log
 
 
-def build_saver(run: Run, log: RunLog) -> Saver | None:
+def build_saver(run: SupervisedRun, log: RunLog) -> Saver | None:
     config = run.config
     if config.checkpoint.every_steps <= 0:
         return None
@@ -243,7 +243,7 @@ def build_saver(run: Run, log: RunLog) -> Saver | None:
 
 
 def save(
-    run: Run, saver: Saver, step: int, metrics: dict[str, float], ending: Ending
+    run: SupervisedRun, saver: Saver, step: int, metrics: dict[str, float], ending: StopController
 ) -> None:  # fmt: skip
     with run.runtime.phases("checkpoint"):
         updated = f"{run.task.name}/loss" in metrics  # not passed over
@@ -257,7 +257,7 @@ def save(
     saver.save(step, {"actor": actor}, facts, [*actor.pretrained, run.tokenizer])
 
 
-def one_step(run: Run, step: int) -> dict[str, float]:
+def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     task, phases, nan_updates = run.task, run.runtime.phases, run.config.nan_updates
     started_at = time.perf_counter()
     with phases("data"):
@@ -272,7 +272,7 @@ def one_step(run: Run, step: int) -> dict[str, float]:
     return metrics | timing(run, step, num_tokens, started_at)
 
 
-def timing(run: Run, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
+def timing(run: SupervisedRun, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
     """As trainer.timing: seconds by phase over the ranks, idle share, the most memory of a rank."""
     topology = run.runtime.topology
     everyone: list[Any] = [None] * topology.world
@@ -285,7 +285,7 @@ def timing(run: Run, step: int, num_tokens: float, started_at: float) -> dict[st
     return metrics | {"time/step_s": step_s, "throughput/tokens_per_s": num_tokens / step_s}
 
 
-def evaluate(run: Run, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
+def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
     """Means over all unmasked tokens of the rows, whatever ranks have them. Collective."""
     config, phases, topology = run.config, run.runtime.phases, run.runtime.topology
     sums: dict[str, float] = {}  # of this rank
@@ -305,7 +305,7 @@ def evaluate(run: Run, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in found.items()}
 
 
-def finish(run: Run, saver: Saver | None, log: RunLog) -> None:
+def finish(run: SupervisedRun, saver: Saver | None, log: RunLog) -> None:
     """Writes the model, and its average where there is one."""
     config, actor = run.config, run.actor.model
     if saver:
@@ -344,7 +344,7 @@ def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batc
     return batch, num_tokens
 
 
-def export(gathered: Iterator[tuple[str, Tensor]], run: Run, out: Path) -> None:
+def export(gathered: Iterator[tuple[str, Tensor]], run: SupervisedRun, out: Path) -> None:
     """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
     is_first = run.runtime.is_main
     kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]

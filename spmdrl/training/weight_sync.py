@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
-from spmdrl.distributed.p2p import Wire
+from spmdrl.distributed.p2p import P2PTransport
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
@@ -22,7 +22,7 @@ from spmdrl.rollout.base import RolloutEngine
 from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.bucket_messages import Held, copy_all
 from spmdrl.weights.checkpoint_names import is_adapter
-from spmdrl.weights.engine_layout import Layout, Place
+from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
 from spmdrl.weights.plan import Weight, describe, make_plan
 from spmdrl.weights.shards import (
@@ -53,7 +53,7 @@ class SyncStats:
 
 
 @dataclass
-class Round:
+class PushRound:
     """Weights that are sent together; all of them, unless some are worked out first (derived.py).
 
     Those in `opaque` go as full tensors, those of `fp8` are quantised on the way.
@@ -64,7 +64,7 @@ class Round:
     transfer: Transfer
     fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
     scales: BlockScales | None = None
-    scale_places: list[tuple[Place, Tensor]] = field(default_factory=list)  # in the engine, and
+    scale_places: list[tuple[ParamView, Tensor]] = field(default_factory=list)  # in the engine, and
     # what belongs there
     opaque: list[Weight] = field(default_factory=list)
     planned_bytes: int = -1  # worked out after the first push
@@ -129,10 +129,10 @@ class WeightSync:
             self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
         self.derived: Derived | None = derived_of(self.named)
         self.shards_lie = Addresses(self.named)
-        self.rounds: list[Round] = []
+        self.rounds: list[PushRound] = []
         self.base_is_there = False
         if self.topology.here:
-            self.wire = Wire(self.topology)
+            self.wire = P2PTransport(self.topology)
             self.make_transfers()
         if device.type != "cpu":
             self.build_block_groups()
@@ -195,11 +195,11 @@ class WeightSync:
         found: list[list[tuple[str, Box]]],
         opaque: set[str],
         quantized: set[str],
-    ) -> Round:
+    ) -> PushRound:
         """found: the regions of each tensor-parallel rank."""
         plain = [w for w in weights if w.name not in opaque | quantized]
         transfer = self.make_transfer(plain, layout, found, self.dtype)
-        made = Round(weights, once, transfer, opaque=[w for w in weights if w.name in opaque])
+        made = PushRound(weights, once, transfer, opaque=[w for w in weights if w.name in opaque])
         in_fp8 = [w for w in weights if w.name in quantized]
         if in_fp8:
             made.scales = BlockScales(in_fp8, self.topology.device)
@@ -296,7 +296,7 @@ class WeightSync:
             self.derived.release()
         return SyncStats(planned, moved, opaque, time.perf_counter() - start)
 
-    def push_round(self, group: Round) -> int:
+    def push_round(self, group: PushRound) -> int:
         """Bytes that this rank sent."""
         if self.derived is not None:
             self.derived.compute(group.names)
@@ -311,7 +311,7 @@ class WeightSync:
         return moved
 
     @torch.no_grad()
-    def push_fp8(self, group: Round) -> int:
+    def push_fp8(self, group: PushRound) -> int:
         if group.fp8 is None or group.scales is None:
             return 0
         group.scales.agree(self.shards(), self.topology.group)

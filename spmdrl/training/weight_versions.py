@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmdrl.distributed.topology import Topology
 
 
-class Mailbox:
+class WeightVersions:
     """Steps whose weights the trainers are ready to send, in order."""
 
     def __init__(self, topology: Topology) -> None:

@@ -32,7 +32,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith(ADAPTER)
 
 
-class Part(NamedTuple):
+class SubTensor(NamedTuple):
     """A part of a parameter that is a tensor of its own in a checkpoint."""
 
     name: str  # in the checkpoint
@@ -60,7 +60,7 @@ class Part(NamedTuple):
         return view(parameter, whole(parameter.shape), self.box).view(self.shape)
 
 
-Parts = Mapping[str, Sequence[Part]]  # of each parameter that a checkpoint has in another form
+Parts = Mapping[str, Sequence[SubTensor]]  # of each parameter that a checkpoint has in another form
 
 
 def checkpoint_name(name: str, shape: Sequence[int], parts: Parts) -> str | None:
@@ -83,7 +83,7 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
     with _Views():
         written = revert_weight_conversion(model, dict(given))
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[SubTensor]] = {}
     for name, tensor in written.items():
         owner = owners.get(tensor.untyped_storage()._cdata)
         box = box_of(tensor, given[owner]) if owner is not None else None
@@ -92,11 +92,11 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
                 f"model {config.name_or_path}: a checkpoint's {name} is more than a part of what "
                 f"transformers keeps for {config.model_type}; engine fsdp cannot hand it over"
             )
-        parts.setdefault(owner, []).append(Part(name, tuple(tensor.shape), box))
+        parts.setdefault(owner, []).append(SubTensor(name, tuple(tensor.shape), box))
     return {owner: mine for owner, mine in parts.items() if [part.name for part in mine] != [owner]}
 
 
-def by_checkpoint_name(parts: Parts) -> dict[str, tuple[str, Part]]:
+def by_checkpoint_name(parts: Parts) -> dict[str, tuple[str, SubTensor]]:
     """(parameter, part) of every name that is no parameter's."""
     return {part.name: (owner, part) for owner, mine in parts.items() for part in mine}
 

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmdrl.weights.boxes import Box, box_of, sizes, whole
 
 if TYPE_CHECKING:
-    from spmdrl.weights.checkpoint_names import Part
+    from spmdrl.weights.checkpoint_names import SubTensor
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
-class Place(NamedTuple):
+class ParamView(NamedTuple):
     """A part of an engine's parameter.
 
     Looked up anew at every use: engines move their parameters, and some replace them.
@@ -51,11 +51,11 @@ class Layout:
     """
 
     regions: list[tuple[str, Box]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[ParamView] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     scales: list[tuple[str, Box]] = field(default_factory=list)
-    scale_places: list[Place] = field(default_factory=list)
+    scale_places: list[ParamView] = field(default_factory=list)
 
     def addresses(self) -> Callable[[], Iterator[int]]:
         """Of every parameter that has a place: others where the engine has moved them."""
@@ -72,7 +72,7 @@ class ByName:
     `elsewhere` has the checkpoint's names that are no parameter's: whose part they are, and which.
     """
 
-    def __init__(self, model: nn.Module, elsewhere: Mapping[str, tuple[str, Part]]) -> None:
+    def __init__(self, model: nn.Module, elsewhere: Mapping[str, tuple[str, SubTensor]]) -> None:
         self.elsewhere = elsewhere
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.missing = {p.data_ptr(): (name, p.numel()) for name, p in self.parameters.items()}
@@ -103,7 +103,7 @@ class ByName:
 def layout_by_name(
     model: nn.Module,
     shapes: Mapping[str, Any],
-    elsewhere: Mapping[str, tuple[str, Part]] | None = None,
+    elsewhere: Mapping[str, tuple[str, SubTensor]] | None = None,
 ) -> Layout:
     """Of an engine that keeps full tensors; elsewhere: as ByName takes it.
 
@@ -115,7 +115,7 @@ def layout_by_name(
         layout.regions.append((name, whole(shape)))
         path, _, leaf = owner.rpartition(".")
         offset = int(held.storage_offset() - by_name.parameters[owner].storage_offset())
-        place = Place(model.get_submodule(path), leaf, offset, tuple(held.shape), held.stride())
+        place = ParamView(model.get_submodule(path), leaf, offset, tuple(held.shape), held.stride())
         layout.places.append(place)
     by_name.require_all()
     return layout
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         self.given: dict[int, tuple[str, Tensor]] = {}
         self.current = ""
         self.opaque: set[str] = set()
-        self.copies: list[tuple[str, Box, Place]] = []
+        self.copies: list[tuple[str, Box, ParamView]] = []
 
     def give(self, name: str, tensor: Tensor) -> None:
         self.current = name
@@ -199,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         module, leaf, parameter = owner
         offset = int(target.storage_offset() - parameter.storage_offset())
         target = target.view(sizes(box))
-        place = Place(module, leaf, offset, tuple(target.shape), target.stride())
+        place = ParamView(module, leaf, offset, tuple(target.shape), target.stride())
         self.copies.append((name, box, place))
 
     def layout(self, shapes: Mapping[str, Any]) -> Layout:

@@ -40,7 +40,7 @@ class Weight(NamedTuple):
         return sum(numel(part) for part in common if part is not None)
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     """A part of a region on its way."""
 
     sender: int
@@ -61,7 +61,7 @@ class Bucket:
     """What rank `me` does at a time. Every rank has as many buckets, and fills them alike."""
 
     sends: dict[int, list[tuple[int, Box]]]  # receiver -> (weight, part); hand over
-    shares: list[list[Piece]]  # of my block, by position; what arrives together, by sender
+    shares: list[list[TransferPiece]]  # of my block, by position; what arrives together, by sender
     share_numel: int  # of the largest share, in elements
     local: list[tuple[int, Box]]  # (region, part) that I hold myself and need not share
 
@@ -143,7 +143,13 @@ def empty_bucket(plan: Plan) -> Bucket:
 
 
 def add_piece(
-    plan: Plan, bucket: Bucket, receiver: int, region: int, position: int, piece: Piece, weight: int
+    plan: Plan,
+    bucket: Bucket,
+    receiver: int,
+    region: int,
+    position: int,
+    piece: TransferPiece,
+    weight: int,
 ) -> None:
     """Of all pieces of the job, notes those that this rank sends, takes or sees gathered."""
     own = piece.sender == receiver
@@ -233,7 +239,7 @@ def _pieces(
     weights: list[Weight], regions: Sequence[Regions], table: Table, block: int,
     shares: list[list[Shares]], wanted: Mapping[int, list[int]] | None = None,
     index: int | None = None, chunk: int = 0, chunks: int = 1,
-) -> Iterator[tuple[int, int, int, Piece]]:  # fmt: skip
+) -> Iterator[tuple[int, int, int, TransferPiece]]:  # fmt: skip
     """(receiver, its region, position in its block or -1, piece) of the whole job.
 
     index: only that weight's, whose regions are wanted[tp_rank]; chunk: only that part of every
@@ -256,7 +262,7 @@ def _pieces(
                         continue
                     # replicas of the trainer send to different receivers
                     sender = receiver if receiver in ranks else ranks[number % len(ranks)]
-                    yield receiver, region, position, Piece(sender, region, part)
+                    yield receiver, region, position, TransferPiece(sender, region, part)
 
 
 def _cost(
@@ -298,7 +304,9 @@ class _Units:
             for region, (w, _) in enumerate(needed):
                 self.by_weight[w][tp_rank].append(region)
 
-    def pieces(self, index: int, chunk: int, chunks: int) -> Iterator[tuple[int, int, int, Piece]]:
+    def pieces(
+        self, index: int, chunk: int, chunks: int
+    ) -> Iterator[tuple[int, int, int, TransferPiece]]:
         return _pieces(
             self.weights, self.regions, self.table, self.block, self.shares,
             self.by_weight[index], index, chunk, chunks,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
-from spmdrl.weights.checkpoint_names import Part, Parts
+from spmdrl.weights.checkpoint_names import Parts, SubTensor
 from spmdrl.weights.plan import Weight
 
 
@@ -77,7 +77,7 @@ def shards_by_part(weights: Mapping[str, Tensor], parts: Parts) -> dict[str, Sha
     return named
 
 
-def _shards_of_part(weight: Tensor, part: Part) -> Shards:
+def _shards_of_part(weight: Tensor, part: SubTensor) -> Shards:
     held = held_box(weight)
     common = intersect(held, part.box) if held is not None else None
     if held is None or common is None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from spmdrl_kernels.copies import Copies, Quantized, plain_copies
 from torch import Tensor
 
-from spmdrl.distributed.p2p import IOV_MAX, Apart, Spans, Wire, Work
+from spmdrl.distributed.p2p import IOV_MAX, Apart, P2PTransport, Spans, Work
 from spmdrl.distributed.topology import Topology
 from spmdrl.weights.boxes import numel, whole
 from spmdrl.weights.bucket_messages import HAND_OVER, Binder, Bound, Held, Message, copy_all, views
@@ -112,7 +112,7 @@ class Transfer:
         addresses: Callable[[], tuple[object, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
         device: torch.device,
-        wire: Wire,
+        wire: P2PTransport,
         block_group: dist.ProcessGroup | None = None,
         scales: dict[str, Tensor] | None = None,
     ) -> None:
@@ -313,7 +313,7 @@ def full_tensors(
     dtype: torch.dtype,
     num_bytes: int,
     device: torch.device,
-    wire: Wire,
+    wire: P2PTransport,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full tensor in `dtype`), one at a time, on the ranks of `table`.
 
@@ -342,7 +342,7 @@ def gathered(
     rounds = rounds_of(weights, bucket_bytes // 2)
     if derived is not None:
         derived.arrange([[weight.name for weight in group] for group in rounds])
-    wire = Wire(topology)
+    wire = P2PTransport(topology)
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])

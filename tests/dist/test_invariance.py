@@ -205,8 +205,8 @@ def steps_on(topology, cases, splits, models):
     from spmdrl.distributed.phases import Phases
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.fsdp.engine import FsdpEngine
-    from spmdrl.engines.fsdp.ulysses import Team
-    from spmdrl.training.batch_exchange import Post
+    from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup
+    from spmdrl.training.batch_exchange import P2PChannel
     from spmdrl.training.collect import RolloutResult
     from spmdrl.training.roles import Roles, Trainer
     from spmdrl.training.step import train_step
@@ -228,7 +228,7 @@ def steps_on(topology, cases, splits, models):
         def engine(kind, model, place, train=train):
             if not place.here:
                 return None
-            team = Team.of(place)
+            team = SequenceParallelGroup.of(place)
             config = replace(train, ulysses=team.size if team else 1)
             return FsdpEngine(kind, model, config, place)
 
@@ -250,7 +250,7 @@ def steps_on(topology, cases, splits, models):
             needs_ref = config.algo.kl_coef > 0 or config.prm is not None
             here = Roles(
                 config, topology, sampling, training, syncing=topology, phases=phases,
-                post=Post(topology), tokenizer=None, sampler=None, weights=None, mailbox=None,
+                post=P2PChannel(topology), tokenizer=None, sampler=None, weights=None, mailbox=None,
                 actor=roles[0], ref=roles[1] if needs_ref else None,
                 critic=roles[2] if config.critic else None, prm=roles[3] if config.prm else None,
                 kl_coef=config.algo.kl_coef, entropy_coef=config.algo.entropy_coef,

@@ -20,12 +20,12 @@ def make_sample(group, index):
 
 
 def dealt(topology, samples, mini_batches, keys=(), roles=None):
-    """(Deal, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks."""
-    from spmdrl.data.packing import deal, pack_samples
+    """(BatchAssignment, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks."""
+    from spmdrl.data.packing import assign_to_ranks, pack_samples
     from spmdrl.distributed.collectives import all_gather_rows
     from spmdrl.training.batch_exchange import (
         FIELDS,
-        Post,
+        P2PChannel,
         packing_order,
         receive_batch,
         send_batch,
@@ -34,9 +34,9 @@ def dealt(topology, samples, mini_batches, keys=(), roles=None):
     roles, me = roles or [topology.ranks], topology.rank
     rows = [(s.group, s.index, s.num_tokens, me) for s in samples]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
-    found = deal(torch.cat(all_gather_rows(table, topology)), mini_batches, roles)
+    found = assign_to_ranks(torch.cat(all_gather_rows(table, topology)), mini_batches, roles)
     by_address = {(s.group, s.index): s for s in samples}
-    post, own, batches = Post(topology), {}, {}
+    post, own, batches = P2PChannel(topology), {}, {}
     for ranks in roles:
         order = packing_order(found, ranks, me)
         addresses = zip(found.groups[order].tolist(), found.indices[order].tolist(), strict=True)
@@ -65,12 +65,12 @@ def balanced_on(topology, makers):
 
 def results_on(topology, roles, makers):
     """What rank r of a role says of a token must reach whoever has it in another role."""
-    from spmdrl.training.batch_exchange import Post, receive_results, send_results
+    from spmdrl.training.batch_exchange import P2PChannel, receive_results, send_results
 
     mine = [make_sample(g, i) for g in range(5) for i in range(3)
             if makers[(g + i) % len(makers)] == topology.rank]  # fmt: skip
     found, batches = dealt(topology, mine, 2, roles=roles)
-    post, wrong = Post(topology), 0
+    post, wrong = P2PChannel(topology), 0
     for source in roles:
         said = None
         if source in batches:

@@ -77,14 +77,14 @@ def three_rounds(scheduler: Any, params: Any, other: Any) -> dict[str, Any]:
     """A whole round; one that ends after half of the groups and is gone on with; one in which the
     weights change."""
     from spmdrl.rollout.answer_codec import resume, share
-    from spmdrl.rollout.scheduler_messages import Goal
+    from spmdrl.rollout.scheduler_messages import StopCondition
 
     requests, engine = long_first(), scheduler.engine
     whole = scheduler.run(requests, params)
     assert not whole.unfinished
     stolen = scheduler.num_stolen
 
-    goal = Goal([i // 4 for i in range(NUM)], enough=4)
+    goal = StopCondition([i // 4 for i in range(NUM)], enough=4)
     early = scheduler.run(requests, params, goal)
     finished, left = (
         share(early.finished, scheduler.topology),
@@ -172,7 +172,7 @@ def _carried(topology: Any, folder: str) -> dict[str, Any]:
     from spmdrl.rollout.base import Completion, Request, SamplingParams
     from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.rollout.scheduler_messages import Goal
+    from spmdrl.rollout.scheduler_messages import StopCondition
 
     place = Topology.build(topology.device, dp=-1, tp=1)
     config = RolloutConfig(engine="hf", dtype="float32", max_num_seqs=4)
@@ -186,7 +186,7 @@ def _carried(topology: Any, folder: str) -> dict[str, Any]:
     }
     engine.policy_version = 1
     asked = [resume(request, begun[i]) for i, request in enumerate(requests)]
-    early = scheduler.run(asked, params, Goal([i // 4 for i in range(40)], enough=1))
+    early = scheduler.run(asked, params, StopCondition([i // 4 for i in range(40)], enough=1))
     left = share(early.unfinished, place)
     rest = scheduler.run([resume(requests[i], c) for i, c in left.items()], params)
     return {"whole": whole, "begun": begun, "left": left, "early": early.finished,

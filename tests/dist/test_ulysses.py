@@ -302,11 +302,14 @@ def test_every_query_meets_its_key_value_head(ranks):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_shares_are_equal_and_make_up_the_micro_batch(size):
-    from spmdrl.engines.fsdp.ulysses import Team, share_of
+    from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, share_of
 
     for name in ("whole", "long", "few"):
         mb = batch_of(name)
-        parts = [share_of(mb, Team(None, size, rank) if size > 1 else None) for rank in range(size)]
+        parts = [
+            share_of(mb, SequenceParallelGroup(None, size, rank) if size > 1 else None)
+            for rank in range(size)
+        ]
         assert len({len(part.token_ids) for part in parts}) == 1
         tokens = torch.cat([part.token_ids for part in parts])
         assert torch.equal(tokens[: mb.num_tokens], mb.token_ids)

@@ -13,7 +13,7 @@ from tiny import SHOWING_TEMPLATE, png, save_qwen_vl
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, SftDataConfig
-from spmdrl.data.images import Vision
+from spmdrl.data.images import ImageProcessor
 from spmdrl.data.sft import SftDataset
 from spmdrl.hub.hf_folder import load_hf_config
 
@@ -84,7 +84,7 @@ def load(folder, topology, rows, template=None, **settings):
     if template is not None:
         settings["chat_template_kwargs"] = {"chat_template": template}
     config = SftDataConfig(train=write(folder / "few.jsonl", rows), **settings)
-    vision = Vision.load(model, load_hf_config(model), config)
+    vision = ImageProcessor.load(model, load_hf_config(model), config)
     return SftDataset.load(
         config.train, AutoTokenizer.from_pretrained(model), config, topology, vision=vision
     )

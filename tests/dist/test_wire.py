@@ -25,7 +25,7 @@ def exchanged_on(topology, how):
 
     if how == "socket":
         module.LIBC = object()  # of another system: no such call
-    wire, me = module.Wire(topology), topology.rank
+    wire, me = module.P2PTransport(topology), topology.rank
     others = [rank for rank in topology.ranks if rank != me]
     readable = sorted(wire.readable), sorted(wire.readers)
     if how == "mixed":  # ranks 0 and 1 share a machine, the third has one of its own
@@ -57,9 +57,9 @@ def can_read() -> bool:
 
 
 def readable_on(topology):
-    from spmdrl.distributed.p2p import Wire
+    from spmdrl.distributed.p2p import P2PTransport
 
-    return list(Wire(topology).readable)
+    return list(P2PTransport(topology).readable)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ def test_messages_arrive_whole_and_in_order(how, may_read):
 
 def scattered_on(topology):
     """One message into more tensors than one call takes."""
-    from spmdrl.distributed.p2p import Spans, Wire
+    from spmdrl.distributed.p2p import P2PTransport, Spans
 
-    wire, count = Wire(topology), 2500
+    wire, count = P2PTransport(topology), 2500
     values = torch.arange(count * 64, dtype=torch.int32)
     if topology.rank == 0:
         assert not wire.reads(1, values.nbytes // 10) and wire.reads(1, values.nbytes)
@@ -102,9 +102,9 @@ def waited_for_on(topology):
     """Whether a sender waits for its reader; what comes of waits out of turn, and twice."""
     import time
 
-    from spmdrl.distributed.p2p import Wire
+    from spmdrl.distributed.p2p import P2PTransport
 
-    wire, size = Wire(topology), 1 << 20
+    wire, size = P2PTransport(topology), 1 << 20
     if topology.rank == 0:
         values = torch.ones(size, dtype=torch.uint8)
         begin = time.monotonic()
@@ -135,11 +135,11 @@ def test_a_sender_waits_for_its_reader_who_reads_in_any_order(may_read):
 
 
 def paired_on(topology):
-    from spmdrl.distributed.p2p import Wire
+    from spmdrl.distributed.p2p import P2PTransport
     from spmdrl.distributed.topology import Topology
 
     pair = Topology.build(topology.device, ranks=[1, 2], dp=-1)
-    return list(Wire(pair).readable) if pair.here else None
+    return list(P2PTransport(pair).readable) if pair.here else None
 
 
 def test_ranks_are_named_by_their_numbers_in_the_job(may_read):

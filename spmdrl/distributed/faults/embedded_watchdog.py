@@ -69,8 +69,7 @@ class Guard:
         phases.watchdog = watchdog
         try:
             yield
-            with phases("end of the call"):  # nobody leaves while another may still fail
-                pass
+            phases.barrier("end of the call")  # nobody leaves while another may still fail
         except (PhaseError, ConfigError):  # all ranks know of it
             raise
         except BaseException as error:  # outside of a phase: on this rank alone

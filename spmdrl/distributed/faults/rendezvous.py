@@ -34,7 +34,7 @@ LINGER_S = 3.0  # rank 0 may be the store's host: the others are to read why fir
 FOREVER = timedelta(days=7)
 
 
-class Start:
+class StartupBarrier:
     """A job's start: ranks meet within `limit_s`, and then connect within it, or the process ends.
 
     torch.distributed waits for as long as a collective may take, which here is days.

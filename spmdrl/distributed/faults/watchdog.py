@@ -84,7 +84,7 @@ class Beat:
 
 
 class Watchdog:
-    """Runs until `close`. Story: a dict with the fields of phases.Story.
+    """Runs until `close`. A story is a dict with the fields of phases.FailureReport.
 
     store: a connection of its own (Store.clone), since calls on a store block each other.
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.

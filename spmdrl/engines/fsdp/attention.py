@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from spmdrl.engines.fsdp.ulysses import Team, to_heads, to_tokens
+from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, to_heads, to_tokens
 
 NAME = "spmdrl_packed"
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
@@ -30,10 +30,14 @@ class Packing:
     cu_seqlens: Tensor  # (num_seqs + 1,) int32, on the device
     max_len: int
     groups: tuple[PaddedGroup, ...]
-    team: Team | None = None  # ranks that hold equal runs of the tokens; None: they are all here
+    team: SequenceParallelGroup | None = (
+        None  # ranks that hold equal runs of the tokens; None: they are all here
+    )
 
     @classmethod
-    def build(cls, seq_lens: Tensor, device: torch.device, team: Team | None = None) -> Packing:
+    def build(
+        cls, seq_lens: Tensor, device: torch.device, team: SequenceParallelGroup | None = None
+    ) -> Packing:
         """seq_lens: (num_seqs,) int64 on the CPU."""
         cu_seqlens = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0))
         groups = padded_groups(seq_lens, cu_seqlens, device)

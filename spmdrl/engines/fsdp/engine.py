@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.data.images import ProcessorFiles, Scene, Sight
+from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
@@ -48,8 +48,8 @@ from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
-    Share,
-    Team,
+    SequenceParallelGroup,
+    TokenShard,
     check_ulysses,
     counted_once,
     share_of,
@@ -96,7 +96,7 @@ class FsdpEngine:
     ) -> None:  # fmt: skip
         """load_weights: without it they are anything, until `take_weights`."""
         layers.check_here(config, topology.device)
-        self.config, self.topology, self.team = config, topology, Team.of(topology)
+        self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
         if kind == "reward":
             hf = build_classifier(model, topology.rank == 0)
@@ -111,7 +111,7 @@ class FsdpEngine:
         self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
         if sees_images(hf.config):
             self.pretrained.append(ProcessorFiles(model))
-        self.sight: Sight | None = None  # of the images in a run's data, where there are any
+        self.sight: BatchImages | None = None  # of the images in a run's data, where there are any
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
@@ -245,11 +245,11 @@ class FsdpEngine:
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
-    def _inputs(self, mb: Batch) -> tuple[Share, Packing]:
+    def _inputs(self, mb: Batch) -> tuple[TokenShard, Packing]:
         mine = share_of(mb, self.team)
         return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
 
-    def _scene(self, mb: Batch) -> Scene | None:
+    def _scene(self, mb: Batch) -> ImageInputs | None:
         return None if self.sight is None else self.sight.scene(mb)
 
     def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
-from spmdrl.data.images import Scene
+from spmdrl.data.images import ImageInputs
 from spmdrl.engines.fsdp import attention
 from spmdrl.hub.hf_folder import auto_class, check_files, load_hf_config, sees_images
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
@@ -44,7 +44,8 @@ class TokenPolicy(nn.Module):
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
-        targets: Tensor, temperature: float, pi_squared: bool = False, scene: Scene | None = None,
+        targets: Tensor, temperature: float, pi_squared: bool = False,
+        scene: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """token_ids, position_ids: (num_tokens,); states, targets: (n,) positions, token ids.
 
@@ -73,7 +74,7 @@ class TokenValue(nn.Module):
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
-        scene: Scene | None = None,
+        scene: ImageInputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32 values of the states after tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
@@ -89,7 +90,7 @@ class TokenReward(nn.Module):
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
-        scene: Scene | None = None,
+        scene: ImageInputs | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32: its output of what ends with tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
@@ -100,7 +101,7 @@ class TokenReward(nn.Module):
 
 def backbone_hidden(
     hf: PreTrainedModel, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing,
-    scene: Scene | None = None,
+    scene: ImageInputs | None = None,
 ) -> Tensor:  # fmt: skip
     """Last hidden state of every token: (num_tokens, hidden_size)."""
     seen: dict[str, Any] = {"position_ids": position_ids[None]}

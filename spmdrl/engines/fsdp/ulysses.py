@@ -26,7 +26,7 @@ from spmdrl.types import Batch
 
 
 @dataclass(frozen=True)
-class Team:
+class SequenceParallelGroup:
     """Ranks that work on the same micro-batches; the first of them is given the sequences."""
 
     group: dist.ProcessGroup
@@ -34,7 +34,7 @@ class Team:
     rank: int
 
     @classmethod
-    def of(cls, topology: Topology) -> Team | None:
+    def of(cls, topology: Topology) -> SequenceParallelGroup | None:
         """This rank's, by the axis sp; None without one, where every rank works by itself."""
         if not topology.has_axis("sp"):
             return None
@@ -46,7 +46,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenShard:
     """The run of a micro-batch's tokens whose hidden states this rank makes."""
 
     seq_lens: Tensor  # (num_seqs,) int64 on the CPU, of the tokens of the whole team; where they
@@ -57,7 +57,7 @@ class Share:
     states: Tensor  # (n,) int64: on which of them
 
 
-def share_of(mb: Batch, team: Team | None) -> Share:
+def share_of(mb: Batch, team: SequenceParallelGroup | None) -> TokenShard:
     """mb: on the device, the same on all ranks of the team."""
     size, rank = (team.size, team.rank) if team is not None else (1, 0)
     device, padding = mb.token_ids.device, -mb.num_tokens % size
@@ -71,13 +71,13 @@ def share_of(mb: Batch, team: Team | None) -> Share:
     rows = mb.loss_mask.nonzero().flatten()
     states = rows - 1 - mine.start
     here = (states >= 0) & (states < num_local)
-    return Share(
+    return TokenShard(
         lens, pad(mb.token_ids, (0, padding))[mine], positions[mine].to(device), rows[here],
         states[here],
     )  # fmt: skip
 
 
-def whole(found: Tensor, rows: Tensor, mb: Batch, team: Team | None) -> Tensor:
+def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:
     """(n,) values of tokens `rows`, these the share of a rank -> (num_tokens,), 0 if masked.
 
     All ranks of the team get all values and then compute the same loss from them: each keeps the
@@ -87,12 +87,12 @@ def whole(found: Tensor, rows: Tensor, mb: Batch, team: Team | None) -> Tensor:
     return values if team is None else SumForward.apply(values, team.group)
 
 
-def shared(batch: Batch, team: Team | None, device: torch.device) -> Batch:
+def shared(batch: Batch, team: SequenceParallelGroup | None, device: torch.device) -> Batch:
     """What the first rank of the team was given, on all of its ranks. Collective over the team."""
     return batch if team is None else broadcast_batch(batch, team.group, 0, device)
 
 
-def counted_once(sums: dict[str, Tensor], team: Team | None) -> dict[str, Tensor]:
+def counted_once(sums: dict[str, Tensor], team: SequenceParallelGroup | None) -> dict[str, Tensor]:
     """Metric sums of one rank, to be added up over all ranks: 0 on all but one of a team."""
     if team is None or team.rank == 0:
         return sums
@@ -103,7 +103,7 @@ def counted_once(sums: dict[str, Tensor], team: Team | None) -> dict[str, Tensor
 
 
 def to_heads(
-    query: Tensor, key: Tensor, value: Tensor, team: Team
+    query: Tensor, key: Tensor, value: Tensor, team: SequenceParallelGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All heads of this rank's tokens -> this rank's heads of all tokens. Collective over the team.
 
@@ -128,7 +128,7 @@ def to_heads(
     return q, k, v
 
 
-def to_tokens(out: Tensor, team: Team) -> Tensor:
+def to_tokens(out: Tensor, team: SequenceParallelGroup) -> Tensor:
     """(1, ranks * num_local, heads / ranks, head_dim) -> (1, num_local, heads, head_dim).
 
     Collective over the team.

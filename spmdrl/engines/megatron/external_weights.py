@@ -24,7 +24,7 @@ from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.megatron.external_model import check_host_model
 from spmdrl.engines.megatron.hf_mapping import load_pretrained
-from spmdrl.engines.megatron.inputs import Cut
+from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import Groups, Parts, generation_config, model_folder
 from spmdrl.engines.stored_dtype import as_stored
@@ -132,7 +132,7 @@ def parts_of(chunks: list[Any], optimizer: Any, hf_config: PreTrainedConfig) -> 
     )
     return Parts(
         "policy", chunks, optimizer, RoleState.of_host(), Groups.of_parallel_state(),
-        Cut("packed", 1, 0, 1), hf_config, [hf_config],
+        SequenceSplit("packed", 1, 0, 1), hf_config, [hf_config],
         ps.get_data_parallel_world_size(with_context_parallel=True), owned=False,
     )  # fmt: skip
 

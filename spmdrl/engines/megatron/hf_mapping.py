@@ -32,7 +32,7 @@ from spmdrl.engines.megatron.model import ValueHead, layer_numbers
 from spmdrl.weights.boxes import Box, sizes
 
 
-class Piece(NamedTuple):
+class HfSlice(NamedTuple):
     """A part of a Hugging Face tensor that lies in a local Megatron parameter."""
 
     name: str  # in the checkpoint
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     tied: bool = False  # the last stage's copy of the embeddings: loaded, but never exported
 
 
-class Cut(NamedTuple):
+class DimensionSplit(NamedTuple):
     """Into how many parts a dimension is cut, and which of them is here."""
 
     parts: int
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
         return self.part * step, (self.part + 1) * step
 
 
-def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tensor, list[Piece]]]:
+def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tensor, list[HfSlice]]]:
     """(Megatron's local name, tensor, what lies in it) of every parameter and expert bias.
 
     chunk: a GPTModel of `build_chunks`, or what wraps it as `.module`. The pieces of a tensor are
@@ -85,7 +85,7 @@ def local_name(rest: str) -> str:
     return rest
 
 
-def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[Piece]:
+def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[HfSlice]:
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if layer is None:
         return _outside_layers(chunk, hf, name, rows)
@@ -108,7 +108,7 @@ def _known(names: dict[str, str], name: str) -> str:
     return names[name]
 
 
-def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[Piece]:
+def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> list[HfSlice]:
     """rows: of the parameter here; a host may have padded the vocabulary more than we do."""
     if name == "decoder.final_layernorm.weight":
         return [_whole("model.norm.weight", hf.hidden_size)]
@@ -128,10 +128,10 @@ def _outside_layers(chunk: Any, hf: PreTrainedConfig, name: str, rows: int) -> l
         return []
     box = ((first, last), (0, hf.hidden_size))
     view = partial(_rows, first=0, count=last - first)
-    return [Piece(_known(names, name), (hf.vocab_size, hf.hidden_size), box, view, tied)]
+    return [HfSlice(_known(names, name), (hf.vocab_size, hf.hidden_size), box, view, tied)]
 
 
-def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[Piece]:
+def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[HfSlice]:
     tp, hidden, heads = _cut(chunk.pg_collection.tp), hf.hidden_size, hf.num_attention_heads
     latent = FAMILIES[hf.model_type].latent
     if rest == "linear_proj.weight":
@@ -147,7 +147,9 @@ def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[Piece]:
     return [_whole(prefix + _known(names, rest), head_dim(hf))]
 
 
-def _qkv(hf: Any, prefix: str, kind: str, tail: tuple[int, ...], tp: Cut) -> list[Piece]:
+def _qkv(
+    hf: Any, prefix: str, kind: str, tail: tuple[int, ...], tp: DimensionSplit
+) -> list[HfSlice]:
     """For each query group the rows of its queries, its key and its value.
 
     With more tensor ranks than groups a group lies on several ranks, cut anywhere.
@@ -164,12 +166,12 @@ def _qkv(hf: Any, prefix: str, kind: str, tail: tuple[int, ...], tp: Cut) -> lis
                 box = ((row, row + end - begin), *((0, size) for size in tail))
                 view = partial(_rows, first=begin - first, count=end - begin)
                 name = f"{prefix}{letter}_proj.{kind}"
-                found.append(Piece(name, (groups * count, *tail), box, view))
+                found.append(HfSlice(name, (groups * count, *tail), box, view))
             start += count
     return found
 
 
-def _latent_attention(hf: Any, prefix: str, rest: str, tp: Cut) -> Piece:
+def _latent_attention(hf: Any, prefix: str, rest: str, tp: DimensionSplit) -> HfSlice:
     hidden, heads = hf.hidden_size, hf.num_attention_heads
     query_rows = heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim)
     key_value_rows = heads * (hf.qk_nope_head_dim + hf.v_head_dim)
@@ -192,7 +194,7 @@ def _latent_attention(hf: Any, prefix: str, rest: str, tp: Cut) -> Piece:
     raise AssertionError(rest)
 
 
-def _mlp(chunk: Any, hf: Any, layer: str, rest: str) -> list[Piece]:
+def _mlp(chunk: Any, hf: Any, layer: str, rest: str) -> list[HfSlice]:
     groups = chunk.pg_collection
     mixtral = hf.model_type == "mixtral"
     prefix = layer + ("block_sparse_moe." if mixtral else "mlp.")
@@ -214,8 +216,8 @@ def _mlp(chunk: Any, hf: Any, layer: str, rest: str) -> list[Piece]:
 
 
 def _glu(
-    prefix: str, names: tuple[str, str, str], part: str, width: int, hf: Any, cut: Cut
-) -> list[Piece]:
+    prefix: str, names: tuple[str, str, str], part: str, width: int, hf: Any, cut: DimensionSplit
+) -> list[HfSlice]:
     """linear_fc1: this rank's rows of the gate projection, then those of the up projection."""
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     if part == "linear_fc2":
@@ -225,25 +227,25 @@ def _glu(
     first, last = cut.range(width)
     box, count = ((first, last), (0, hf.hidden_size)), last - first
     return [
-        Piece(name, (width, hf.hidden_size), box, partial(_rows, first=start, count=count))
+        HfSlice(name, (width, hf.hidden_size), box, partial(_rows, first=start, count=count))
         for name, start in ((gate, 0), (up, count))
     ]
 
 
-def _whole(name: str, *shape: int) -> Piece:
-    return Piece(name, shape, tuple((0, size) for size in shape), _all)
+def _whole(name: str, *shape: int) -> HfSlice:
+    return HfSlice(name, shape, tuple((0, size) for size in shape), _all)
 
 
-def _cut_rows(name: str, shape: tuple[int, int], cut: Cut) -> Piece:
-    return Piece(name, shape, (cut.range(shape[0]), (0, shape[1])), _all)
+def _cut_rows(name: str, shape: tuple[int, int], cut: DimensionSplit) -> HfSlice:
+    return HfSlice(name, shape, (cut.range(shape[0]), (0, shape[1])), _all)
 
 
-def _columns(name: str, shape: tuple[int, int], cut: Cut) -> Piece:
-    return Piece(name, shape, ((0, shape[0]), cut.range(shape[1])), _all)
+def _columns(name: str, shape: tuple[int, int], cut: DimensionSplit) -> HfSlice:
+    return HfSlice(name, shape, ((0, shape[0]), cut.range(shape[1])), _all)
 
 
-def _cut(group: torch.distributed.ProcessGroup) -> Cut:
-    return Cut(group.size(), group.rank())
+def _cut(group: torch.distributed.ProcessGroup) -> DimensionSplit:
+    return DimensionSplit(group.size(), group.rank())
 
 
 def _all(parameter: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Form = Literal["packed", "packed_host", "padded"]  # packed_host: for Transforme
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceSplit:
     """How many ranks share a row of tokens, and which of them this is."""
 
     form: Form
@@ -44,7 +44,7 @@ class Inputs:
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
 
 
-def inputs_of(batch: Batch, cut: Cut) -> Inputs:
+def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
     """batch: on the device."""
     if cut.form == "padded":
         return _padded(batch, cut)
@@ -74,7 +74,7 @@ def inputs_of(batch: Batch, cut: Cut) -> Inputs:
     )  # fmt: skip
 
 
-def _params(room: Tensor, cut: Cut, device: torch.device) -> Any:
+def _params(room: Tensor, cut: SequenceSplit, device: torch.device) -> Any:
     if cut.form == "packed":
         return packed_params(room, device, cut.context, cut.context_rank)
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -87,7 +87,7 @@ def _params(room: Tensor, cut: Cut, device: torch.device) -> Any:
     )  # fmt: skip
 
 
-def _padded(batch: Batch, cut: Cut) -> Inputs:
+def _padded(batch: Batch, cut: SequenceSplit) -> Inputs:
     """Padding follows the tokens, so that causal attention does not see it."""
     lens, device = batch.seq_lens, batch.token_ids.device
     width = -(-int(lens.max()) // cut.tensor) * cut.tensor

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
-from spmdrl.engines.megatron.inputs import Cut
+from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.parallel_state import RoleState
@@ -77,7 +77,7 @@ class Parts:
     optimizer: Any  # a MegatronOptimizer; None if frozen
     state: RoleState
     groups: Groups
-    cut: Cut
+    cut: SequenceSplit
     hf_config: PreTrainedConfig
     pretrained: list[Any]
     dp_size: int  # with the context-parallel ranks
@@ -323,7 +323,7 @@ def build_parts(
             optimizer = build_optimizer(chunks, mega, config.optim)
         groups = Groups.of_parallel_state()
         dp_size = topology.world // (degrees.tensor * degrees.pipeline)
-    cut = Cut(
+    cut = SequenceSplit(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
     )  # fmt: skip

@@ -108,7 +108,7 @@ class Result:
     seconds: float
 
 
-class Ended(NamedTuple):
+class SandboxExit(NamedTuple):
     """How the conversation with a sandbox ended."""
 
     ready: bool  # it was there; so what came after is the code's doing
@@ -342,7 +342,7 @@ def packages() -> list[str]:
 
 def converse(
     sandbox: subprocess.Popen[bytes], request: bytes, count: int, limits: Limits, total_s: float
-) -> Ended:
+) -> SandboxExit:
     """Writes and reads, never waiting for one alone, until all is told or a limit is hit."""
     assert sandbox.stdin and sandbox.stdout and sandbox.stderr
     feed, out, err = sandbox.stdin.fileno(), sandbox.stdout.fileno(), sandbox.stderr.fileno()
@@ -365,7 +365,7 @@ def converse(
             elif not sandbox_inside.take(fd, said[fd], most[fd]):
                 if fd == out:
                     sandbox_inside.take(err, said[err], MOST_WORDS)  # its last words came before
-                    return Ended(ready, results, "killed", time.monotonic() - last, said[err])
+                    return SandboxExit(ready, results, "killed", time.monotonic() - last, said[err])
                 polled.unregister(fd)
         now = time.monotonic()
         new, place = parse(said[out], place)
@@ -383,8 +383,8 @@ def converse(
             status = over_limits(sandbox.pid, limits.memory_mib, is_weak())
             look_at = time.monotonic() + TICK_S
         if status is not None and len(results) < count:
-            return Ended(ready, results, status, now - last, said[err])
-    return Ended(True, results, "killed", 0.0, said[err])
+            return SandboxExit(ready, results, status, now - last, said[err])
+    return SandboxExit(True, results, "killed", 0.0, said[err])
 
 
 def parse(data: bytearray, place: int) -> tuple[list[Result], int]:

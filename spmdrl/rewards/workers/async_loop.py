@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdrl.rewards.workers.pool import Function, Limits, worker_setup
 from spmdrl.rewards.workers.process import Kind, WorkerLost, WorkerProcess
-from spmdrl.rewards.workers.worker import Outcome
+from spmdrl.rewards.workers.worker import RewardResult
 from spmdrl.rewards.workers.worker_loop import CANCEL_S, not_ended
 
 ASYNC_GRACE_S = 5.0  # beyond the time limit, for a coroutine to answer to its cancellation
@@ -27,7 +27,7 @@ class LoopThread:
     """
 
     def __init__(
-        self, functions: list[Function], config: Limits, ranks: int, kind: Kind = Outcome
+        self, functions: list[Function], config: Limits, ranks: int, kind: Kind = RewardResult
     ) -> None:
         """Starts the process in the background. Raises ConfigError as worker_setup."""
         self.timeout_s, self.grace_s, self.kind = config.timeout_s, ASYNC_GRACE_S, kind

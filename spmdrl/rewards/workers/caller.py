@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from spmdrl.config import ConfigError, RewardConfig
 from spmdrl.rewards.workers.async_loop import LoopThread
 from spmdrl.rewards.workers.pool import Function, Kind, Limits, WorkerPool, name_of
-from spmdrl.rewards.workers.worker import Outcome
+from spmdrl.rewards.workers.worker import RewardResult
 
 
 class Submitted(NamedTuple):
@@ -36,7 +36,7 @@ class Caller:
     """
 
     def __init__(
-        self, functions: Sequence[Function], config: Limits, ranks: int, kind: Kind = Outcome
+        self, functions: Sequence[Function], config: Limits, ranks: int, kind: Kind = RewardResult
     ) -> None:
         """ranks: how many have one, and share the limits for coroutines. kind: see WorkerPool."""
         check(config)

@@ -20,7 +20,7 @@ from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.rewards.builtin import IMPORTED_FIRST
 from spmdrl.rewards.workers.process import Kind, Setup, WorkerProcess
 from spmdrl.rewards.workers.stateful_tools import Objects
-from spmdrl.rewards.workers.worker import Outcome
+from spmdrl.rewards.workers.worker import RewardResult
 
 MOST_HOMES = 1 << 16  # of samples that went elsewhere before they were over, for the most part
 
@@ -91,7 +91,9 @@ class Jobs:
 class WorkerPool:
     """Worker processes, each driven by a thread of its own."""
 
-    def __init__(self, functions: list[Function], config: Limits, kind: Kind = Outcome) -> None:
+    def __init__(
+        self, functions: list[Function], config: Limits, kind: Kind = RewardResult
+    ) -> None:
         """kind: what is made of what a function returns, and of a call that failed."""
         self.timeout_s = config.timeout_s
         self.index = {id(function): i for i, function in enumerate(functions)}

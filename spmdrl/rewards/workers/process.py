@@ -19,14 +19,14 @@ from typing import Any
 
 from spmdrl.config import ConfigError
 from spmdrl.rewards.workers import keeper
-from spmdrl.rewards.workers.worker import TOKEN_BYTES, Frames, NoFrame, Outcome, Reply
+from spmdrl.rewards.workers.worker import TOKEN_BYTES, Frames, NoFrame, Reply, RewardResult
 
 START_LIMIT_S = 300.0  # for a worker to import what the functions need
 START_TRIES = 3  # of a worker that something kills while it starts
 STATUS_S = 2.0  # for the keeper to say how a worker ended that has hung up
 KEEPER_S = keeper.SWEEP_S + 5.0  # for the keeper to end
 
-Kind = type[Outcome] | type[Reply]
+Kind = type[RewardResult] | type[Reply]
 
 
 class WorkerLost(Exception):

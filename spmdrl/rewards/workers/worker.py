@@ -40,7 +40,7 @@ MOST_FDS = 1 << 14  # below which it lies, however many there may be
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
 
-class Outcome(NamedTuple):
+class RewardResult(NamedTuple):
     """What became of one call: a reward, or the reason why there is none."""
 
     reward: float | None  # those of turns included
@@ -50,11 +50,11 @@ class Outcome(NamedTuple):
     turns: list[float] | None = None  # None: it said nothing of turns
 
     @classmethod
-    def failed(cls, reason: str) -> Outcome:
+    def failed(cls, reason: str) -> RewardResult:
         return cls(None, {}, reason)
 
     @classmethod
-    def of(cls, result: Any) -> Outcome:
+    def of(cls, result: Any) -> RewardResult:
         return to_outcome(result)
 
 
@@ -91,13 +91,15 @@ def plain(value: Any) -> Any:
     return json.loads(text.encode(errors="replace").decode())
 
 
-KINDS: dict[str, type[Outcome] | type[Reply]] = {"Outcome": Outcome, "Reply": Reply}
+KINDS: dict[str, type[RewardResult] | type[Reply]] = {
+    kind.__name__: kind for kind in (RewardResult, Reply)
+}
 
 
 def call(
     function: Callable[..., Any], arguments: dict[str, Any],
-    kind: type[Outcome] | type[Reply] = Outcome,
-) -> Outcome | Reply:  # fmt: skip
+    kind: type[RewardResult] | type[Reply] = RewardResult,
+) -> RewardResult | Reply:  # fmt: skip
     try:
         return kind.of(function(**arguments))
     except BaseException as error:  # noqa: BLE001  a user's code may raise anything
@@ -111,7 +113,7 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"... {text[-MAX_REASON_CHARS:]}"
 
 
-def to_outcome(result: Any) -> Outcome:
+def to_outcome(result: Any) -> RewardResult:
     """A number, or a mapping with "score", or with a list of "turns", whose sum is added to the
     score. Of its other entries the numbers are kept for the log.
 
@@ -149,14 +151,14 @@ def to_outcome(result: Any) -> Outcome:
         if not abs(number) < LARGEST:  # nan too
             return not_valid(f"returned {number} as its {key}")
     if turns is None:
-        return Outcome(reward, info, None, pred)
+        return RewardResult(reward, info, None, pred)
     for i, number in enumerate(turns, start=1):
         if not abs(number) < LARGEST:
             return not_turns(f"returned {number} for turn {i} of {len(turns)}")
     total = math.fsum([reward, *turns])
     if not abs(total) < LARGEST:
         return not_turns(f"returned {len(turns)} turns that make its reward {total}")
-    return Outcome(total, info, None, pred, turns)
+    return RewardResult(total, info, None, pred, turns)
 
 
 def to_text(value: Any) -> str | None:
@@ -166,15 +168,15 @@ def to_text(value: Any) -> str | None:
     return text and str(text)[:MAX_PRED_CHARS].encode(errors="replace").decode()
 
 
-def not_valid(what: str) -> Outcome:
-    return Outcome.failed(
+def not_valid(what: str) -> RewardResult:
+    return RewardResult.failed(
         f"the reward function {what}; expected a finite number, or a dict with a finite number "
         "under 'score'; with rewards.per_turn a dict with a list of them under 'turns'"
     )
 
 
-def not_turns(what: str) -> Outcome:
-    return Outcome.failed(
+def not_turns(what: str) -> RewardResult:
+    return RewardResult.failed(
         f"the reward function {what}; expected a list of finite numbers, one for each turn of the "
         "policy's, with rewards.per_turn=True, and no such entry without"
     )
@@ -240,7 +242,7 @@ class Frames:
         return shorten(repr(bytes(self.received[:80]).replace(self.token, b"")))
 
 
-class Line:
+class WorkerConnection:
     """The worker's end of the connection.
 
     Its descriptor has a high number, which loops over small ones miss, and is closed in forks.
@@ -320,10 +322,10 @@ def main(fd: int, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # meant for the trainer, which
         signal.signal(number, lambda *_: None)  # may want to end its step; children take defaults
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer has gone: nobody to tell
-        serve(Line(fd))
+        serve(WorkerConnection(fd))
 
 
-def serve(line: Line) -> None:
+def serve(line: WorkerConnection) -> None:
     """Loads the functions, then answers calls. What user code raises is an answer too."""
     setup = line.receive()
     try:

@@ -19,7 +19,7 @@ from spmdrl.rewards.workers import worker
 CANCEL_S = 0.1  # for coroutines to be cancelled in, when all ends
 
 Function = Callable[..., Any]
-Kind = type[worker.Outcome] | type[worker.Reply]
+Kind = type[worker.RewardResult] | type[worker.Reply]
 
 
 async def call_async(function: Function, arguments: dict[str, Any], kind: Kind) -> Any:
@@ -79,8 +79,8 @@ class Server:
     tasks of others, must not hold up the rest."""
 
     def __init__(
-        self, line: worker.Line, functions: list[Function], kind: Kind, timeout_s: float,
-        grace_s: float,
+        self, line: worker.WorkerConnection, functions: list[Function], kind: Kind,
+        timeout_s: float, grace_s: float,
     ) -> None:  # fmt: skip
         self.line, self.functions, self.kind = line, functions, kind
         self.timeout_s, self.grace_s = timeout_s, grace_s
@@ -140,7 +140,11 @@ class Server:
 
 
 def serve(
-    line: worker.Line, functions: list[Function], kind: str, timeout_s: float, grace_s: float
+    line: worker.WorkerConnection,
+    functions: list[Function],
+    kind: str,
+    timeout_s: float,
+    grace_s: float,
 ) -> None:
     """Until the trainer shuts the connection down; what runs then is cancelled.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.data.images import Looks
+from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
 from spmdrl.hub.model_files import eos_token_ids
@@ -47,7 +47,7 @@ class HfEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False, looks: Looks | None = None, load_weights: bool = True,
+        strict: bool = False, looks: ImageLimits | None = None, load_weights: bool = True,
     ) -> None:  # fmt: skip
         """strict: see strict.py. looks: which images prompts have, where the model sees any.
 

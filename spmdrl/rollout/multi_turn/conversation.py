@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     number: int  # 1: the first
 
 
-class Asked(NamedTuple):
+class ToolRequest(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
     call: Call | None
@@ -73,7 +73,7 @@ class Pending(NamedTuple):
     """A turn whose replies are being made."""
 
     turn: Completion
-    asked: list[Asked]
+    asked: list[ToolRequest]
 
 
 class Dialogue:
@@ -105,9 +105,9 @@ class Dialogue:
         too_many = f"not called: a turn may call {most} tools at most"
         return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
 
-    def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> Round:
+    def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> TurnHandler:
         """For one round of the scheduler: (prompt, sample index) of each of its requests."""
-        return Round(self, addressed, params.max_tokens)
+        return TurnHandler(self, addressed, params.max_tokens)
 
     def lines(self) -> list[str]:
         """For --dry-run: who replies, and how a reply looks to the model."""
@@ -127,8 +127,8 @@ class Dialogue:
 
 
 @dataclass
-class Round:
-    """rounds.Others of one round."""
+class TurnHandler:
+    """Handles the turns of one round (scheduler_messages.ReplyHandler)."""
 
     by: Dialogue
     addressed: list[tuple[Prompt, int]]
@@ -151,7 +151,7 @@ class Round:
         prompt, sample_index = self.addressed[position]
         return f"{prompt.id}/{sample_index}"
 
-    def asked(self, position: int, turn: Completion) -> list[Asked]:
+    def asked(self, position: int, turn: Completion) -> list[ToolRequest]:
         """Each call of a tool; without one the environment, if there is one. In the last turn that
         there may be nothing is called, since nobody would read the reply."""
         by, (prompt, sample_index) = self.by, self.addressed[position]
@@ -160,14 +160,14 @@ class Round:
         if calls or by.environment is None:
             is_last = len(turns) >= by.limits.max_turns
             if is_last:
-                return [Asked(call, None) for call in calls]
+                return [ToolRequest(call, None) for call in calls]
             return self.submitted(calls, position, turn)
         said = messages_of(turn, by.replies.texts(turn))
         told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
         given = {name: ARGUMENTS[name](told) for name in by.arguments}
-        return [Asked(None, by.caller.submit(by.environment, given))]
+        return [ToolRequest(None, by.caller.submit(by.environment, given))]
 
-    def submitted(self, calls: list[Call], position: int, turn: Completion) -> list[Asked]:
+    def submitted(self, calls: list[Call], position: int, turn: Completion) -> list[ToolRequest]:
         """All at once, but those of one object one after the other."""
         by, of_objects = self.by, {}
         for objects in dict.fromkeys(call.objects for call in calls if call.objects):
@@ -176,12 +176,12 @@ class Round:
         asked, places = [], dict.fromkeys(of_objects, 0)
         for call in calls:
             if call.arguments is None:
-                asked.append(Asked(call, None))
+                asked.append(ToolRequest(call, None))
             elif call.objects is None:
                 function = by.toolbox.functions[call.name]
-                asked.append(Asked(call, by.caller.submit(function, call.arguments)))
+                asked.append(ToolRequest(call, by.caller.submit(function, call.arguments)))
             else:
-                asked.append(Asked(call, of_objects[call.objects], places[call.objects]))
+                asked.append(ToolRequest(call, of_objects[call.objects], places[call.objects]))
                 places[call.objects] += 1
         return asked
 
@@ -209,7 +209,7 @@ class Round:
     def is_ready(self, pending: Pending) -> bool:
         return all(asked.under_way is None or asked.under_way.is_ready() for asked in pending.asked)
 
-    def result(self, asked: Asked) -> Reply:
+    def result(self, asked: ToolRequest) -> Reply:
         if asked.under_way is None:
             assert asked.call is not None
             return Reply(None, asked.call.problem)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig
-from spmdrl.data.images import Looks
+from spmdrl.data.images import ImageLimits
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.rollout.rng import preserved_rng
@@ -77,7 +77,7 @@ def build_core(
     device: torch.device,
     strict: bool = False,
     lora: LoraConfig | None = None,
-    looks: Looks | None = None,
+    looks: ImageLimits | None = None,
     load_weights: bool = True,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""

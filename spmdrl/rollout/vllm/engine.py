@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
-from spmdrl.data.images import Looks
+from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.model_files import eos_token_ids
@@ -53,7 +53,7 @@ class VllmEngine:
 
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
-        strict: bool = False, lora: LoraConfig | None = None, looks: Looks | None = None,
+        strict: bool = False, lora: LoraConfig | None = None, looks: ImageLimits | None = None,
         load_weights: bool = True,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see strict.py.

@@ -17,7 +17,7 @@ from spmdrl_kernels.fp8 import BLOCK, DTYPE, num_blocks, quantize_blocks
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.weights.engine_layout import Layout, Place
+from spmdrl.weights.engine_layout import Layout, ParamView
 
 SCALE = "_scale_inv"
 CPU_TILE = 32
@@ -156,7 +156,7 @@ def fp8_layout(
     return layout
 
 
-def check_form(name: str, place: Place) -> None:
+def check_form(name: str, place: ParamView) -> None:
     """Raises ConfigError where a kernel has brought weight or scales into a layout of its own."""
     module: Any = place.module
     weight, scale = getattr(module, place.name), module.weight_scale_inv

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.data.images import Looks
+from spmdrl.data.images import ImageLimits
 from spmdrl.rollout.base import Request
 
 
-def engine_args(looks: Looks) -> dict[str, Any]:
+def engine_args(looks: ImageLimits) -> dict[str, Any]:
     return {
         # without any, vLLM would leave the tower out, and its weights had no place
         "limit_mm_per_prompt": {"image": max(looks.per_prompt, 1), "video": 0},
@@ -31,7 +31,7 @@ def engine_args(looks: Looks) -> dict[str, Any]:
 
 
 @contextmanager
-def sizes_of(looks: Looks, max_model_len: int) -> Iterator[None]:
+def sizes_of(looks: ImageLimits, max_model_len: int) -> Iterator[None]:
     """While an engine is built: it asks its processor for limits, and for the largest image, by
     which it measures the memory of a pass."""
     import_without_torchvision()
@@ -61,7 +61,7 @@ def sizes_of(looks: Looks, max_model_len: int) -> Iterator[None]:
         kind.create_processor = create_processor
 
 
-def features(looks: Looks, request: Request) -> list[Any] | None:
+def features(looks: ImageLimits, request: Request) -> list[Any] | None:
     """As EngineCoreRequest.mm_features. identifier: of the pixels, by which vLLM keeps what the
     vision tower made of them, and the prefixes that they are part of."""
     if not request.images:

@@ -21,7 +21,7 @@ from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, box_of, view, whole
 from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
-from spmdrl.weights.engine_layout import Layout, Place
+from spmdrl.weights.engine_layout import Layout, ParamView
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smaller ones are padded
 ID = 1  # of the adapter in vLLM
@@ -114,7 +114,7 @@ class AdapterSlots:
             holder = nn.Module()  # the memory itself stays for as long as the engine
             holder.register_buffer("held", held)
             found.regions.append((name, part_on_rank(slot, name, shape)))
-            found.places.append(Place(holder, "held", 0, tuple(held.shape), held.stride()))
+            found.places.append(ParamView(holder, "held", 0, tuple(held.shape), held.stride()))
         return found
 
     def load(self, given: Mapping[str, Tensor]) -> None:

@@ -178,7 +178,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Requests of like length, whose attention is computed together."""
 
     rows: Tensor  # (num_seqs, most queries) int64: of the step's tokens; the last is repeated
@@ -207,7 +207,7 @@ def paged_attention(
 
 
 def attend(
-    query: Tensor, kv_cache: Tensor, bucket: Bucket, scale: float, window: int | None
+    query: Tensor, kv_cache: Tensor, bucket: LengthBucket, scale: float, window: int | None
 ) -> Tensor:
     """query: (num_seqs, num_queries, heads, head_dim) -> the same."""
     caches = kv_cache.split(query.shape[-1], dim=-1)
@@ -228,7 +228,7 @@ def own_window(impl: Any) -> int | None:
     return None if window is None or window < 0 else window
 
 
-def buckets_of(metadata: Any, block_size: int) -> list[Bucket]:
+def buckets_of(metadata: Any, block_size: int) -> list[LengthBucket]:
     """Of this step; found once for all layers that share its metadata."""
     if not hasattr(metadata, "strict_buckets"):
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -247,7 +247,7 @@ def buckets_of(metadata: Any, block_size: int) -> list[Bucket]:
 
 def bucket_of(
     members: list[int], starts: list[int], lengths: list[int], table: Tensor, block_size: int
-) -> Bucket:
+) -> LengthBucket:
     start = torch.tensor([starts[i] for i in members])[:, None]
     count = torch.tensor([starts[i + 1] - starts[i] for i in members])[:, None]
     length = torch.tensor([lengths[i] for i in members])[:, None]
@@ -256,7 +256,7 @@ def bucket_of(
     order = order.minimum(count - 1)
     num_blocks = -(-int(length.max()) // block_size)
     device = table.device
-    return Bucket(
+    return LengthBucket(
         (start + order).to(device),
         (length - count + order).to(device),
         own.to(device),

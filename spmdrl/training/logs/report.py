@@ -17,7 +17,7 @@ from spmdrl.training.logs.answers import few_answers
 from spmdrl.training.logs.curves import Curve, Row, draw_curve
 from spmdrl.training.logs.learning_signs import LearningSigns
 from spmdrl.training.logs.metrics import RunLog
-from spmdrl.training.logs.summary import SUMMARY, Ended, Start, read_rows, summary
+from spmdrl.training.logs.summary import SUMMARY, FinishedRun, LaunchCommand, read_rows, summary
 from spmdrl.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class Report:
         other ranks have left; where a signal stopped the run at once, since all leave together."""
         if not self.log.active:
             return
-        ended = Ended(self.config, self.curve, start_of(self.runtime, self.program), step, stopped)
+        ended = FinishedRun(
+            self.config, self.curve, start_of(self.runtime, self.program), step, stopped
+        )
         rows: list[Row] = []
 
         def tell() -> None:
@@ -79,7 +81,7 @@ class Report:
             self.runtime.at_end = draw
 
 
-def draw_run(ended: Ended, rows: Sequence[Row]) -> None:
+def draw_run(ended: FinishedRun, rows: Sequence[Row]) -> None:
     path = Path(ended.run_dir, ended.curve.picture)
     if not draw_curve(rows, ended.curve, f"{ended.curve.name} of {ended.run_dir}", path):
         logger.warning("metrics.jsonl has no %s to draw", ended.curve.training)
@@ -93,8 +95,8 @@ def attempt(what: str, work: Callable[[], None]) -> None:
         logger.warning("the run leaves no %s: %s: %s", what, type(error).__name__, error)
 
 
-def start_of(runtime: Runtime, program: str) -> Start:
+def start_of(runtime: Runtime, program: str) -> LaunchCommand:
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = -(-runtime.topology.world // here)
     launched = "TORCHELASTIC_RUN_ID" in os.environ or here > 1
-    return Start(program, runtime.arguments, here, hosts, launched)
+    return LaunchCommand(program, runtime.arguments, here, hosts, launched)

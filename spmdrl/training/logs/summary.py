@@ -22,7 +22,7 @@ MOST_AVERAGED = 10  # steps at the start and at the end, for the training curve
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchCommand:
     """How the run was started, to write commands that work beside it."""
 
     program: str  # "spmdrl.ppo"
@@ -41,12 +41,12 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRun:
     """A run that has just ended."""
 
     config: RunConfig
     curve: Curve
-    start: Start
+    start: LaunchCommand
     step: int  # the last that was done
     stopped: bool  # by a signal, before config.steps
 
@@ -78,7 +78,7 @@ def read_rows(run_dir: Path) -> list[Row]:
     return [json.loads(line.strip(b"\0")) for line in lines if step_of(line) is not None]
 
 
-def summary(ended: Ended, rows: Sequence[Row]) -> str:
+def summary(ended: FinishedRun, rows: Sequence[Row]) -> str:
     """The whole text; of a run that a signal stopped only what there is to know to go on."""
     parts = [[headline(ended), *timing_lines(rows)], result_lines(ended, rows)]
     if not ended.stopped:
@@ -91,7 +91,7 @@ def summary(ended: Ended, rows: Sequence[Row]) -> str:
 # ---- what was done
 
 
-def headline(ended: Ended) -> str:
+def headline(ended: FinishedRun) -> str:
     steps = f"{ended.step} of {ended.config.steps} steps done"
     return f"{'Stopped' if ended.stopped else 'Finished'}: {steps}; run folder {ended.run_dir}"
 
@@ -119,7 +119,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def result_lines(ended: Ended, rows: Sequence[Row]) -> list[str]:
+def result_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
     curve = ended.curve
     held_out, training = points(rows, curve.held_out), points(rows, curve.training)
     table: list[tuple[str, str]] = []
@@ -158,7 +158,7 @@ def span(found: Points) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def best_line(ended: Ended, rows: Sequence[Row]) -> tuple[str, str] | None:
+def best_line(ended: FinishedRun, rows: Sequence[Row]) -> tuple[str, str] | None:
     found = best_step(ended, rows)
     if found is None:
         return None
@@ -171,7 +171,7 @@ def best_line(ended: Ended, rows: Sequence[Row]) -> tuple[str, str] | None:
     return "best", f"{metric} {value:.4g} after step {step}; {where}"
 
 
-def best_step(ended: Ended, rows: Sequence[Row]) -> tuple[str, int, float] | None:
+def best_step(ended: FinishedRun, rows: Sequence[Row]) -> tuple[str, int, float] | None:
     """(metric, step, value): by what chooses checkpoints where it does, else by the run's curve. Of
     equals the latest."""
     choice = ended.config.checkpoint
@@ -187,7 +187,7 @@ def best_step(ended: Ended, rows: Sequence[Row]) -> tuple[str, int, float] | Non
     return None
 
 
-def folders(ended: Ended) -> dict[int, Path]:
+def folders(ended: FinishedRun) -> dict[int, Path]:
     """The checkpoints that stand, by step."""
     return dict(steps_in(ended.run_dir / "checkpoints"))
 
@@ -195,7 +195,7 @@ def folders(ended: Ended) -> dict[int, Path]:
 # ---- answers
 
 
-def answer_lines(ended: Ended, rows: Sequence[Row]) -> list[str]:
+def answer_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
     """Held-out answers of the last evaluation, else answers of the last step."""
     if not isinstance(ended.config, PpoConfig):
         return []
@@ -226,7 +226,7 @@ def truth_text(row: SampleRow) -> str:
 # ---- files
 
 
-def file_lines(ended: Ended) -> list[str]:
+def file_lines(ended: FinishedRun) -> list[str]:
     """What lies where, of what is there."""
     config, run_dir = ended.config, ended.run_dir
     model: list[tuple[Path, str]] = []
@@ -250,14 +250,14 @@ def holds_something(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
-def told_steps(ended: Ended) -> str:
+def told_steps(ended: FinishedRun) -> str:
     return ", ".join(map(str, folders(ended)))
 
 
 # ---- commands
 
 
-def next_lines(ended: Ended, rows: Sequence[Row]) -> list[str]:
+def next_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
     commands = continue_commands(ended)
     if not ended.stopped:
         commands = [*model_commands(ended, rows), *look_commands(ended), *commands]
@@ -267,7 +267,7 @@ def next_lines(ended: Ended, rows: Sequence[Row]) -> list[str]:
     return lines if commands else []
 
 
-def model_commands(ended: Ended, rows: Sequence[Row]) -> list[tuple[str, str]]:
+def model_commands(ended: FinishedRun, rows: Sequence[Row]) -> list[tuple[str, str]]:
     """For the best checkpoint that is kept, else the newest. Fine-tuning has written its model."""
     kept, config = folders(ended), ended.config
     if not isinstance(config, PpoConfig):
@@ -291,7 +291,7 @@ def model_commands(ended: Ended, rows: Sequence[Row]) -> list[tuple[str, str]]:
     return found
 
 
-def look_commands(ended: Ended) -> list[tuple[str, str]]:
+def look_commands(ended: FinishedRun) -> list[tuple[str, str]]:
     """Ways to look at the run."""
     folder = str(ended.run_dir)
     found = [("see what each rank did when", ["python", "-m", "spmdrl.timeline", folder])]
@@ -300,7 +300,7 @@ def look_commands(ended: Ended) -> list[tuple[str, str]]:
     return [(what, shlex.join(words)) for what, words in found]
 
 
-def continue_commands(ended: Ended) -> list[tuple[str, str]]:
+def continue_commands(ended: FinishedRun) -> list[tuple[str, str]]:
     """How the run goes on: from its newest checkpoint."""
     if not folders(ended):
         return []
@@ -312,7 +312,9 @@ def continue_commands(ended: Ended) -> list[tuple[str, str]]:
     return [again(ended, what, dropped, more)]
 
 
-def again(ended: Ended, what: str, dropped: Sequence[str], more: Sequence[str]) -> tuple[str, str]:
+def again(
+    ended: FinishedRun, what: str, dropped: Sequence[str], more: Sequence[str]
+) -> tuple[str, str]:
     """The run's own command with other options; where it has several hosts these options alone."""
     if ended.start.hosts > 1:
         return f"{what}: the command that started the run, with", shlex.join(more)

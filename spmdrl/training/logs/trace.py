@@ -25,7 +25,7 @@ WAIT = "wait "  # a span so named is never busy
 PhaseSeconds = dict[str, tuple[float, float]]  # of one rank: phase -> (busy, waiting) seconds
 
 
-class Line(NamedTuple):
+class TraceLine(NamedTuple):
     """One rank's step, as it stands in the file."""
 
     step: int
@@ -167,11 +167,11 @@ def idle_share(busy_s: float, total_s: float) -> float:
     return max(1.0 - busy_s / total_s, 0.0) if total_s > 0 else 0.0
 
 
-def parse(row: str) -> Line | None:
+def parse(row: str) -> TraceLine | None:
     """None for what is no line of a trace."""
     try:
         raw = json.loads(row)
         spans = [(str(n), float(s), float(e), float(a)) for n, s, e, a in raw["spans"]]
-        return Line(int(raw["step"]), str(raw["host"]), spans)
+        return TraceLine(int(raw["step"]), str(raw["host"]), spans)
     except (ValueError, KeyError, TypeError):
         return None
