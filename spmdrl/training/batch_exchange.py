@@ -53,15 +53,18 @@ class P2PChannel:
         self.under_way.append((self.step, self.wire.isend(values, to), values))
 
     def expect(self, place: Tensor, source: int) -> list[Work]:
-        """What `source` sends next will lie in `place` when the result was waited for."""
+        """Returns the receives that fill `place` with what `source` sends next, once they are
+        waited for.
+        """
         if place.numel() == 0:
             return []
         self.moved_bytes += place.nbytes
         return [self.wire.irecv(place, source)]
 
     def begin(self, step: int, delivered: int) -> None:
-        """What is sent from here on is of `step`. Lets go of what was sent up to step `delivered`,
-        once it has arrived: that is known of a message only when it is waited for."""
+        """Marks all that is sent from here on as of `step`. Lets go of what was sent up to step
+        `delivered`, once it has arrived: that is known of a message only when it is waited for.
+        """
         self.step = step
         self.wait_until_delivered(delivered)
 
@@ -173,7 +176,7 @@ def seq_floats(batch: Batch) -> Tensor:
 
 
 def set_seq_floats(batch: Batch, values: Tensor) -> None:
-    """What `seq_floats` took."""
+    """Sets the fields that `seq_floats` has packed into columns."""
     batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
     batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
     batch.prompts = values[:, 3].long()

@@ -1,4 +1,4 @@
-"""What a run works with, made from its config: data, engines, who is where."""
+"""Makes what a run works with from its config: data, engines, and who is where."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from spmdrl.types import Prompt, Sample
 
 @dataclass
 class RlRun:
-    """What the loop works with."""
+    """A run of reinforcement learning: all that its loop works with."""
 
     config: PpoConfig
     runtime: Runtime
@@ -64,7 +64,7 @@ class RlRun:
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
-        """Those on this rank that are trained, so saved and resumed."""
+        """Returns the engines of this rank that are trained, so saved and resumed."""
         return {
             trainer.name: trainer.engine
             for trainer in self.roles.trainers
@@ -73,7 +73,7 @@ class RlRun:
 
     @cached_property
     def flops(self) -> Flops:
-        """What the actor computes for what it learns from."""
+        """Returns how to count the actor's FLOPs for what it learns from."""
         frozen = self.config.actor.lora is not None
         return Flops.of_model(load_hf_config(self.config.model), frozen)
 
@@ -151,7 +151,7 @@ def build(
 
 
 def check_enough(config: PpoConfig, num_prompts: int) -> None:
-    """For one step, over-sampled."""
+    """Raises ConfigError where the data has too few prompts for one step, over-sampled."""
     per_step, oversample = config.data.prompts_per_step, config.rollout.oversample
     asked = math.ceil(per_step * oversample)
     require(
@@ -164,7 +164,9 @@ def check_enough(config: PpoConfig, num_prompts: int) -> None:
 def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
 ) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, ImageLimits | None]:
-    """To train on, held out, the order of the first, and the images of both. Collective."""
+    """Loads the prompts to train on and those held out, with the order of the first and the image
+    limits of both. Collective.
+    """
     data = config.data
     prompts = load_dataset(data.train, config, tokenizer, topology)
     order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
@@ -225,7 +227,7 @@ def build_trainers(
     placement: Placement,
     host: Trainer | None,
 ) -> dict[str, Trainer]:
-    """By name. Collective."""
+    """Builds the models that are trained, and the reference; by the role's name. Collective."""
     trainers = {} if host is None else {"actor": host}
     for name, role in training_roles(config).items():
         if name in trainers:
@@ -282,7 +284,7 @@ def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialog
 
 
 def reward_degrees(config: PpoConfig) -> dict[str, Any]:
-    """Of the ranks that score."""
+    """Returns the degrees of parallelism of the ranks that score."""
     model = config.reward_model
     return {"dp": -1} if model is None else train_degrees(train_config(model))
 

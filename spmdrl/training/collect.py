@@ -36,7 +36,8 @@ from spmdrl.types import Prompt, Sample
 
 @dataclass
 class RolloutResult:
-    """What a step sampled. `samples` are to be trained on, groups 0 .. num_groups - 1.
+    """The samples of a step, as this rank has made them. `samples` are to be trained on, groups 0
+    .. num_groups - 1.
 
     Both lists hold what this rank made; `asked` is more where dynamic sampling left groups out.
     """
@@ -52,7 +53,7 @@ class RolloutResult:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where prompts come from. Both functions give the same on every rank."""
+    """A source of prompts. Both functions give the same on every rank."""
 
     take: Callable[[int], list[Prompt]]  # the next k prompts
     by_id: Callable[[int], Prompt]
@@ -163,8 +164,9 @@ def ask_for_some(
 
 
 def hooks(roles: Roles) -> dict[str, Any]:
-    """Who else takes part in a rollout; what it does between two bursts of steps: say that it
-    lives, look for new weights."""
+    """Returns who else takes part in a rollout, and what is done between two bursts of engine
+    steps: say that this rank lives, look for new weights.
+    """
     found: dict[str, Any] = {
         "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
         "between_bursts": roles.phases.still_going,
@@ -176,7 +178,7 @@ def hooks(roles: Roles) -> dict[str, Any]:
 
 
 def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sample]:
-    """What this rank made, with rewards; greedy answers have become baselines."""
+    """Gives this rank's samples their rewards; greedy answers become baselines."""
     config = roles.config
     score(samples, roles, source.by_id, phase="reward")
     with roles.phases("reward", roles.sampling):
@@ -279,7 +281,7 @@ def rewards_of(sample: Sample, algo: AlgoConfig) -> list[float]:
 
 
 class EvalContext(ScoringContext, Protocol):
-    """What answers and scores held-out prompts: the Roles of a run, or less."""
+    """An EvalContext answers and scores held-out prompts: the Roles of a run, or less."""
 
     config: PpoConfig
 
@@ -331,7 +333,8 @@ def evaluate(
 def gather_attempts(
     prompts: list[tuple[int, Prompt]], samples: list[Sample], run_seed: int, topology: Topology
 ) -> list[Attempts]:
-    """Of each prompt, in their order, from all ranks: which of them made a sample does not show.
+    """Gathers the attempts at each prompt from all ranks, in the order of the prompts: which rank
+    made a sample does not show.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""From rewards and logprobs to what the losses need: corrections, advantages, weights.
+"""Turns rewards and logprobs into what the losses need: corrections, advantages, weights.
 
 The functions of algo/ are pure; here their global statistics are agreed over all ranks. Every
 function is collective over `topology` and takes this rank's Batch of each mini-batch.
@@ -232,12 +232,12 @@ def with_group_sums(tokens: Tokens, by_turn: bool, topology: Topology) -> Tokens
 
 
 def sample_moments(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """As `token_moments` of (n,) advantages that stand on all tokens of their sample."""
+    """Returns `token_moments` of (n,) advantages that stand on all tokens of their sample."""
     return torch.stack([lengths, lengths * advantages, lengths * advantages**2]).sum(1)
 
 
 def moment_metrics(moments: Tensor) -> dict[str, float]:
-    """Of the advantages as they are, before any whitening."""
+    """Returns mean and standard deviation of the advantages before any whitening."""
     count, total, squares = moments.tolist()
     mean = total / max(count, 1)
     std = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
@@ -305,7 +305,8 @@ def largest(
 
 
 def with_outcome_weights(batch: Batch, topology: Topology) -> Batch:
-    """For the process reward model: every sample of the mini-batch weighs the same.
+    """Returns the batch with weights by which every sample of the mini-batch counts the same, for
+    the process reward model.
 
     Raises ValueError where a reward is no label.
     """
@@ -347,7 +348,8 @@ def select_tokens(
 
 
 def resample(batch: Batch, config: PpoConfig, step: int, topology: Topology) -> tuple[Batch, float]:
-    """As many sequences as the step sampled, drawn by reward with replacement. Collective.
+    """Draws as many sequences as the step sampled, by reward and with replacement (PF-PPO's
+    filter). Collective.
 
     One that is drawn k times is there k times. The draw is of the step's samples and those that are
     replayed, on all ranks; the second result is how many different ones were drawn.

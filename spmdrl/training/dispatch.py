@@ -39,7 +39,7 @@ from spmdrl.types import Batch
 
 @dataclass
 class TrainBatches:
-    """What a step trains on: this rank's share of it, for each role that it has.
+    """The batches that a step trains on: this rank's share, for each role that it has.
 
     Roles that are given sequences on the same ranks share their batches. On ranks that do not
     train, `batches` is empty.

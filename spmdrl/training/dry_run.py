@@ -64,7 +64,7 @@ def image_lines(dataset: PromptDataset) -> list[str]:
 
 
 def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:
-    """What an evaluation asks."""
+    """Returns a line that says what an evaluation asks."""
     if name != "eval":
         return []
     asked = min(num_prompts, config.data.max_eval_prompts or num_prompts)
@@ -116,7 +116,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
 
 
 def answered_rightly(prompt: Prompt) -> Sample:
-    """With the ground truth as the answer."""
+    """Returns a sample of the prompt whose answer is the ground truth."""
     answer = str(prompt.ground_truth)
     sample = Sample(prompt, 0, 0, [], [], [], [], "stop", response=answer)
     sample.messages = [{"role": "assistant", "content": answer}]
@@ -124,7 +124,7 @@ def answered_rightly(prompt: Prompt) -> Sample:
 
 
 def last_line(reason: str | None) -> str:
-    """Of a traceback what was raised, and where in the user's code."""
+    """Returns a traceback's last line, which is what was raised, and where in the user's code."""
     lines = (reason or "").strip().splitlines() or [""]
     places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
     return lines[-1] + (f" ({places[-1]})" if places else "")

@@ -15,7 +15,7 @@ from spmdrl.training.logs.trace import phase_metrics
 
 
 def reports(run: RlRun, step: int, topology: Topology) -> list[dict[str, Any]]:
-    """What each rank of `topology` did since its last report. Collective over it."""
+    """Gathers what each rank of `topology` did since its last report. Collective over it."""
     roles = run.roles
     mine = {"spans": run.spans.report(step), "samples": roles.post.moved_bytes,
             "weights": roles.weight_bytes, "memory": memory_of_process()}  # fmt: skip

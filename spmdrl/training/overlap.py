@@ -29,7 +29,7 @@ from spmdrl.types import Sample
 
 @dataclass
 class StepRequests:
-    """What was asked for one step so far."""
+    """The requests of one step so far."""
 
     step: int
     samples: list[Sample]  # that ended on this rank, not scored yet
@@ -56,7 +56,8 @@ def collect_overlapping(
     roles: Roles, source: PromptSource, step: int, asked: StepRequests | None,
     order: Callable[[], dict[str, Any]], asks_next: bool,
 ) -> tuple[RolloutResult, StepRequests | None]:  # fmt: skip
-    """As collect, and what was asked of the next step meanwhile. On the ranks that sample.
+    """Does what `collect` does, and asks part of the next step meanwhile; returns both. On the
+    ranks that sample.
 
     asked: of this step, during the last one. order: where the data stands. asks_next: whether the
     next step may be asked before this one has been handed over.

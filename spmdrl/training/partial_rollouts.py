@@ -1,4 +1,6 @@
-"""What a step asked and did not train on: it comes first in the next one (rollout.oversample)."""
+"""Keeps what a step asked and did not train on: it comes first in the next one
+(rollout.oversample).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ class PartialRollouts:
         self, paths: list[Path], prompt_of: Callable[[int], Prompt], tokenizer: Any, rank: int,
         world: int,
     ) -> None:  # fmt: skip
-        """What all ranks saved; of the samples this rank's part, on any number of ranks.
+        """Loads what all ranks saved, and of the samples this rank's part, on any number of ranks.
 
         Raises ConfigError where begun answers do not fit what is asked now.
         """

@@ -23,14 +23,14 @@ def push_weights(roles: Roles, version: int) -> None:
 
 
 def take_weights(roles: Roles, version: int) -> None:
-    """On ranks that sample ahead: waits for the weights of step `version`, if they lack them."""
+    """Waits, on ranks that sample ahead, for the weights of step `version`, if they lack them."""
     while roles.sampler.here and roles.policy_version < version:
         with roles.phases("wait weights", roles.sampler.topology):
             transfer(roles, roles.policy_version + 1)
 
 
 def new_weights(roles: Roles) -> bool:
-    """On ranks that sample ahead: whether the trainers have weights that this one lacks."""
+    """Returns True if the trainers have weights that this rank, which samples ahead, lacks."""
     assert roles.mailbox is not None
     return roles.mailbox.newest() > roles.policy_version
 

@@ -21,7 +21,7 @@ from spmdrl.types import Prompt, Sample
 
 
 class ScoringContext(Protocol):
-    """Who has samples scored: the Roles of a run, or less."""
+    """A ScoringContext has samples scored: the Roles of a run, or less."""
 
     sampler: Sampler
     sampling: Topology  # ranks that sample or score
@@ -110,7 +110,9 @@ def hand_over(
 def take_back(
     mine: list[Sample], theirs: list[Sample], makers: list[int], sampling: Topology
 ) -> None:
-    """What others say of mine, for what I say of theirs; see hand_over. Collective."""
+    """Exchanges verdicts: this rank gives those on others' samples, and takes those on its own; see
+    hand_over. Collective.
+    """
     verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
     for s, maker in zip(theirs, makers, strict=True):
         verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards])

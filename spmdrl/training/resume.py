@@ -1,4 +1,4 @@
-"""Where a run begins: what it goes on from, and what becomes of an earlier run's files."""
+"""Finds where a run begins: what it goes on from, and what becomes of an earlier run's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmdrl.training.runtime import Runtime
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The same on every rank."""
+    """The point from which a run goes on; the same on every rank."""
 
     folder: Path | None  # of the checkpoint to load
     began: int | None  # see checkpoint/job.py
@@ -49,7 +49,9 @@ def find_start(config: RunConfig, runtime: Runtime) -> ResumePoint:
 
 @dataclass(frozen=True)
 class Sameness:
-    """What this run is, and how it differs from the one that it goes on. The same on every rank."""
+    """The identity of this run, and how it differs from the one that it goes on. The same on every
+    rank.
+    """
 
     identity: Tree | None  # for its checkpoints; None: it saves none, and resumes none
     lines: tuple[str, ...] = ()  # to be logged: what changed
@@ -111,7 +113,9 @@ def refusal(folder: Path, texts: list[str], kinds: set[str]) -> str:
 def opening_lines(
     config: RunConfig, start: ResumePoint, same: Sameness, done: int, goes_on: bool
 ) -> list[str]:  # fmt: skip
-    """What is to be logged of where the run begins. goes_on: amid the epoch that it was in."""
+    """Returns the lines to be logged about where the run begins. goes_on: amid the epoch that it
+    was in.
+    """
     if start.folder is None:
         none = f"resume: no checkpoint in {config.run_dir}/checkpoints: the run begins at step 0"
         return [none] if config.resume == "auto" else []

@@ -1,4 +1,4 @@
-"""Who takes part in a step, and on which ranks."""
+"""The roles of a step: who takes part, and on which ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trainer:
 
     @property
     def ranks(self) -> Ranks:
-        """Those of the role that are given sequences; the others help them with these."""
+        """The ranks of the role that are given sequences; the others help them with these."""
         return self.topology.data_ranks
 
     @property
@@ -81,7 +81,7 @@ class Sampler:
 
 @dataclass
 class Roles:
-    """What a step works with. Topologies are known on every rank, engines where they live."""
+    """All that a step works with. Topologies are known on every rank, engines where they live."""
 
     config: PpoConfig
     topology: Topology  # all ranks

@@ -1,4 +1,5 @@
-"""What makes a run that is resumed the same run: checkpoints keep it, and a resume compares it.
+"""The identity of a run: checkpoints keep it, and a resume compares it to tell whether it is the
+same run.
 
 What the config says by itself (a learning rate, a number of samples) is a choice: a change of it is
 logged. What it only names (the content of data files, a tokenizer, a model's config and frozen
@@ -156,7 +157,8 @@ def content_print(path: Path, most_bytes: int) -> str:
 
 
 def images_print(several: Iterable[Files]) -> str | None:
-    """Of the image files that some rows of each data set name, evenly spread; None: there are none.
+    """Returns a digest of the image files that some rows of each data set name, evenly spread; None
+    if there are none.
 
     Images within rows are part of the data file.
     """
@@ -270,7 +272,7 @@ def differences(before: Tree, now: Tree) -> list[Difference]:
 
 
 def of_evaluation(before: Tree, config: PpoConfig) -> list[Difference]:
-    """What an evaluation asks and scores otherwise than the run whose checkpoint it is of."""
+    """Returns what an evaluation does otherwise than the run whose checkpoint it is of."""
     now: Tree = {"data": {}, "images": None, "code": code_prints(config)}
     if config.data.eval is not None:
         now["data"]["eval"] = files_print(config.data.eval)
@@ -280,7 +282,7 @@ def of_evaluation(before: Tree, config: PpoConfig) -> list[Difference]:
 
 
 def common(before: Tree, now: Tree) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """What both have: what one of them lacks is in the config's lines."""
+    """Yields what both have: what one of them lacks is in the config's lines."""
     for name in (name for name in now if name in before):
         yield name, (before[name], now[name])
 

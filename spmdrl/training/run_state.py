@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning saves in a checkpoint, and how it goes on from one."""
+"""Saves the state of a run of reinforcement learning in a checkpoint, and restores it from one."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def resume(run: RlRun) -> tuple[int, RunLog]:
 
 
 def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
-    """What the algorithm carries from step to step; a coefficient where it did and does adapt.
-    Answers that were begun are gone on with where the prompts are the same."""
+    """Restores what the algorithm carries from step to step; a coefficient where it did and does
+    adapt. Answers that were begun are gone on with where the prompts are the same.
+    """
     roles = run.roles
     algo, sampling = roles.config.algo, roles.sampling
     adaptive = saved.get("adaptive", {})

@@ -176,7 +176,7 @@ def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
 
 
 def staleness(roles: Roles, batches: list[Batch], step: int) -> dict[str, float]:
-    """How many steps the weights that chose the tokens were behind those that now learn.
+    """Returns how many steps the weights that chose the tokens were behind those that now learn.
 
     Never more than config.async_steps, but for samples that were kept: partial ones and replayed.
     """

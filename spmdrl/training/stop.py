@@ -1,4 +1,4 @@
-"""What all ranks agree on after a step: go on, save, or end the run in order."""
+"""The agreement of all ranks after a step: go on, save, or end the run in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmdrl.training.runtime import Runtime
 
 
 class StopController:
-    """What all ranks do after a step: go on, save, or end the run in order.
+    """Agrees with all ranks after a step whether to go on, save, or end the run in order.
 
     From now on a signal leaves the run time to end its step, where there is a checkpoint to save.
     lag: see StopVotes.

@@ -1,4 +1,4 @@
-"""What programs have in common that learn from rows as they stand: fine-tuning, reward models.
+"""The loop of programs that learn from rows as they stand: fine-tuning and reward models.
 
 Steps over shuffled rows, evaluations on held-out ones, checkpoints, and the model at the end. A
 Task says what tells one program from another.
@@ -57,7 +57,9 @@ BUCKET_BYTES = 512 << 20  # gathered at once
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt. Losses and measures are means over the unmasked tokens of all ranks."""
+    """A task tells what is learnt, and by which loss. Losses and measures are means over the
+    unmasked tokens of all ranks.
+    """
 
     name: str  # of the metrics: <name>/loss
     kind: str  # of engine: see build_engine
@@ -75,7 +77,7 @@ class Task:
 
 @dataclass
 class SupervisedRun:
-    """What the loop works with."""
+    """A run of supervised learning: all that its loop works with."""
 
     task: Task
     config: SupervisedConfig
@@ -164,7 +166,9 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
 
 
 def name_padding(hf: Any, tokenizer: Any) -> None:
-    """Where a classifier's config does not say it, which transformers asks for in batches."""
+    """Sets a classifier's pad_token_id where its config lacks it, which transformers asks for in
+    batches.
+    """
     text = hf.get_text_config()
     if text.pad_token_id is None:
         text.pad_token_id = tokenizer.pad_token_id
@@ -273,7 +277,7 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
 
 
 def timing(run: SupervisedRun, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
-    """As trainer.timing: seconds by phase over the ranks, idle share, the most memory of a rank."""
+    """Returns seconds by phase over the ranks, the idle share, and the most memory of a rank."""
     topology = run.runtime.topology
     everyone: list[Any] = [None] * topology.world
     mine = run.spans.report(step), memory_of_process()
@@ -324,7 +328,7 @@ def finish(run: SupervisedRun, saver: Saver | None, log: RunLog) -> None:
 
 
 def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
-    """Those of the rows that this rank is given; all that are given any have the same work."""
+    """Returns the rows that this rank is given; all ranks that are given any have the same work."""
     rank = actor.topology.rank
     if rank not in actor.ranks:
         return []

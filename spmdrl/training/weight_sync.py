@@ -39,7 +39,8 @@ from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_
 
 @dataclass(frozen=True)
 class SyncStats:
-    """Of one push, on this rank; bytes are those it sent to other ranks. Sum them over ranks.
+    """The sizes of one push on this rank; bytes are those that it sent to other ranks. Sum them
+    over ranks.
 
     Without the scales of FP8 blocks, which are reduced over all ranks: 1/4096 of what they scale.
     Weights count in the engine's dtype, also where a rank of the same host reads another's float32
@@ -337,7 +338,7 @@ class WeightSync:
             yield from self.full_tensors(group.weights, dtype)
 
     def describe(self) -> list[str]:
-        """What the plan is to move, for a log; [] outside both roles."""
+        """Returns lines for a log about what the plan moves; [] outside both roles."""
         lines: list[str] = []
         for number, group in enumerate(self.rounds):
             if len(self.rounds) > 1:
@@ -356,7 +357,9 @@ class WeightSync:
 
 
 def exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """So that ranks whose engine did not want them all, or failed, leave no other rank waiting."""
+    """Takes the rest of the tensors, so that ranks whose engine did not want them all, or failed,
+    leave no other rank waiting.
+    """
     for _ in tensors:
         pass
 

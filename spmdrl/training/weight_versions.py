@@ -1,4 +1,4 @@
-"""How ranks that sample ahead learn that new weights are there: a number in the store."""
+"""Tells ranks that sample ahead that new weights are there, by a number in the store."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def one_line(text: str, width: int = LINE_WIDTH) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Of a text of more than `width` characters its start and its end, the same number of each."""
+    """Returns start and end of a text of more than `width` characters, the same number of each."""
     if len(text) <= width:
         return text
     half = (width - len(CUT)) // 2
@@ -60,8 +60,9 @@ def escaped(text: str, keep: str) -> str:
 
 
 def as_markdown(rows: list[SampleRow]) -> str:
-    """For tensorboard. Prompts and answers stand in fenced blocks, where nothing of them is taken
-    for markdown or HTML."""
+    """Returns rows of samples as markdown for tensorboard. Prompts and answers stand in fenced
+    blocks, where nothing of them is taken for markdown or HTML.
+    """
     return "\n\n".join(
         f"**{reward_text(row)}**, {row['response_tokens']} tokens, ended by "
         f"{row['finish_reason']}\n\nprompt\n\n{fenced(row['prompt'])}\n\nanswer\n\n"

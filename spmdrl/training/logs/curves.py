@@ -21,7 +21,7 @@ TITLE_WIDTH = 80
 
 @dataclass(frozen=True)
 class Curve:
-    """What a kind of run is to improve."""
+    """A curve shows what a kind of run is to improve."""
 
     name: str  # in words, and of the picture: <name>.png
     training: str  # metric of each step
@@ -43,7 +43,7 @@ ACCURACY = Curve(
 
 
 def points(rows: Sequence[Row], metric: str) -> Points:
-    """In order of the steps; without values that are not finite."""
+    """Returns (step, value) in order of the steps, without values that are not finite."""
     found = [(int(row["step"]), row[metric]) for row in rows if metric in row]
     return sorted((step, value) for step, value in found if abs(value) < float("inf"))
 

@@ -37,7 +37,9 @@ def peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a forward and a backward pass of a language model; its vision tower does not count."""
+    """Counts the FLOPs of a forward and a backward pass of a language model; its vision tower does
+    not count.
+    """
 
     per_token: float
     per_pair: float  # of a token and one that it attends to
@@ -67,8 +69,9 @@ class Flops:
 
 
 def active_weights(hf: PreTrainedConfig) -> float:
-    """Those that a token is multiplied with: of experts the ones that it is sent to, and of two
-    embeddings, that of the inputs being looked up, the one of the outputs."""
+    """Counts the weights that a token is multiplied with: of experts those that it is sent to, and
+    of two embeddings the one of the outputs, since that of the inputs is looked up.
+    """
     text: Any = hf.get_text_config()
     of_experts = experts_per_token(text)
     count = 0.0
@@ -82,7 +85,7 @@ def active_weights(hf: PreTrainedConfig) -> float:
 
 
 def experts_per_token(text: Any) -> float:
-    """As a share of the experts of a layer; 1 where there are none."""
+    """Returns the share of a layer's experts that a token is sent to; 1 where there are none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     total = next((n for n in (getattr(text, name, None) for name in names) if n), None)
     chosen = getattr(text, "num_experts_per_tok", None)

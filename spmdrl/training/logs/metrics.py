@@ -1,4 +1,4 @@
-"""What a run writes: metrics.jsonl, samples, and lines on the terminal."""
+"""Writes what a run leaves: metrics.jsonl, samples, and lines on the terminal."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ class RunLog:
             PROGRESS.line(text)
 
     def step_line(self, step: int, metrics: dict[str, float], shown: Shown) -> None:
-        """At most step_line.COLUMNS wide, with the metrics of config.show_metrics."""
+        """Prints the line of a step, at most step_line.COLUMNS wide, with the metrics of
+        config.show_metrics.
+        """
         if not self.active:
             return
         for line in unknown(self.show, metrics) if not self.has_shown else ():
@@ -175,7 +177,9 @@ def sample_row(s: Sample, replies: bool) -> dict[str, Any]:
 
 
 def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
-    """What each rank knows, on every rank; of what several know, the first's. Collective."""
+    """Merges what each rank knows, on every rank; of what several know, the first's counts.
+    Collective.
+    """
     everyone: list[Any] = [None] * topology.world
     dist.all_gather_object(everyone, metrics, group=topology.control)  # a few numbers
     result: dict[str, float] = {}

@@ -1,4 +1,5 @@
-"""What a step spends its time on, operator by operator; docs/operations.md says how to look at it.
+"""Records what a step spends its time on, operator by operator; docs/operations.md says how to look
+at it.
 
 `profile=ProfileConfig(steps="3-4", ranks="0,2")` makes run_dir/profile/step_3_rank_0.json.gz, ...:
 torch.profiler's traces, in which our phases stand too. On GPUs nsys is told the same window.
@@ -132,7 +133,7 @@ def mend_names(trace: Path) -> None:
 
 
 def steps_of(asked: ProfileConfig, total: int) -> set[int]:
-    """Of a run of so many steps. Raises ConfigError."""
+    """Returns the steps that are profiled, of a run of `total` steps. Raises ConfigError."""
     text, where = as_text(asked.steps), "profile.steps"
     steps: set[int] = set()
     for first, last in spans_in(text, where, "steps like '3-4', '3', '3,5-7'"):

@@ -1,4 +1,4 @@
-"""What the rank that logs tells people of a run beside its metrics.
+"""Tells people what there is to say of a run beside its metrics, on the rank that logs.
 
 Warnings where nothing can be learnt, answers in tensorboard and wandb, and at the end a summary and
 a picture. No method is collective; on the other ranks each does nothing.
@@ -37,7 +37,9 @@ class Report:
         self.program, self.curve, self.signs = program, curve, signs
 
     def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        """To be called once the row is written; step 0 is the evaluation before the first step."""
+        """Adds a step to the report; to be called once its row is written. Step 0 is the evaluation
+        before the first step.
+        """
         if not self.log.active:
             return
         for text in self.signs.after_step(step, metrics):
@@ -88,7 +90,9 @@ def draw_run(ended: FinishedRun, rows: Sequence[Row]) -> None:
 
 
 def attempt(what: str, work: Callable[[], None]) -> None:
-    """What fails at the end of a run is a warning: all steps are done, and code 0 must say so."""
+    """Runs `work`; what fails at the end of a run is a warning, since all steps are done, and code
+    0 must say so.
+    """
     try:
         work()
     except Exception as error:  # noqa: BLE001  from a full disk to a broken matplotlib

@@ -22,7 +22,7 @@ Metrics = Mapping[str, float]
 
 
 class Shown(NamedTuple):
-    """What a line says of a step, its texts as in "reward 0.41"."""
+    """The texts that a line shows of a step, as in "reward 0.41"."""
 
     first: str
     parts: list[str]  # what `first` is made of; the last are left out where the line is too long
@@ -58,7 +58,7 @@ def of_rows(metrics: Metrics, names: Sequence[str]) -> Shown:
 
 
 def reward_parts(metrics: Metrics) -> list[str]:
-    """As in "correct 0.31": the mean of each number that the reward function reports."""
+    """Returns texts as in "correct 0.31": the means of the numbers that the reward reports."""
     names = [name.removeprefix("reward/") for name in metrics if name.startswith("reward/")]
     return [
         f"{plain(name)} {short(metrics[f'reward/{name}'])}"
@@ -68,7 +68,7 @@ def reward_parts(metrics: Metrics) -> list[str]:
 
 
 def field_of(name: str, metrics: Metrics) -> str:
-    """As in "entropy 1.2", of the metric actor/entropy; "" where there is none."""
+    """Returns a text as in "entropy 1.2", of the metric actor/entropy; "" where there is none."""
     if name not in metrics:
         return ""
     first, _, last = name.rpartition("/")
@@ -102,14 +102,14 @@ def in_brackets(parts: Sequence[str], count: int) -> str:
 
 
 def cut(line: str) -> str:
-    """At most COLUMNS columns of it."""
+    """Cuts a line to at most COLUMNS columns."""
     if cell_len(line) <= COLUMNS:
         return line
     return set_cell_size(line, COLUMNS - len(MORE)).rstrip() + MORE
 
 
 def short(value: float) -> str:
-    """In at most 10 columns."""
+    """Writes a number in at most 10 columns."""
     if not math.isfinite(value) or abs(value) >= 1e6:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -120,7 +120,7 @@ def percent(share: float) -> str:
 
 
 def remaining(seconds: float) -> str:
-    """As in "0:07", "1:02:03", "2 days"."""
+    """Writes a duration as in "0:07", "1:02:03", "2 days"."""
     if not seconds < 100 * 86400:
         return "over 100 days"
     whole = int(seconds)
