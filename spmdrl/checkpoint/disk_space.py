@@ -58,7 +58,9 @@ def check_room(run_dir: Path, shared_bytes: int = 0) -> None:
 
 
 def shared_bytes(config: Any, ranks: list[int], world: int, threads: int) -> int:
-    """What these ranks, of one host, need of /dev/shm for vLLM on CPUs. config: of any program."""
+    """Returns the bytes of /dev/shm that these ranks, of one host, need for vLLM on CPUs. config:
+    of any program.
+    """
     rollout = getattr(config, "rollout", None)
     if rollout is None or rollout.engine != "vllm" or rollout.tensor_parallel == 1:
         return 0
@@ -79,7 +81,9 @@ def check_room_for_checkpoint(run_dir: Path, least_bytes: int) -> None:
 
 
 def bytes_left_over(root: Path) -> int:
-    """What a run that was killed while it saved has left, which the next start removes."""
+    """Counts the bytes that a run that was killed while it saved has left, which the next start
+    removes.
+    """
     left = [folder for kind in ("tmp", "trash") for folder in root.glob(f"step_*.{kind}")]
     return sum(f.stat().st_size for folder in left for f in folder.rglob("*") if f.is_file())
 
@@ -137,7 +141,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """For this user, on the file system of the path, or of what is above it."""
+    """Returns the free bytes for this user on the file system of the path, or of the one above."""
     for folder in (path, *path.absolute().parents):
         with suppress(OSError):
             usage = shutil.disk_usage(folder)

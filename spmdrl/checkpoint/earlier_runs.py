@@ -1,4 +1,4 @@
-"""What stands in a run's folder beyond the step that is gone on from: it moves to earlier-N.
+"""Moves what stands in a run's folder beyond the step that is gone on from to earlier-N.
 
 Nothing is lost and nothing is mixed. A run that begins anew sets aside all of an earlier run; one
 that is resumed sets aside later checkpoints, samples and rows of metrics.jsonl, and the errors.
@@ -110,7 +110,9 @@ def cut_rows(path: Path, done: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def tell_gaps(path: Path, kept: list[bytes], done: int) -> None:
-    """Of steps up to `done` whose rows the file has lost; from the first that it has a row of."""
+    """Tells of steps up to `done` whose rows the file has lost; from the first that it has a row
+    of.
+    """
     steps = {step for step in map(step_of, kept) if step is not None}
     lost = [step for step in range(min(steps, default=1), done + 1) if step not in steps]
     if lost and path.exists():

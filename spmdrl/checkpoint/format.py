@@ -61,7 +61,7 @@ class Staged(Protocol):
 
 
 class Checkpointable(Protocol):
-    """What a checkpoint asks of an engine; engines.base.TrainEngine describes each method."""
+    """The methods that a checkpoint asks of an engine; engines.base.TrainEngine describes each."""
 
     def stage(self) -> Staged: ...
 
@@ -167,7 +167,8 @@ def steps_in(root: Path) -> list[tuple[int, Path]]:
 
 
 def damage(folder: Path, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with a checkpoint: a file missing, of another size or with flipped bits.
+    """Returns what is wrong with a checkpoint: a file missing, of another size or with flipped
+    bits.
 
     Of `world` ranks each reads its share of the bytes.
     """
@@ -203,7 +204,7 @@ def share_of(sizes: dict[str, int], rank: int, world: int) -> list[str]:
 
 
 def damage_together(folder: Path, topology: Topology) -> str | None:
-    """As `damage`, the same on every rank. Collective."""
+    """Returns what `damage` finds, the same on every rank. Collective."""
     found: list[Any] = [None] * topology.world
     mine = damage(folder, topology.rank, topology.world)
     dist.all_gather_object(found, mine, group=topology.control)
@@ -261,7 +262,7 @@ def none_is_whole(root: Path, passed: list[str]) -> str:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What run.json says. Raises ConfigError where it cannot be read, or is none."""
+    """Reads run.json of a checkpoint. Raises ConfigError where it cannot be read, or is none."""
     path = Path(folder, "run.json")
     try:
         run = json.loads(path.read_text())
@@ -310,7 +311,7 @@ def load(folder: Path, engines: Mapping[str, Checkpointable], topology: Topology
 
 
 def rng_state() -> dict[str, Any]:
-    """In tensors and plain values."""
+    """Returns the states of all random generators, in tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     state = {
         "torch": torch.get_rng_state(),

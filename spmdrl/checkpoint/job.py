@@ -18,7 +18,7 @@ from spmdrl.distributed.topology import Topology
 
 
 def job() -> str:
-    """What stays the same where torchrun or Slurm starts a run again."""
+    """Returns a name that stays the same where torchrun or Slurm starts a run again."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -34,7 +34,7 @@ def job() -> str:
 
 
 def restarts(topology: Topology) -> int:
-    """How often the ranks were started before in this job. Collective.
+    """Returns how often the ranks were started before in this job. Collective.
 
     torchrun counts per node, and only those that its own ranks caused.
     """

@@ -64,8 +64,9 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def read_plain(path: Path) -> Any:
-    """What torch.save wrote: tensors, numbers, strings and containers of them. Raises ConfigError
-    for anything else."""
+    """Reads what torch.save wrote: tensors, numbers, strings and containers of them. Raises
+    ConfigError for anything else.
+    """
     with refused(path):
         return torch.load(path, weights_only=True, map_location="cpu")
 
@@ -94,7 +95,7 @@ class ShardReader(FileSystemReader):
         return super().read_data(LoadPlan(rest, plan.storage_data, plan.planner_data), planner)
 
     def _plain_bytes(self, info: Any) -> io.BytesIO:
-        """What stands there, read as plain values and written anew."""
+        """Returns what stands there, read as plain values and written anew."""
         path = Path(self.path, info.relative_path)
         with path.open("rb") as file, refused(path):
             file.seek(info.offset)

@@ -44,14 +44,14 @@ PROBE_BYTES = 1 << 20
 
 
 class RankState(Protocol):
-    """What a rank keeps from step to step beside its models."""
+    """The state that a rank keeps from step to step beside its models."""
 
     def save(self, file: io.BytesIO) -> None: ...
 
 
 @dataclass
 class CheckpointJob:
-    """What this rank is to write of one checkpoint."""
+    """The part of one checkpoint that this rank is to write."""
 
     step: int
     engines: list[str]  # of the run
@@ -110,7 +110,7 @@ class Saver:
             self.thread.start()
 
     def wait(self) -> None:
-        """Until what was begun stands. Raises PhaseError on every rank where it does not."""
+        """Waits until what was begun stands. Raises PhaseError on every rank where it does not."""
         with self.phases("checkpoint"):
             if self.thread is not None:
                 self.thread.join()
@@ -258,7 +258,7 @@ def explained(error: Exception, folder: Path) -> OSError:
 
 
 def check_metric(config: CheckpointConfig, metrics: dict[str, float]) -> None:
-    """At a save: raises ConfigError where no step will ever have config.best_metric.
+    """Raises ConfigError, at a save, where no step will ever have config.best_metric.
 
     Where a sample has no reward the metric may be missing for that.
     """

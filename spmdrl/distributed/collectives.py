@@ -106,7 +106,7 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """As dist.all_gather_object, by the group's own methods alone; gloo."""
+    """Does what dist.all_gather_object does, by the group's own methods alone; gloo."""
     row = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     group.allgather([sizes], [torch.tensor([len(row)])]).wait()

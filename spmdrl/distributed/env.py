@@ -1,4 +1,4 @@
-"""What a program sees to before it imports torch and transformers.
+"""Prepares a program's process before it imports torch and transformers.
 
 torchao has our 8-bit optimizer. transformers and vLLM import it wherever it is installed, for
 quantised models: a second for each rank, and lines about libraries that do not load.
@@ -25,7 +25,7 @@ PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": 
 
 
 def before_torch() -> None:
-    """For programs."""
+    """Prepares the environment; for programs, before their first import of torch."""
     warn_of_limits()
     hide_torchao()
     # a rank that ends takes a store along, of which every other's torch shows a C++ stack

@@ -1,4 +1,6 @@
-"""How a program of ours ends. Imports no torch: a wrong key should cost a fraction of a second."""
+"""Ends a program of ours, with its exit code and a report of what failed. Imports no torch: a wrong
+key should cost a fraction of a second.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class ExitGuard:
         self.tell: Callable[[str, str], None] = lambda cause, stack: say(f"{stack}spmdrl: {cause}")
 
     def install(self) -> None:
-        """For programs. Forks of this process, which are not ranks, exit as they like."""
+        """Takes over the process's exit, for programs. Forks of this process, which are not ranks,
+        exit as they like.
+        """
         rank = os.getpid()
 
         def exit_unless_early(status: int) -> NoReturn:
@@ -85,7 +89,7 @@ def leave(code: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """To the terminal, if there still is one."""
+    """Prints to the terminal, if there still is one."""
     PROGRESS.clear()
     with suppress(*UNWRITABLE):
         print(text, file=sys.stderr, flush=True)
@@ -164,7 +168,9 @@ def where_details_are(story: dict[str, Any], folder: Path) -> str:
 
 
 def last_checkpoint(run_dir: Path) -> str | None:
-    """By name: what is wrong may be the disk, and to read a whole one takes too long."""
+    """Returns the newest checkpoint by its name: what is wrong may be the disk, and to read a whole
+    one takes too long.
+    """
     with suppress(*UNWRITABLE):
         found = sorted(run_dir.glob("checkpoints/step_????????"))
         return str(found[-1]) if found else None

@@ -1,4 +1,4 @@
-"""What spmdrl.launch does: torchrun in this process, what it would overlook, and exit codes."""
+"""Runs torchrun in this process for spmdrl.launch: what torchrun would overlook, and exit codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ watch_ranks = LocalElasticAgent._monitor_workers
 
 
 class Watch:
-    """What torchrun's agent sees of its ranks, and what it would overlook."""
+    """Watches what torchrun's agent sees of its ranks, and what it would overlook."""
 
     def __init__(self) -> None:
         self.seen_at = time.monotonic()
@@ -54,7 +54,8 @@ class Watch:
         self.folder: str | None = None  # see own_folder; None: there is none any more
 
     def __call__(self, agent: Any, group: Any) -> Any:
-        """In place of LocalElasticAgent._monitor_workers. What no restart cures takes them away.
+        """Stands in place of LocalElasticAgent._monitor_workers. What no restart cures takes them
+        away.
 
         Raises RendezvousClosedError where another node's launcher ended some time ago: ranks that
         still wait to meet its ranks would wait for ever.
@@ -75,7 +76,9 @@ class Watch:
         return seen
 
     def code_after(self, number: signal.Signals) -> int:
-        """Of ranks that torchrun has told of the signal, and given time to end."""
+        """Returns the exit code of ranks that torchrun has told of the signal, and given time to
+        end.
+        """
         context = self.agent._pcontext if self.agent is not None else None
         ranks = context.subprocess_handlers.values() if context is not None else ()
         codes = [rank.proc.poll() for rank in ranks]
@@ -108,7 +111,7 @@ class Watch:
 
 
 def exit_status(pid: int) -> int | None:
-    """How a child ended, which is left for torchrun to see; None: it runs."""
+    """Returns how a child ended, which is left for torchrun to see; None if it runs."""
     try:
         seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torchrun has seen it already, and was held up later
@@ -123,7 +126,7 @@ def say(what: str) -> None:
 
 
 def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
-    """Of the rank that failed first: the others are ended with it."""
+    """Returns the exit code of the rank that failed first: the others are ended with it."""
     if not failures:
         return 0
     first = min(failures.values(), key=lambda failure: failure.timestamp)
@@ -131,7 +134,7 @@ def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def told_of(failures: Mapping[int, ProcessFailure]) -> str:
-    """What is left to say of them: of ranks that said why they ended, nothing.
+    """Returns what is left to say of the failures: of ranks that said why they ended, nothing.
 
     What a rank leaves for torchrun in its error file it, or another, has printed.
     """
@@ -147,7 +150,9 @@ def told_of(failures: Mapping[int, ProcessFailure]) -> str:
 
 @contextmanager
 def own_folder(watch: Watch) -> Iterator[None]:
-    """For what torchrun makes in the temporary folder, and would leave there. Sets watch.folder."""
+    """Gives torchrun a folder for what it makes in the temporary folder, and would leave there.
+    Sets watch.folder.
+    """
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="spmdrl_launch_", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder  # of this process; ranks have TMPDIR as it is
@@ -176,7 +181,7 @@ class HeldPorts:
         self.sockets: list[socket.socket] = []  # one for each start of the ranks
 
     def __call__(self) -> int:
-        """In place of torchrun's get_free_port, which lets go of the port again."""
+        """Stands in place of torchrun's get_free_port, which lets go of the port again."""
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         held = socket.socket(family, socket.SOCK_STREAM)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,7 +193,7 @@ class HeldPorts:
 
 
 def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
-    """Of a store that this launcher was to open; else what torch said."""
+    """Says why this launcher could not open a store; else what torch said."""
     options = parse_args(arguments)
     said = f" ({reason_of(error) or error})"
     if "failed to listen" not in str(error):
@@ -203,7 +208,7 @@ def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
 
 
 def wait_for_head(host: str, port: int) -> None:
-    """Until the head listens. Raises RendezvousConnectionError where it does not in HEAD_S."""
+    """Waits until the head listens. Raises RendezvousConnectionError after HEAD_S."""
     end = time.monotonic() + HEAD_S
     while True:
         try:

@@ -47,7 +47,8 @@ def warn_of_limits() -> None:
 
 
 def limit_of(cause: str) -> str:
-    """What to add to the cause of a failure: the limit that it may be of; "" where there is none.
+    """Returns what to add to the cause of a failure: the limit that it may be of; "" where there is
+    none.
 
     cause: the type and the text of the error.
     """
@@ -85,8 +86,9 @@ def cgroup_limit() -> int | None:
 
 
 def kills_for_memory() -> int:
-    """How many processes of this cgroup the kernel has killed since the cgroup ran out of memory,
-    and of the whole host; 0 where the system does not tell."""
+    """Counts the processes of this cgroup that the kernel has killed since the cgroup ran out of
+    memory, and of the whole host; 0 where the system does not tell.
+    """
     count = 0
     for path, key in ((CGROUP / "memory.events", "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
         with suppress(OSError, ValueError):

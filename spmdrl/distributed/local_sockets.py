@@ -51,7 +51,7 @@ class Switchboard:
         self.ready.register(line.sock, select.POLLIN)
 
     def wait(self, line: Line, until: float, room: bool = False) -> None:
-        """Until any line has something to be heard, or this one has room for more.
+        """Waits until any line has something to be heard, or this one has room for more.
 
         until: of time.monotonic(). Raises TimeoutError past it.
         """
@@ -142,7 +142,7 @@ class Line:
 
 
 class Lines:
-    """Of this rank, by the other's number in the job."""
+    """The lines of this rank, by the other's number in the job."""
 
     def __init__(self, ranks: Sequence[int], by_rank: dict[int, Line], complete: bool) -> None:
         self.ranks, self.by_rank, self.complete = ranks, by_rank, complete  # all have one to all
@@ -167,7 +167,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class _Word:
-    """What a rank says of itself when lines are laid."""
+    """The facts that a rank tells of itself when lines are laid."""
 
     where: Host
     pid: int
@@ -201,7 +201,7 @@ def lay_lines(ranks: Sequence[int], group: dist.ProcessGroup, limit_s: float) ->
 
 
 def all_say(mine: T, ranks: Sequence[int], group: dist.ProcessGroup) -> dict[int, T]:
-    """What every rank says, by rank. Collective."""
+    """Returns what every rank says, by rank. Collective."""
     everyone: list[Any] = [None] * len(ranks)
     dist.all_gather_object(everyone, mine, group=group)
     return dict(zip(ranks, everyone, strict=True))

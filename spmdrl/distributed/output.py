@@ -44,7 +44,7 @@ class Patient(io.FileIO):
 
 
 def tell_once(fd: int, error: OSError) -> None:
-    """On stderr, by rank 0, that stdout is lost from here on."""
+    """Tells on stderr, by rank 0, that stdout is lost from here on."""
     if fd == STREAMS["stdout"] and os.environ.get("RANK", "0") == "0":
         told = f"spmdrl: standard output cannot be written ({error}): the run goes on without it\n"
         with suppress(OSError):
@@ -52,8 +52,10 @@ def tell_once(fd: int, error: OSError) -> None:
 
 
 def keep_output() -> None:
-    """From now on nothing that is printed raises. To be called before any file is opened: one that
-    takes the number of a closed standard stream would be written what a library prints."""
+    """Makes sure that nothing that is printed raises from now on. To be called before any file is
+    opened: one that takes the number of a closed standard stream would be written what a library
+    prints.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -66,7 +68,9 @@ def keep_output() -> None:
 
 
 def has_fd(stream: TextIO, fd: int) -> bool:
-    """Whether it is the process's own, and not what a test or a notebook put in its place."""
+    """Returns True if the stream is the process's own, and not what a test or a notebook put in its
+    place.
+    """
     try:
         return stream.fileno() == fd and not isinstance(stream.buffer, Patient)
     except (OSError, ValueError, AttributeError):
@@ -74,7 +78,7 @@ def has_fd(stream: TextIO, fd: int) -> bool:
 
 
 def patient(old: Any, fd: int) -> TextIO:
-    """As the stream `old` was, but for letters that its encoding lacks: these are escaped."""
+    """Returns a stream like `old`, but for letters that its encoding lacks: these are escaped."""
     if old is not None:
         with suppress(OSError):
             old.flush()

@@ -68,7 +68,9 @@ class P2PTransport:
         return _Shown(line, tag, number, values)
 
     def number(self, to: int, tag: int) -> int:
-        """Of the next message that `shows`, where it may leave after those that come after it."""
+        """Returns the number of the next message that `shows`, where it may leave after those that
+        come after it.
+        """
         line = self.lines[to]
         line.shown[tag] += 1
         return line.shown[tag] - 1
@@ -105,7 +107,7 @@ class P2PTransport:
 
 @dataclass
 class Apart:
-    """How the tensors of a message are taken that lie apart at the sender: a run at a time."""
+    """Takes the tensors of a message that lie apart at the sender: a run at a time."""
 
     row: Tensor  # where a run lies, one tensor after the other; of the sender's dtype
     runs: list[tuple[list[int], Callable[[], object]]]  # (elements of each, what takes them)

@@ -36,7 +36,7 @@ def clock() -> float:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What went wrong, told the same way on every rank."""
+    """A report of what went wrong, the same on every rank."""
 
     rank: int
     host: str
@@ -160,13 +160,13 @@ class Phases:
         return self.story_of(cause, details)
 
     def story_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> FailureReport:
-        """Of this rank, where it is now."""
+        """Makes a report of this rank, where it is now."""
         return FailureReport(
             self.topology.rank, self.topology.host, self.name, cause, details, exit_code
         )  # fmt: skip
 
     def still_going(self) -> None:
-        """To be called from time to time in a long phase: it has not stalled."""
+        """Tells the watchdog that a long phase has not stalled; to be called from time to time."""
         if self.watchdog:
             self.watchdog.progress(self.name)
 

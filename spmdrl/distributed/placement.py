@@ -1,4 +1,4 @@
-"""Which ranks a role lives on.
+"""Places roles on ranks.
 
     placement={"actor": "0-3", "rollout": "4-7", "ref": "4-5", "critic": "6-7", "reward": "4"}
 

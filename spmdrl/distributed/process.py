@@ -1,4 +1,6 @@
-"""What only a program may touch: process groups, environment, seeds, logging, malloc's heap."""
+"""Sets up what only a program may touch: process groups, environment, seeds, logging, malloc's
+heap.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,9 @@ class LineHandler(logging.Handler):
 
 @contextmanager
 def notes_last(wanted: bool) -> Iterator[None]:
-    """With `wanted`, what is logged meanwhile is printed at the end, warnings last: a reader of a
-    long plan sees them. Where the body raises, before the error is told."""
+    """Prints, with `wanted`, what is logged meanwhile at the end, warnings last: a reader of a long
+    plan sees them. Where the body raises, before the error is told.
+    """
     root = logging.getLogger()
     if not wanted:
         yield
@@ -154,7 +157,7 @@ def set_malloc(name: int, value: int) -> None:
 
 
 def keep_what_stands() -> None:
-    """To be called between the start and the first step.
+    """Prepares the process for its steps; to be called between the start and the first step.
 
     A full garbage collection over all that was imported takes half a second: it is left out from
     now on. On the CPU memory that is freed from now on is kept.

@@ -1,4 +1,4 @@
-"""What a run is doing, in plain words, while something takes long. Rank 0 alone speaks.
+"""Tells what a run is doing, in plain words, while something takes long. Rank 0 alone speaks.
 
 On a terminal there is one line, drawn in place and erased before anything else is printed:
 
@@ -96,14 +96,16 @@ class Doing:
     said_at: float | None = None  # in a log
 
     def share(self) -> float | None:
-        """How much of it is done, 0 .. 1; None where nothing is counted."""
+        """Returns how much of it is done, from 0 to 1; None where nothing is counted."""
         found = None
         for count in reversed(list(self.counts)):
             found = (count.done + (found or 0.0)) / max(count.total, 1)
         return found
 
     def facts(self, now: float) -> str:
-        """How much is done, the time that is left where that can be told, or the time so far."""
+        """Returns how much is done, the time that is left where that can be told, or the time so
+        far.
+        """
         seconds, share = now - self.since, self.share()
         if share is None:
             return spoken(seconds)
@@ -113,7 +115,7 @@ class Doing:
 
 
 class Progress:
-    """What goes on in this process, innermost last; a thread shows it."""
+    """Shows what goes on in this process, innermost last; a thread draws it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self.active, self.live = clock, False, False
@@ -148,7 +150,9 @@ class Progress:
         self.active, self.live, self.printed_at = True, live, self.clock()
 
     def forget(self) -> None:
-        """In a fork, which has not the thread, and in which no one would release the lock."""
+        """Forgets the thread and its lock, in a fork, which has not the thread and where no one
+        would release the lock.
+        """
         self.lock, self.active, self.drawn = threading.RLock(), False, False
 
     def stop(self) -> None:
@@ -213,7 +217,7 @@ class Progress:
             self.doing[-1].words += f" ({text})"
 
     def count(self, done: int, total: int, what: str) -> None:
-        """Of what goes on, so much is done."""
+        """Notes that so much is done of what goes on."""
         if self.active and self.doing:
             self.doing[-1].counts = [Count(done, total, what)]
 
@@ -276,7 +280,7 @@ class Progress:
         self.drawn = True
 
     def end(self, doing: Doing) -> None:
-        """In a log: how long it took, where it was said that it went on."""
+        """Says in a log how long it took, where it was said that it went on."""
         with self.lock:
             seconds = self.clock() - doing.since
             if doing.said_at is not None and seconds >= PATIENCE_S and self.active:
@@ -300,7 +304,7 @@ def engine_text(engine: str, model: str) -> str:
 
 
 def columns() -> int:
-    """Of the terminal; 80 where it does not say."""
+    """Returns the columns of the terminal; 80 where it does not say."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     except (OSError, ValueError):
@@ -308,7 +312,7 @@ def columns() -> int:
 
 
 def spoken(seconds: float) -> str:
-    """As in "12 s", "1 min 20 s", "2 h 5 min"."""
+    """Writes a duration as in "12 s", "1 min 20 s", "2 h 5 min"."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -34,7 +34,7 @@ LARGEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
 
 class Stopping:
-    """What a signal asked of this rank, and what is done about it.
+    """Keeps what a signal asked of this rank, and acts on it.
 
     Only a program calls `listen`. Until `arm` is called nothing would be lost, so the first signal
     ends the process, a SIGTERM after TOLD_S. Afterwards it asks the run to stop after the step;
@@ -60,7 +60,7 @@ class Stopping:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def arm(self, grace_s: float) -> None:
-        """From now on a signal leaves the run `grace_s` to end its step and save; 0: none."""
+        """Lets a signal leave the run `grace_s` to end its step and save, from now on; 0: none."""
         self.armed, self.grace_s = grace_s > 0, grace_s
 
     def _listen(self) -> None:

@@ -122,7 +122,7 @@ class Topology:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Those that are given sequences, each its own: one of every model-parallel group.
+        """The ranks that are given sequences, each its own: one of every model-parallel group.
 
         It is the first of its tensor- and context-parallel ranks in the last pipeline stage, where
         losses and logprobs are, or of those that share sequences (sp). Without these axes every

@@ -75,7 +75,7 @@ class Message:
             self.unpacked = views(self.memory, self.lengths, self.places)
 
     def pack(self) -> None:
-        """On a CPU; on a GPU a bucket's messages are packed at once."""
+        """Packs the message on a CPU; on a GPU a bucket's messages are packed at once."""
         if self.parts:
             for part, row in zip(self.parts, self.packed, strict=True):
                 part.quantize(row)
@@ -224,7 +224,7 @@ class Binder:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """In one dimension where it is contiguous, which is quicker to copy."""
+    """Returns the tensor in one dimension where it is contiguous, which is quicker to copy."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint calls the parameters of a transformers model, and the parts of them.
+"""Finds what a checkpoint calls the parameters of a transformers model, and the parts of them.
 
 transformers keeps the experts of a layer in one tensor. Checkpoints have each expert's matrices by
 themselves, and so do vLLM's loader and engine megatron: that is how weights are named here.
@@ -41,7 +41,7 @@ class SubTensor(NamedTuple):
 
     @property
     def axes(self) -> list[int]:
-        """Of the parameter, those that the checkpoint's tensor has too."""
+        """Returns the parameter's axes that the checkpoint's tensor has too."""
         found: list[int] = []
         for axis, (first, last) in enumerate(self.box):
             if len(found) < len(self.shape) and last - first == self.shape[len(found)]:
@@ -50,7 +50,9 @@ class SubTensor(NamedTuple):
         return found
 
     def inside(self, box: Box) -> Box:
-        """Which part of the checkpoint's tensor a box of the parameter is that lies within mine."""
+        """Returns which part of the checkpoint's tensor a box of the parameter is; it must lie
+        within this one.
+        """
         return tuple(
             (box[axis][0] - self.box[axis][0], box[axis][1] - self.box[axis][0])
             for axis in self.axes
@@ -72,7 +74,7 @@ def checkpoint_name(name: str, shape: Sequence[int], parts: Parts) -> str | None
 
 
 def checkpoint_parts(config: PreTrainedConfig) -> Parts:
-    """What save_pretrained makes of the parameters that it does not write as they are.
+    """Returns what save_pretrained makes of the parameters that it does not write as they are.
 
     It is run on a model without data. Raises ConfigError where a parameter of the checkpoint is not
     simply a part of one of the model's, so that it could not be sent from where it lies.

@@ -1,4 +1,4 @@
-"""Where an engine keeps which part of which weight, learnt from the engine's own loader.
+"""Finds where an engine keeps which part of which weight, by the engine's own loader.
 
 The loader is run once with tensors that have a shape and no data. What it would copy is written
 down and not copied: the source is a view of a known tensor, whose offset, sizes and strides say
@@ -58,7 +58,9 @@ class Layout:
     scale_places: list[ParamView] = field(default_factory=list)
 
     def addresses(self) -> Callable[[], Iterator[int]]:
-        """Of every parameter that has a place: others where the engine has moved them."""
+        """Returns the address of every parameter that has a place: others where the engine has
+        moved them.
+        """
         unique = dict.fromkeys((place.module, place.name) for place in self.places)
         names = [name for _, name in unique]
         # quicker to ask than the modules
@@ -105,7 +107,7 @@ def layout_by_name(
     shapes: Mapping[str, Any],
     elsewhere: Mapping[str, tuple[str, SubTensor]] | None = None,
 ) -> Layout:
-    """Of an engine that keeps full tensors; elsewhere: as ByName takes it.
+    """Returns the layout of an engine that keeps full tensors; elsewhere: as ByName takes it.
 
     Raises ValueError naming a weight that it lacks, or one that is not given.
     """
@@ -216,5 +218,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_new(output: Any, tensor: Tensor) -> bool:
-    """Whether it is no view of the tensor, so that later copies of it would not be understood."""
+    """Returns True if the output is no view of the tensor, so that later copies of it would not be
+    understood.
+    """
     return isinstance(output, Tensor) and output.is_meta and _storage(output) != _storage(tensor)

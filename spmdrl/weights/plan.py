@@ -1,4 +1,5 @@
-"""Who sends which part of which weight to whom: worked out once, from shapes and places alone.
+"""Plans who sends which part of which weight to whom: worked out once, from shapes and places
+alone.
 
 The engines' ranks are a table: engine `e`, tensor-parallel rank `t`. What rank (e, t) needs of the
 weights depends on t only. `block` neighbouring engines divide it among themselves:
@@ -35,7 +36,7 @@ class Weight(NamedTuple):
         return [box for box, ranks in self.holders if rank in ranks]
 
     def held_numel(self, rank: int, box: Box) -> int:
-        """How much of `box` the rank holds."""
+        """Returns how many elements of `box` the rank holds."""
         common = (intersect(held, box) for held in self.held(rank))
         return sum(numel(part) for part in common if part is not None)
 
@@ -58,7 +59,9 @@ class Cost(NamedTuple):
 
 @dataclass
 class Bucket:
-    """What rank `me` does at a time. Every rank has as many buckets, and fills them alike."""
+    """The transfers that rank `me` does at a time. Every rank has as many buckets, and fills them
+    alike.
+    """
 
     sends: dict[int, list[tuple[int, Box]]]  # receiver -> (weight, part); hand over
     shares: list[list[TransferPiece]]  # of my block, by position; what arrives together, by sender
@@ -151,7 +154,7 @@ def add_piece(
     piece: TransferPiece,
     weight: int,
 ) -> None:
-    """Of all pieces of the job, notes those that this rank sends, takes or sees gathered."""
+    """Notes a piece, of all those of the job, if this rank sends, takes or sees it gathered."""
     own = piece.sender == receiver
     if receiver == plan.me and own and (position < 0 or plan.block == 1):
         bucket.local.append((region, piece.box))
@@ -206,7 +209,7 @@ def _is_local(weight: Weight, box: Box, ranks: list[int]) -> bool:
 def _held_shares(
     weights: list[Weight], regions: Sequence[Regions], table: Table, block: int
 ) -> list[list[Shares]] | None:
-    """What each rank holds of each region, if in every block that makes up the whole of it.
+    """Returns what each rank holds of each region, if in every block that makes up the whole of it.
 
     None too where a rank holds several parts of one.
     """
@@ -269,7 +272,7 @@ def _cost(
     weights: list[Weight], regions: Sequence[Regions], table: Table, block: int,
     shares: list[list[Shares]],
 ) -> Cost:  # fmt: skip
-    """In elements."""
+    """Returns the cost in elements."""
     handed_out: Counter[int] = Counter()
     handed_in: Counter[int] = Counter()
     share_of: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What each rank holds of the training weights, as it lies there or as it is worked out.
+"""The shards of the training weights on each rank, as they lie there or as they are worked out.
 
 A layer with an adapter is sent as W + scale B A. Its parts on this rank are computed in float32, a
 round of weights at a time, into memory that the next round uses again, so that the model is never
@@ -26,7 +26,7 @@ from spmdrl.weights.plan import Weight
 
 
 class Shards(NamedTuple):
-    """What this rank holds of one weight: parts of the full tensor."""
+    """The parts that this rank holds of one weight."""
 
     shape: tuple[int, ...]  # of the full tensor
     boxes: tuple[Box, ...]  # apart from each other
@@ -37,7 +37,9 @@ class Shards(NamedTuple):
 
 
 class Addresses:
-    """Where shards lie. A transfer asks before each run, so there is no Python per tensor in it."""
+    """The addresses of shards. A transfer asks before each run, so there is no Python per tensor in
+    it.
+    """
 
     def __init__(self, named: Mapping[str, Shards]) -> None:
         weights = {id(s.weight): s.weight for s in named.values() if s.weight is not None}
@@ -53,7 +55,9 @@ class Addresses:
 
 
 def shards_of(weight: Tensor) -> Shards:
-    """Of a DTensor or a full tensor; it is looked up anew, since its memory may move."""
+    """Returns the shards of a DTensor or a full tensor; it is looked up anew, since its memory may
+    move.
+    """
 
     sharded = isinstance(weight, DTensor)
 
@@ -67,7 +71,9 @@ def shards_of(weight: Tensor) -> Shards:
 
 
 def shards_by_part(weights: Mapping[str, Tensor], parts: Parts) -> dict[str, Shards]:
-    """Of all weights of a model, by the names that a checkpoint has for them and their parts."""
+    """Returns the shards of all weights of a model, by the names that a checkpoint has for them and
+    their parts.
+    """
     named: dict[str, Shards] = {}
     for name, weight in weights.items():
         if name in parts:
@@ -169,7 +175,7 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
 
 
 class LowRank(NamedTuple):
-    """What a weight is made of. DTensors that are split by rows, or full tensors."""
+    """The factors of a weight with an adapter. DTensors that are split by rows, or full tensors."""
 
     base: Tensor | None  # (out, in); None: scale B alone is wanted
     a: Tensor  # (rank, in) float32
@@ -178,7 +184,7 @@ class LowRank(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """Of the shape and the split of the result."""
+        """The tensor that has the shape and the split of the result."""
         return self.b if self.base is None else self.base
 
     def compute(self, to: Tensor | None) -> None:
@@ -215,7 +221,7 @@ class Derived:
         return found
 
     def arrange(self, rounds: Sequence[Sequence[str]]) -> None:
-        """Which names are computed together; others are no matter."""
+        """Notes which names are computed together; others are no matter."""
         self.memory, self.numel = None, 0
         for names in rounds:
             offset = 0
@@ -228,7 +234,7 @@ class Derived:
 
     @torch.no_grad()
     def compute(self, names: Sequence[str]) -> None:
-        """Of a round. Collective over the ranks that share the weights."""
+        """Computes the weights of a round. Collective over the ranks that share the weights."""
         if self.memory is None:
             device = local(next(iter(self.made_of.values())).b).device
             self.memory = torch.empty(self.numel, device=device)
@@ -240,13 +246,13 @@ class Derived:
         return [self.part(name)]
 
     def part(self, name: str) -> Tensor:
-        """Where this rank's part of the weight is or will be, float32."""
+        """Returns where this rank's part of the weight is or will be, float32."""
         box, first = self.boxes[name], self.offsets[name]
         assert box is not None and self.memory is not None, name
         return self.memory[first : first + numel(box)].view(sizes(box))
 
     def release(self) -> None:
-        """On a GPU the memory is given back between pushes."""
+        """Gives the memory back between pushes, on a GPU."""
         if self.memory is not None and self.memory.device.type != "cpu":
             self.memory = None
 

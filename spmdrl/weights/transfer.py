@@ -40,7 +40,7 @@ LEFT_SHARE, LEFT_DTYPE = 0.25, torch.float32
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
-    """Of one of the slots that together are a bucket."""
+    """Returns the bytes of one of the slots that together are a bucket."""
     share = max(1, bucket_bytes // SLOTS)
     return min(share, CPU_SLOT_BYTES) if device.type == "cpu" else share
 
@@ -174,7 +174,7 @@ class Transfer:
                     m.left = Spans(m.shards)
 
     def goes_straight(self, m: Message) -> bool:
-        """Whether it is read into its places at once, and no slot is needed."""
+        """Returns True if the message is read into its places at once, and no slot is needed."""
         if not self.eager or m.sender == self.plan.me or m.receivers or not m.places:
             return False
         lie_so = all(p.is_contiguous() and p.dtype == self.dtype for p in m.places)
@@ -189,7 +189,7 @@ class Transfer:
         return small and lie_so and self.wire.shows(m.receivers[0], m.data.nbytes)
 
     def taken(self, m: Message) -> Apart:
-        """How m is taken from its sender's shards."""
+        """Returns how m is taken from its sender's shards."""
         if m.apart is not None:
             return m.apart
         if self.scratch is None:
@@ -257,7 +257,7 @@ class Transfer:
             self.moved += m.data.nbytes
 
     def exchange(self, now: _Underway) -> None:
-        """What is handed over in a bucket, at once."""
+        """Exchanges at once what is handed over in a bucket."""
         ops = []
         for m in now.bound.messages:
             if m.tag == HAND_OVER and m.sender != self.plan.me:
@@ -285,7 +285,9 @@ class Transfer:
 
 
 def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
-    """What rank plan.me is to send in one run; padded: with an all-gather's shares of one size."""
+    """Returns how many bytes rank plan.me is to send in one run; padded: with an all-gather's
+    shares of one size.
+    """
     total = 0
     for bucket in plan.buckets:
         total += sum(numel(box) for pieces in bucket.sends.values() for _, box in pieces)
@@ -296,7 +298,7 @@ def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
 
 
 def copy_local(copies: list[tuple[Tensor, Tensor]], wire: torch.dtype) -> None:
-    """As if over the wire, so that all ranks come to hold the same."""
+    """Copies through the dtype of the wire, so that all ranks come to hold the same."""
     plain_copies([to for to, _ in copies], [source for _, source in copies], wire)
 
 

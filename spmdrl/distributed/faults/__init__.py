@@ -1,1 +1,1 @@
-"""Who is missing, died or froze: start-up, heartbeats, one report."""
+"""Finds out which rank is missing, died or froze: start-up, heartbeats, one report."""

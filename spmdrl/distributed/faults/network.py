@@ -1,4 +1,4 @@
-"""By which addresses hosts find each other."""
+"""Finds the addresses by which hosts reach each other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def addresses_of(name: str) -> set[str]:
 
 
 def own_addresses() -> list[str]:
-    """Of this host's interfaces, those by which others may find it; gloo's own interface first."""
+    """Returns the addresses of this host's interfaces by which others may find it; gloo's own
+    interface first.
+    """
     preferred = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     found = psutil.net_if_addrs()
     ordered = sorted(found, key=lambda name: name not in preferred)

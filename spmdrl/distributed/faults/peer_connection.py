@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class Anchor:
-    """Where the rank that watches this one ties its tether: a listening port, for a job of several
-    hosts. Tells whoever connects a word that stands in the store; holds the connections open.
+    """The end to which the rank that watches this one ties its tether: a listening port, for a job
+    of several hosts. Tells whoever connects a word that stands in the store; holds the connections
+    open.
 
     Raises OSError where this process may not listen.
     """
@@ -72,7 +73,7 @@ class Anchor:
 
 
 class Tether:
-    """To another rank's anchor; a thread of its own holds it until `close`."""
+    """A tether to another rank's anchor; a thread of its own holds it until `close`."""
 
     def __init__(self, offer: str, rank: int) -> None:
         """offer: what the anchor of that rank has put into the store. Raises RuntimeError where the

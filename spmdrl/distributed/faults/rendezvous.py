@@ -106,7 +106,7 @@ class StartupBarrier:
         self.store.set(f"connected/{self.rank}", "")
 
     def _limit(self, another: bool, met: bool = False) -> None:
-        """What was to be done has been, in time; another limit begins."""
+        """Begins another limit: what was to be done has been, in time."""
         with self.deciding:
             self.met = met
             if self.timer is not None:
@@ -196,7 +196,7 @@ class StartupBarrier:
 
 
 def owner_of(port: int) -> str:
-    """Of the processes on this host that this user may look at, the one that listens there."""
+    """Names the process that listens there, of those on this host that this user may look at."""
     for process in psutil.process_iter(["pid", "cmdline"]):
         with suppress(psutil.Error):
             for connection in process.net_connections("tcp"):
@@ -207,5 +207,5 @@ def owner_of(port: int) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What the system said: the store puts its own names before it."""
+    """Returns what the system said: the store puts its own names before it."""
     return str(error).rpartition("message: ")[2]

@@ -25,8 +25,9 @@ class Page:
 
     @classmethod
     def of(cls, pid: int, fd: int) -> Page | None:
-        """That of another process, by its number for it; None where the system does not allow it,
-        or where that process is one of another PID namespace."""
+        """Opens the page of another process, by its number for it; returns None where the system
+        does not allow it, or where that process is one of another PID namespace.
+        """
         path = f"/proc/{pid}/fd/{fd}"
         try:
             if not os.readlink(path).startswith(f"/memfd:{NAME}"):
@@ -36,7 +37,7 @@ class Page:
             return None
 
     def write_phase(self, phase: str) -> None:
-        """In one system call: a kill leaves the old name or the new one."""
+        """Writes the phase in one system call: a kill leaves the old name or the new one."""
         text = phase.encode(errors="replace")[:PHASE_BYTES]
         os.pwrite(self.fd, text.ljust(PHASE_BYTES), 0)
 

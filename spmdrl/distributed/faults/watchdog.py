@@ -156,7 +156,7 @@ class Watchdog:
 
     @property
     def heard(self) -> bool:
-        """Of a failure anywhere."""
+        """Returns True once this rank has heard of a failure anywhere."""
         return self.first is not None
 
     def report(self, story: dict[str, Any]) -> dict[str, Any]:
@@ -314,7 +314,9 @@ class Watchdog:
         return "; ".join([known, *memory_limits()])
 
     def _state(self, beat: Beat) -> str:
-        """Of a rank's process on this host, as ps has it; "" where there is none, ? elsewhere."""
+        """Returns the state of a rank's process on this host, as ps has it; "" where there is none,
+        ? elsewhere.
+        """
         if beat.host != self.host:
             return "?"
         try:

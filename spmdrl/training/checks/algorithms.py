@@ -1,4 +1,5 @@
-"""Which combinations of algorithms and options make sense; the others are refused with the reason.
+"""Checks which combinations of algorithms and options make sense; the others are refused with the
+reason.
 
 An option that the chosen algorithm does not read is refused too: a clip range or a coefficient that
 was set and has no effect is a run that is not what its config says.
@@ -137,7 +138,9 @@ def check_ranges(algo: AlgoConfig) -> None:
 
 
 def check_teacher(config: PpoConfig) -> None:
-    """Where rewards have no say, the KL to another model is all there is."""
+    """Raises ConfigError where rewards have no say and there is no KL to another model to learn
+    from.
+    """
     algo, ref = config.algo, config.ref
     if algo.reward_coef > 0:
         return
@@ -266,7 +269,7 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
 
 
 def check_one_number_per_sequence(algo: AlgoConfig, estimator: Estimator) -> None:
-    """What speaks of single tokens has no place in a term that stands for all of them."""
+    """Refuses options about single tokens beside a loss whose terms stand for whole sequences."""
     level, name = algo.correction.level, algo.policy_loss
     require(
         estimator.sees == "outcomes",
@@ -342,7 +345,9 @@ def check_correction(config: PpoConfig) -> None:
 
 
 def weighs_the_engine(algo: AlgoConfig) -> bool:
-    """By a weight of its own, or by the loss's ratio, which with bypass is to the engine."""
+    """Returns True if the loss weighs tokens by the engine's logprobs: by a weight of its own, or
+    by the loss's ratio, which with bypass is to the engine.
+    """
     has_ratio = not named(algo.policy_loss) or algo.policy_loss not in NO_RATIO
     return algo.correction.level != "off" or (algo.correction.bypass and has_ratio)
 

@@ -1,4 +1,4 @@
-"""What every program that trains can know of its config before anything is built."""
+"""Checks what every program that trains can know of its config before anything is built."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
 def check_vision(
     hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
 ) -> None:
-    """What a model with a vision tower cannot do yet, and what one without cannot.
+    """Refuses what a model with a vision tower cannot do yet, and what one without cannot.
 
     others: settings by name that do not go with a tower either.
     """

@@ -1,4 +1,6 @@
-"""What --dry-run prints: batch arithmetic, who is where, what the names mean, memory of a rank."""
+"""Describes what a run will do and need: batch arithmetic, who is where, what the names mean,
+memory of a rank.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,9 @@ def describe_supervised(
     config: SupervisedConfig, world: int, num_rows: int, kind: str, row_sequences: int,
     row_tokens: Array,
 ) -> str:  # fmt: skip
-    """As describe, of what learns from rows. kind: of engine; row_sequences: see Task; row_tokens:
-    (num_rows,) lengths."""
+    """Describes a run that learns from rows, as `describe` does one of reinforcement learning.
+    kind: of engine; row_sequences: see Task; row_tokens: (num_rows,) lengths.
+    """
     data, actor = config.data, config.actor
     sharing = sharing_ranks(actor)
     tokens = fullest(actor, data.batch_size * sharing / world, row_tokens)
@@ -118,7 +121,7 @@ def out_dtype(config: SupervisedConfig) -> str:
 
 
 def sharing_ranks(role: TrainConfig) -> int:
-    """How many ranks work on the same sequences."""
+    """Returns how many ranks work on the same sequences."""
     megatron = role.tensor_parallel * role.pipeline_parallel * role.context_parallel
     return role.ulysses if role.engine == "fsdp" else megatron
 
@@ -155,7 +158,7 @@ def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:
 
 
 def algorithm_lines(config: PpoConfig) -> list[str]:
-    """What the names resolve to, and which passes they cost."""
+    """Returns lines that say what the names resolve to, and which passes they cost."""
     algo, estimator = config.algo, estimator_of(config.algo)
     seen = "on its last token" if estimator.sees == "tokens" else "of which it sees the sum"
     over = "all unmasked tokens of the step" if estimator.whiten else "nothing"
@@ -313,7 +316,7 @@ def memory_line(name: str, m: Memory) -> str:
 def least_checkpoint_bytes(
     trained: Mapping[str, TrainConfig], model: str, kind: str = "policy"
 ) -> int:
-    """What any checkpoint of these roles holds at the least: what they learn, in float32."""
+    """Returns the least bytes of a checkpoint of these roles: what they learn, in float32."""
     parts = [memory_of(name, role, model, 1, kind) for name, role in trained.items()]
     return sum(part.trainable * 4 for part in parts)
 
@@ -321,7 +324,9 @@ def least_checkpoint_bytes(
 def copy_lines(
     config: PpoConfig, roles: dict[str, Memory], placement: Placement
 ) -> list[str]:  # fmt: skip
-    """What a checkpoint that is written meanwhile takes of the host's memory."""
+    """Returns a line about the host memory that a checkpoint takes while it is written in the
+    background.
+    """
     saved = {name: m for name, m in roles.items() if name != "ref"}
     ranks = {rank for name in saved for rank in placement.roles[name]}
     most = max(

@@ -1,4 +1,4 @@
-"""What a rank takes of its host's memory beside its models, and what the host has."""
+"""Estimates what a rank takes of host memory beside its models, and finds what the host has."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def available_gib() -> tuple[float, str]:
 
 
 def address_space_gib() -> float | None:
-    """What `ulimit -v` leaves each process; None: all it wants."""
+    """Returns the GiB that `ulimit -v` leaves each process; None if it sets no limit."""
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if soft == resource.RLIM_INFINITY else soft / GIB
 
 
 def host_lines(rank_gib: float, ranks: int, remedy: str) -> list[str]:
-    """How many of the ranks this host has room for; a warning where it is too few, as last line.
+    """Says how many of the ranks this host has room for; a warning, as the last line, where it is
+    too few.
 
     rank_gib: the most that a rank takes of the host; ranks: planned in all. Those that torchrun
     started here are to fit; of those that --ranks adds nobody knows where they will be.

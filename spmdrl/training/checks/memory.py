@@ -1,4 +1,4 @@
-"""How much memory a training role takes on a rank: weights, gradients, optimizer, activations.
+"""Estimates the memory of a training role on a rank: weights, gradients, optimizer, activations.
 
 host_memory.py adds what a process takes beside, and compares with what the host has.
 """
@@ -41,24 +41,24 @@ class Memory:
 
     @property
     def idle(self) -> float:
-        """What stays on the device while the role has nothing to do."""
+        """The GiB that stay on the device while the role has nothing to do."""
         kept = 0.0 if self.config.offload_params else self.weights
         return kept + (0.0 if self.config.offload_optimizer else self.adam + self.average)
 
     @property
     def saved(self) -> float:
-        """Of adapters without the base."""
+        """The GiB that are saved; of adapters, without the base."""
         learnt = self.weights if self.config.lora is None else self.gradients
         return learnt + self.adam + self.average
 
     @property
     def states(self) -> float:
-        """What lives as long as the run."""
+        """The GiB that live as long as the run."""
         return self.weights + self.adam + self.average
 
     @property
     def passing(self) -> float:
-        """What a forward and backward pass takes, and leaves behind for the optimizer."""
+        """The GiB that a forward and backward pass takes, and leaves behind for the optimizer."""
         return self.gradients + self.activations + self.root
 
     @property
@@ -117,7 +117,8 @@ def memory_of(
 
 
 def activation_bytes(role: TrainConfig, hf: PreTrainedConfig, tokens: int, trained: bool) -> float:
-    """What the layers keep of a forward pass of so many tokens for the backward pass.
+    """Returns the bytes that the layers keep of a forward pass of so many tokens for the backward
+    pass.
 
     Checkpointed they keep their inputs, and one layer at a time all; so does one that is not
     trained, whose layers keep nothing. Offloaded activations are on the device for one layer.
@@ -151,7 +152,8 @@ def kept_per_token(hf: PreTrainedConfig) -> int:
 
 
 def root_bytes(role: TrainConfig, hf: PreTrainedConfig, trained: bool, kind: str) -> float:
-    """What is gathered with the root while a pass runs: the embedding whole, and its gradient.
+    """Returns the bytes that are gathered with the root while a pass runs: the embedding whole, and
+    its gradient.
 
     A tied embedding has two gradients, as the head and as the embedding, and their sum.
     """

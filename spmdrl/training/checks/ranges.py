@@ -1,4 +1,4 @@
-"""Which values the numbers of a config may have; a field without an entry must not be negative.
+"""The values that the numbers of a config may have; a field without an entry must not be negative.
 
 What depends on several fields at once is checked in rl.py and algorithms.py.
 """

@@ -1,4 +1,5 @@
-"""What can be known before anything is built: is the config sound. What it will need: describe.py.
+"""Checks before anything is built whether the config of a run of reinforcement learning is sound.
+What it will need: describe.py.
 
 `check` raises ConfigError with the value, the place and the remedy.
 """
@@ -121,8 +122,9 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
 
 
 def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
-    """What the files of the models say; hosted: the weights are another program's. Raises
-    ConfigError."""
+    """Checks what the files of the models say; hosted: the weights are another program's. Raises
+    ConfigError.
+    """
     check_model_files("model", config.model, hf, has_weights=not hosted)
     check_eos(config.model, config.rollout)
     for name, role in training_roles(config).items():
@@ -132,7 +134,7 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 
 
 def warnings_of(config: PpoConfig) -> list[str]:
-    """What may be meant, and mostly is not."""
+    """Returns warnings about what may be meant, and mostly is not."""
     found, updates, algo = [], updates_per_run(config), config.algo
     for name, role in training_roles(config).items():
         if name != "ref":
@@ -168,8 +170,9 @@ def check_read(config: PpoConfig) -> None:
 
 
 def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
-    """What the reference has of its own must be of use to a model that only looks; it may be given
-    the actor's whole config."""
+    """Refuses options of the reference that are of no use to a model that is not trained; it may be
+    given the actor's whole config.
+    """
     default = TrainConfig()
     for name in (
         "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
@@ -297,7 +300,9 @@ def check_judge(config: PpoConfig, num_ranks: int) -> None:
 
 
 def check_held_out(config: PpoConfig, num_scorers: int) -> None:
-    """As `check`, of what an evaluation by itself has, so many ranks of which score."""
+    """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers:
+    ranks that score.
+    """
     check_bounds(config)
     check_places(config)
     check_evaluation(config)
@@ -354,7 +359,7 @@ def check_roles(config: PpoConfig, world: int) -> None:
 
 
 def check_schedule(config: PpoConfig, placement: Placement) -> None:
-    """What over-sampling and sampling ahead ask of the rest."""
+    """Checks what over-sampling and sampling ahead ask of the rest."""
     rollout, algo = config.rollout, config.algo
     require(config.async_steps >= 0, f"async_steps={config.async_steps} must be 0 or more")
     require(rollout.oversample >= 1, f"rollout.oversample={rollout.oversample} must be at least 1")

@@ -94,7 +94,7 @@ BEST_REWARD_MODEL = {
 def check_supervised(
     config: SupervisedConfig, world: int, what: str, best: Mapping[str, str]
 ) -> None:
-    """What is the same for all that learns from rows as they stand."""
+    """Checks what is the same for all programs that learn from rows as they stand."""
     check_bounds(config)
     check_world(world)
     check_places(config)

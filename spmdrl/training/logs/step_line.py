@@ -136,7 +136,7 @@ def plain(name: str) -> str:
 
 
 def unknown(wanted: Sequence[str], metrics: Metrics) -> list[str]:
-    """What is to be said of names in config.show_metrics that a step has no metric of."""
+    """Returns what is to be said of names in config.show_metrics that a step has no metric of."""
     said = []
     for name in wanted:
         if name not in metrics:

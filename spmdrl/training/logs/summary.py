@@ -1,4 +1,5 @@
-"""What came of a run, in words: printed when it ends, and left in its folder as summary.txt.
+"""Sums up what came of a run, in words: printed when it ends, and left in its folder as
+summary.txt.
 
 Everything is read from the run's own files, so a resumed run tells all of its history.
 """
@@ -23,7 +24,7 @@ MOST_AVERAGED = 10  # steps at the start and at the end, for the training curve
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """How the run was started, to write commands that work beside it."""
+    """The command line by which the run was started, to write commands that work beside it."""
 
     program: str  # "spmdrl.ppo"
     arguments: tuple[str, ...]  # as they were typed behind it
@@ -32,8 +33,9 @@ class LaunchCommand:
     launched: bool  # by torchrun or spmdrl.launch
 
     def command(self, program: str, dropped: Sequence[str] = (), *more: str) -> str:
-        """The same command line for `program`, without the options `dropped`, and `more` at its
-        end."""
+        """Returns the same command line for `program`, without the options `dropped`, and with
+        `more` at its end.
+        """
         launcher = ["-m", "spmdrl.launch", "--nproc-per-node", str(self.ranks_here)]
         kept = without_options(self.arguments, dropped)
         words = ["python", *(launcher if self.launched else []), "-m", program, *kept, *more]
@@ -110,7 +112,7 @@ def timing_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """In its two largest units: "42 s", "3 min 5 s", "7 h 12 min"."""
+    """Writes a duration in its two largest units: "42 s", "3 min 5 s", "7 h 12 min"."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes = int(seconds // 60)
@@ -227,7 +229,7 @@ def truth_text(row: SampleRow) -> str:
 
 
 def file_lines(ended: FinishedRun) -> list[str]:
-    """What lies where, of what is there."""
+    """Returns lines that say what lies where, of what is there."""
     config, run_dir = ended.config, ended.run_dir
     model: list[tuple[Path, str]] = []
     if not isinstance(config, PpoConfig):
@@ -268,7 +270,9 @@ def next_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
 
 
 def model_commands(ended: FinishedRun, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """For the best checkpoint that is kept, else the newest. Fine-tuning has written its model."""
+    """Returns commands for the best checkpoint that is kept, else the newest. Fine-tuning has
+    written its model.
+    """
     kept, config = folders(ended), ended.config
     if not isinstance(config, PpoConfig):
         return []
@@ -301,7 +305,7 @@ def look_commands(ended: FinishedRun) -> list[tuple[str, str]]:
 
 
 def continue_commands(ended: FinishedRun) -> list[tuple[str, str]]:
-    """How the run goes on: from its newest checkpoint."""
+    """Returns the command by which the run goes on from its newest checkpoint."""
     if not folders(ended):
         return []
     more = ["--resume", "auto"]

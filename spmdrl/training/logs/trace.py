@@ -1,4 +1,5 @@
-"""What each rank did when: a line per step in <run dir>/trace/rank_00003.jsonl, and metrics.
+"""Records what each rank did when: a line per step in <run dir>/trace/rank_00003.jsonl, and
+metrics.
 
 A span is busy time until this rank's work ended and waiting from there on, until all of the phase's
 ranks had come; a span named "wait ..." is waiting altogether. `python -m spmdrl.timeline` draws it.
@@ -79,7 +80,7 @@ class SpanLog:
         self.since = time.monotonic()  # the last report
 
     def note(self, step: int) -> None:
-        """What has ended since the last call."""
+        """Writes what has ended since the last call."""
         spans = self.phases.take_spans()
         if self.trace is not None:
             with self.phases.alone("write trace"):
@@ -99,7 +100,7 @@ def trace_path(run_dir: Path, rank: int) -> Path:
 
 
 def trace_files(run_dir: Path) -> dict[int, Path]:
-    """By rank, ascending."""
+    """Returns the trace files of a run by rank, ascending."""
     found = sorted(Path(run_dir, "trace").glob(f"rank_{'[0-9]' * 5}.jsonl"))
     return {int(path.stem.removeprefix("rank_")): path for path in found}
 
@@ -127,7 +128,7 @@ def rewrite(path: Path, rows: list[str]) -> None:
 
 
 def work_end(name: str, start: float, end: float) -> float:
-    """Where a span's busy part ends and its waiting begins."""
+    """Returns when a span's busy part ends and its waiting begins."""
     return start if name.startswith(WAIT) else max(start, end)
 
 
@@ -142,12 +143,12 @@ def busy_and_waiting(spans: list[Span]) -> PhaseSeconds:
 
 
 def phase_metrics(everyone: list[tuple[PhaseSeconds, float]]) -> dict[str, float]:
-    """Where the time went, from each rank's (busy_and_waiting(), seconds that these are of).
+    """Tells where the time went, from each rank's (busy_and_waiting(), seconds that these are of).
 
-    time/<phase>_s: the longest of any rank, from its start until all had agreed.
-    time_min/, time_mean/ and time_max/<phase>_s: busy seconds of the ranks that took part.
-    idle/share and idle/share_max: mean and largest over the ranks of 1 - busy / its seconds, which
-    are a step's, but of another step where a rank samples ahead.
+    time/<phase>_s: the longest of any rank, from its start until all had agreed. time_min/,
+    time_mean/ and time_max/<phase>_s: busy seconds of the ranks that took part. idle/share and
+    idle/share_max: mean and largest over the ranks of 1 - busy / its seconds, which are a step's,
+    but of another step where a rank samples ahead.
     """
     metrics: dict[str, float] = {}
     for phase in dict.fromkeys(name for rank, _ in everyone for name in rank):

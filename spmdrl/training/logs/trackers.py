@@ -1,4 +1,4 @@
-"""Where people watch a run, beside its own files: tensorboard, Weights & Biases."""
+"""Trackers show a run to people, beside its own files: tensorboard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Tensorboard:
             self.writer.flush()
 
     def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
-        """As text, which tensorboard shows as markdown."""
+        """Logs answers as text, which tensorboard shows as markdown."""
         with writing(self.run_dir / "events.out.tfevents.*"):
             self.writer.add_text(name, as_markdown(answers), step)
 
@@ -74,7 +74,7 @@ class Wandb:
         self.run.log({"step": step, **metrics})
 
     def log_answers(self, step: int, name: str, answers: list[SampleRow]) -> None:
-        """As a table."""
+        """Logs answers as a table."""
         import wandb
 
         data = [
@@ -89,7 +89,9 @@ class Wandb:
 
 
 def open_trackers(config: RunConfig, run_dir: Path, done: int) -> list[Tracker]:
-    """Of a run that has done so many steps. Raises ConfigError where a service refuses it."""
+    """Opens the trackers of a run that has done so many steps. Raises ConfigError where a service
+    refuses it.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     trackers: list[Tracker] = [Tensorboard(run_dir, done)] if config.tensorboard else []
     if config.wandb:
