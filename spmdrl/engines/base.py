@@ -1,4 +1,4 @@
-"""What the step asks of an engine that trains."""
+"""The protocol of engines that train: what the step asks of them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class TrainEngine(Protocol):
         ...
 
     def named_shards(self, merged: bool = True) -> dict[str, Shards]:
-        """By Hugging Face name what this rank holds of every weight. Local.
+        """Returns by Hugging Face name what this rank holds of every weight. Local.
 
         merged: with its adapter, where there is one; else the base's weights, and as
-        `<layer>.lora_A.weight` and `<layer>.lora_B.weight` A and scale B.
-        It stays valid, whatever `offload` and `onload` do to the tensors' memory.
+        `<layer>.lora_A.weight` and `<layer>.lora_B.weight` A and scale B. It stays valid, whatever
+        `offload` and `onload` do to the tensors' memory.
         """
         ...
 

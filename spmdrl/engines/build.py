@@ -40,7 +40,9 @@ def build_engine(
 
 
 def base_of(engine: TrainEngine | None) -> TrainEngine | None:
-    """The same model without its adapters, frozen, in the same memory; None outside its ranks."""
+    """Returns the same model without its adapters, frozen, in the same memory; None outside its
+    ranks.
+    """
     from spmdrl.engines.fsdp.engine import FsdpEngine
 
     if engine is None:

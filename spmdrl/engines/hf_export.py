@@ -95,7 +95,9 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
 
 
 def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
-    """What FSDP's engine saved of a model, by the names of its module. ema: as for `load_full`."""
+    """Loads what FSDP's engine saved of a model, by the names of its module. ema: as for
+    `load_full`.
+    """
     reader = ShardReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     weights = empty_tensors(stored, "model.")
@@ -115,7 +117,7 @@ def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
 
 
 def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """To be loaded: what a checkpoint has under a prefix, by the names without it."""
+    """Returns empty tensors for what a checkpoint has under a prefix, by the names without it."""
     return {
         key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
         for key, meta in stored.items()

@@ -46,7 +46,7 @@ class HostCopies:
 
 @dataclass
 class StagedShards:
-    """What this rank is to write of a state."""
+    """The shards of a state that this rank is to write."""
 
     planner: DefaultSavePlanner
     plan: SavePlan
@@ -54,8 +54,9 @@ class StagedShards:
     notes: dict[str, str] = field(default_factory=dict)  # texts for files of their own
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
-        """In the format of torch.distributed.checkpoint. Collective over `group`, the same ranks as
-        those that staged, and over nothing else."""
+        """Writes the shards in the format of torch.distributed.checkpoint. Collective over `group`,
+        the same ranks as those that staged, and over nothing else.
+        """
         writer = FileSystemWriter(str(folder), sync_files=True, overwrite=False)
         writer.set_up_storage_writer(group.rank() == 0)
         plans = together(group, lambda: writer.prepare_local_plan(self.plan))

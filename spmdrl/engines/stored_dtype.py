@@ -1,4 +1,4 @@
-"""In which dtype a model is stored: what is made of it is written in the same one."""
+"""Finds the dtype in which a model is stored: what is made of it is written in the same one."""
 
 from __future__ import annotations
 

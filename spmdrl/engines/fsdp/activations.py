@@ -1,9 +1,10 @@
-"""What a layer keeps of its forward pass for the backward pass: all, some, or only its input.
+"""Chooses what a layer keeps of its forward pass for the backward pass: all, some, or only its
+input.
 
 Checkpointing is torch's, by way of transformers' layers: "full" keeps a layer's input and computes
-the rest again; "selective" also keeps what matrix products and attention give, which is most of
-the time and about half of the memory. Source of the choice: Korthikanti et al. 2022, arXiv
-2205.05198, section 5. Offloading moves what is kept to the CPU until it is needed.
+the rest again; "selective" also keeps what matrix products and attention give, which is most of the
+time and about half of the memory. Source of the choice: Korthikanti et al. 2022, arXiv 2205.05198,
+section 5. Offloading moves what is kept to the CPU until it is needed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 def offloading(module: nn.Module, pinned: bool) -> saved_tensors_hooks:
-    """To be entered around a forward pass: what that saves for the backward pass lies on the CPU.
+    """Returns hooks around a forward pass: what that saves for the backward pass lies on the CPU.
 
     Weights stay where they are: sharding gives their memory back and gathers them again by itself.
     module: after it was sharded.

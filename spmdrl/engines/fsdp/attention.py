@@ -25,7 +25,7 @@ MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of one micro-batch lie."""
+    """The places of the sequences in one micro-batch."""
 
     cu_seqlens: Tensor  # (num_seqs + 1,) int32, on the device
     max_len: int

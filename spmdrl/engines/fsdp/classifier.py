@@ -20,7 +20,9 @@ def is_classifier(hf: PreTrainedConfig) -> bool:
 
 
 def classifier_config(model: str) -> PreTrainedConfig:
-    """Of the classifier that the model is, or that is begun from it. Raises ConfigError."""
+    """Returns the config of the classifier that the model is, or that is begun from it. Raises
+    ConfigError.
+    """
     hf = load_hf_config(model)
     if is_classifier(hf):
         return hf
@@ -34,7 +36,9 @@ def classifier_config(model: str) -> PreTrainedConfig:
 
 
 def build_classifier(model: str, full: bool) -> PreTrainedModel:
-    """As build_model. A score that the model does not have yet is 0. Raises ConfigError."""
+    """Builds a classifier, as build_model builds a language model. A score that the model does not
+    have yet is 0. Raises ConfigError.
+    """
     is_there = is_classifier(load_hf_config(model))
     hf = build_model(
         model, full, has_head=is_there, auto=AutoModelForSequenceClassification,

@@ -30,6 +30,6 @@ def move(average: dict[str, Tensor], device: torch.device) -> None:
 
 @torch.no_grad()
 def restart(average: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """From weights that were loaded from a checkpoint without an average."""
+    """Restarts the average from weights that were loaded from a checkpoint without one."""
     for name, tensor in average.items():
         local(tensor).copy_(local(weights[name]))

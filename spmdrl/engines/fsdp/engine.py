@@ -279,7 +279,9 @@ class FsdpEngine:
         yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """As named_weights, of the moving average; weights that are not trained are as they are."""
+        """Yields the moving average as named_weights does the weights; those that are not trained
+        are as they are.
+        """
         weights = dict(self.module.named_parameters()) | self.average
         shards = self._shards_of(weights, merged=True)
         yield from gathered(shards, dtype, bucket_bytes, self.topology)

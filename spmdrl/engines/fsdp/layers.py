@@ -1,9 +1,10 @@
-"""Which implementation a Hugging Face model's RMSNorm, SwiGLU MLP, RoPE and attention have.
+"""Replaces a Hugging Face model's RMSNorm, SwiGLU MLP, RoPE and attention by faster
+implementations.
 
 "spmdrl": float32 forms on CPUs (spmdrl_kernels.linear, .norm), Triton kernels on GPUs. "liger":
-those of liger-kernel, on GPUs. "torch": transformers' own. Nothing is replaced by its name alone:
-a module or function is tried on small random numbers, and one that computes something else than
-the replacement (Gemma's GELU, interleaved or partial rotary embeddings, ...) is left as it is.
+those of liger-kernel, on GPUs. "torch": transformers' own. Nothing is replaced by its name alone: a
+module or function is tried on small random numbers, and one that computes something else than the
+replacement (Gemma's GELU, interleaved or partial rotary embeddings, ...) is left as it is.
 
 Only this model's modules change. Liger's patches reach into the modeling module, which other roles
 and rollout engines share: that is put back, and the model's attention gets a forward of its own.
@@ -117,7 +118,7 @@ def norm_eps(module: nn.Module) -> float | None:
 
 
 def norm_offset(module: nn.Module) -> float | None:
-    """What is added to the weight (0; Gemma: 1); None where it is not RMSNorm's formula."""
+    """Returns what is added to the weight (0; Gemma: 1); None where it is not RMSNorm's formula."""
     if [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
     probe, (x, weight) = copy.copy(module), draws((3, 8), (8,))
@@ -162,7 +163,8 @@ class SwiGluMlp(nn.Module):
 
 
 def rotates_halves(function: Callable[..., tuple[Tensor, Tensor]]) -> bool:
-    """Whether it turns (a, b), the halves of a head, to (a cos - b sin, b cos + a sin).
+    """Returns True if the function turns (a, b), the halves of a head, to (a cos - b sin, b cos + a
+    sin).
 
     cos and sin then have equal halves in every model, or it would not be a rotation.
     """

@@ -68,7 +68,7 @@ class Adapters:
         return shards_by_part(base, parts) | Derived(made_of).shards()
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint says of its adapters."""
+        """Returns what a checkpoint says of its adapters."""
         lora = self.config
         return {
             "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
@@ -267,7 +267,9 @@ def adapter_count(config: PreTrainedConfig, role: TrainConfig) -> int:
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """Of a model's weights: names, shapes and a checksum of each tensor, as they were read."""
+    """Returns a digest of a model's weights: names, shapes and a checksum of each tensor, as they
+    were read.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         data: Any = tensor.detach().contiguous().numpy()
@@ -276,7 +278,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def read_base(folder: Path) -> dict[str, Any] | None:
-    """What a role's folder of a checkpoint says of its adapters; None where it has the model."""
+    """Reads what a role's folder of a checkpoint says of its adapters; None for a model."""
     file = Path(folder, BASE_FILE)
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 

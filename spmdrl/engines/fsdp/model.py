@@ -116,7 +116,7 @@ def backbone_hidden(
 
 
 def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
-    """In its next pass the model puts its images at these tokens, (rows, tokens) bool.
+    """Makes the model put its images at these tokens, (rows, tokens) bool, in its next pass.
 
     It would look for the placeholder's id, which a policy may well write into an answer.
     """
@@ -202,7 +202,7 @@ def blank(model: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def output_names(hf: PreTrainedModel) -> list[str]:
-    """Of the parameters of the output embedding, or of a classifier's score."""
+    """Returns the names of the parameters of the output embedding, or of a classifier's score."""
     head = hf.get_output_embeddings() or getattr(hf, "score", None)
     mine = {id(p) for p in head.parameters()} if head is not None else set()
     return [n for n, p in hf.named_parameters(remove_duplicate=False) if id(p) in mine]

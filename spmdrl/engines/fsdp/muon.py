@@ -32,7 +32,7 @@ Cuts = tuple[tuple[slice, slice], ...]
 def hidden_matrices(
     module: nn.Module, layers: Sequence[nn.Module], parts: Parts, prefix: str = ""
 ) -> dict[str, Cuts]:
-    """What Muon is for, by name in `module`: the matrices of the repeated layers, to be asked
+    """Finds what Muon is for, by name in `module`: the matrices of the repeated layers, to be asked
     before they are sharded. Embeddings, LM head, value head, norms and biases are not.
 
     parts: of weights.names, whose names lack the prefix; there stacked experts are found.
@@ -108,8 +108,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Of each (..., rows, columns) matrix U S V^T about U V^T: five Newton-Schulz iterations, after
-    which singular values are between 0.7 and 1.2. In the dtype given."""
+    """Returns about U V^T of each (..., rows, columns) matrix U S V^T: five Newton-Schulz
+    iterations, after which singular values are between 0.7 and 1.2. In the dtype given.
+    """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     count = matrices.shape[:-2].numel()  # 0 on a rank without experts
@@ -148,7 +149,9 @@ def orthogonal_shards(updates: Sequence[Tensor], matrices: Sequence[Tensor]) -> 
 
 
 def rows_of_shards(rows: int, count: int) -> list[int]:
-    """As torch.chunk, and so FSDP2, cuts them: the last ranks may have fewer, or none."""
+    """Returns how many rows each shard has, as torch.chunk, and so FSDP2, cuts them: the last ranks
+    may have fewer, or none.
+    """
     each = -(-rows // count)
     return [min(max(rows - each * i, 0), each) for i in range(count)]
 

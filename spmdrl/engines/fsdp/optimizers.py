@@ -64,7 +64,9 @@ class Optimizer:
                     state[name] = value.to(device)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By a weight's name, for torch.distributed.checkpoint, which loads them in place."""
+        """Returns the state by a weight's name, for torch.distributed.checkpoint, which loads them
+        in place.
+        """
         state = self.state
         return {name: self._stored(p, state[p]) for name, p in self.weights.items()}
 
@@ -76,7 +78,7 @@ class Optimizer:
         return {name: codes_and_scales(value, p, block) for name, value in moments.items()}
 
     def set_step(self, num_updates: int) -> None:
-        """Of Adam's bias correction, which is not stored."""
+        """Sets the number of steps for Adam's bias correction, which is not stored."""
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(num_updates)
@@ -140,7 +142,9 @@ def decay_groups(params: list[Tensor], weight_decay: float) -> list[dict[str, An
 
 
 def block_of(shape: Sequence[int]) -> int | None:
-    """How many elements share a scale: the largest divisor of a row's up to 256; None: float32."""
+    """Returns how many elements share a scale: the largest divisor of a row's up to 256; None:
+    float32.
+    """
     row = prod(shape[1:])
     if prod(shape) < LEAST_NUMEL:
         return None
@@ -187,7 +191,7 @@ def like_shard(held: Tensor, p: Tensor, shape: torch.Size) -> Tensor:
 
 
 def state_bytes(model: PreTrainedModel, parts: Parts, name: str) -> float:
-    """What the optimizer `name` keeps of all weights of a model."""
+    """Returns the bytes that the optimizer `name` keeps of all weights of a model."""
     hidden = hidden_matrices(model, decoder_layers(model), parts) if name == "muon" else {}
     return sum(
         p.numel() * bytes_per_element(p.shape, name, weight in hidden)
@@ -203,7 +207,7 @@ def bytes_per_element(shape: Sequence[int], name: str, is_hidden: bool) -> float
 
 
 def check_optimizer(name: str, role: TrainConfig) -> None:
-    """Of what the role keeps beside its weights, what is honoured with these others."""
+    """Checks that what the role keeps beside its weights is honoured with its other options."""
     optim, default = role.optim, OptimConfig()
     require(0 <= role.ema < 1, f"{name}.ema={role.ema} must be in [0, 1); 0: no average")
     require(
@@ -254,8 +258,9 @@ def check_same_optimizer(folder: Path, stored: Iterable[str], optimizer: Optimiz
 
 
 def optimizer_of(kept: set[str]) -> str:
-    """By the names of what it keeps of the weights. One that found nothing to keep in its own way
-    is AdamW."""
+    """Names the optimizer by the names of what it keeps of the weights. One that found nothing to
+    keep in its own way is AdamW.
+    """
     if "codes" in kept:
         return "adamw8bit"
     return "muon" if "momentum" in kept else "adamw"

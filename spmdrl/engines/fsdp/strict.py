@@ -57,7 +57,9 @@ def make_strict(policy: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def use_invariant_layers(hf: PreTrainedModel) -> None:
-    """In place. Raises ConfigError where a layer has no batch-invariant form."""
+    """Replaces layers by their batch-invariant forms, in place. Raises ConfigError where a layer
+    has no batch-invariant form.
+    """
     require_none(uncovered(hf), f"{type(hf).__name__}")
     for module in hf.modules():
         form = invariant_form(module)
@@ -150,7 +152,7 @@ def strict_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `packed_attention` is, with the same bits for a token however it is packed.
+    """Does what `packed_attention` does, with the same bits for a token however it is packed.
 
     Raises ValueError for what that does not do either.
     """

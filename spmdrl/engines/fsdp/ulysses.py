@@ -88,7 +88,9 @@ def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | 
 
 
 def shared(batch: Batch, team: SequenceParallelGroup | None, device: torch.device) -> Batch:
-    """What the first rank of the team was given, on all of its ranks. Collective over the team."""
+    """Returns what the first rank of the team was given, on all of its ranks. Collective over the
+    team.
+    """
     return batch if team is None else broadcast_batch(batch, team.group, 0, device)
 
 
@@ -139,7 +141,7 @@ def to_tokens(out: Tensor, team: SequenceParallelGroup) -> Tensor:
 
 
 def dealt_kv_heads(heads: int, kv_heads: int, ranks: int) -> list[int]:
-    """Which key-value heads the ranks get, each equally many, one rank after the other.
+    """Returns which key-value heads the ranks get, each equally many, one rank after the other.
 
     Rank r has queries r * heads / ranks and following. A head is given to a rank once for every run
     of its queries there, runs being equally long everywhere, as grouped attention wants them. With
@@ -210,7 +212,9 @@ def check_ulysses(hf: PreTrainedConfig, ranks: int) -> None:
 
 
 def _rope_types(hf: PreTrainedConfig) -> set[str]:
-    """Of all layers; some models have one set of parameters for each type of layer."""
+    """Returns the RoPE types of all layers; some models have one set of parameters for each type of
+    layer.
+    """
     found: dict[str, Any] = getattr(hf.get_text_config(), "rope_parameters", None) or {}
     sets = [found] if "rope_type" in found else [p for p in found.values() if isinstance(p, dict)]
     return {str(p.get("rope_type")) for p in sets}

@@ -1,10 +1,10 @@
-"""What megatron-core's layers are built of here: attention over packed sequences, and the norm.
+"""Gives megatron-core's layers attention over packed sequences, and a norm.
 
 The stock core attention takes no packed sequences without TransformerEngine, and the stock RMSNorm
 no sequence parallelism; both are replaced through the layer spec.
 
-Under context parallelism every sequence is cut into 2n chunks, of which rank r holds r and
-2n - 1 - r, so that all have the same work. Keys and values are gathered; queries stay.
+Under context parallelism every sequence is cut into 2n chunks, of which rank r holds r and 2n - 1 -
+r, so that all have the same work. Keys and values are gathered; queries stay.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Gather(torch.autograd.Function):
 
 
 class RmsNorm(nn.Module):
-    """As Hugging Face computes it. Under sequence parallelism Megatron sums its gradient."""
+    """RMSNorm as in Hugging Face. Under sequence parallelism Megatron sums its gradient."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ BACKEND, VERSION = "torch_dist", 1
 
 @dataclass
 class StagedModel:
-    """What megatron_core.dist_checkpointing.save would write, part by part."""
+    """A copy of what megatron_core.dist_checkpointing.save would write, part by part."""
 
     shards: StagedShards
     common: bytes  # common.pt
@@ -201,7 +201,9 @@ def _with_padding(flat: Tensor, buckets: list[Any]) -> Tensor:
 
 
 def layout_metadata() -> dict[str, Any]:
-    """How megatron-core is to name and cut the optimizer's state: not by the layout at hand."""
+    """Returns how megatron-core is to name and cut the optimizer's state: not by the layout at
+    hand.
+    """
     from megatron.core import parallel_state
 
     return {

@@ -126,7 +126,9 @@ class MegatronEngine:
         return result
 
     def _learning_rate(self) -> float:
-        """Of the update to come; set here, but where the host has a schedule of its own."""
+        """The learning rate of the update to come; set here, but where the host has a schedule of
+        its own.
+        """
         if not self.parts.owned:
             return max((g["lr"] for g in self.parts.optimizer.param_groups), default=0.0)
         lr = learning_rate(self.config.optim, self.num_updates)
@@ -159,7 +161,9 @@ class MegatronEngine:
         return grad_norm
 
     def _totals(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Of all micro-batches, on every rank: the last stage sums, the others are told."""
+        """Returns the totals of all micro-batches, on every rank: the last stage sums, the others
+        are told.
+        """
         groups, device = self.parts.groups, self.topology.device
         told: list[Any] = [None]
         if groups.is_last:
@@ -270,7 +274,7 @@ class MegatronEngine:
         return cut(batch, budget, self.topology, multiple, padded=parts.cut.form == "padded")
 
     def shared(self, batch: Batch) -> Batch:
-        """What the data rank of this model-parallel group was given, on all of its ranks."""
+        """Returns, on all ranks of this model-parallel group, what its data rank was given."""
         for group, source in self.parts.groups.sharing:
             batch = broadcast_batch(batch, group, source, self.topology.device)
         return batch

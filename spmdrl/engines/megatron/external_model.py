@@ -1,4 +1,4 @@
-"""What a model is like that another program has built with Megatron-core."""
+"""Finds out what a model is like that another program has built with Megatron-core."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def custom_modules(model: nn.Module) -> set[str]:
 def compared(
     parts: Parts, hf_config: PreTrainedConfig, ours: Any
 ) -> dict[str, tuple[Any, Any]]:  # fmt: skip
-    """What the host's config says and what config.model means, by what it is about."""
+    """Compares what the host's config says with what config.model means, by what it is about."""
     hf: Any = hf_config.get_text_config()
     config, model = parts.config, parts.raw[0]
     pairs: dict[str, tuple[Any, Any]] = {
@@ -168,7 +168,7 @@ def expert_layers(config: Any) -> list[int]:
 
 
 def wrong_rotary(parts: Parts, hf_config: PreTrainedConfig) -> list[str]:
-    """What differs in the rotary embeddings of all chunks."""
+    """Returns what differs in the rotary embeddings of all chunks."""
     wanted, _ = rope_frequencies(hf_config)
     wrong = set()
     modules = {
@@ -234,13 +234,13 @@ def check_optimizer(optimizer: Any, offload: bool) -> None:
 
 
 def embedding_rows(parts: Parts) -> int:
-    """Of this rank; 0 where another pipeline stage has the embedding."""
+    """Returns the rows of the embedding on this rank; 0 where another pipeline stage has it."""
     first = parts.raw[0]
     return len(first.embedding.word_embeddings.weight) if first.pre_process else 0
 
 
 def form_of(parts: Parts) -> Form:
-    """How the model's attention takes sequences of different length."""
+    """Returns how the model's attention takes sequences of different length."""
     names = {
         type(module).__name__
         for model in parts.raw

@@ -1,4 +1,4 @@
-"""What each field of Megatron's TransformerConfig means for a host's model.
+"""Says what each field of Megatron's TransformerConfig means for a host's model.
 
 Every field of megatron-core 0.16.1 stands in one of these sets, which a test compares with the
 dataclasses themselves. A field that a later version adds is refused unless it has its default.
@@ -143,7 +143,9 @@ def known_fields() -> list[str]:
 
 
 def refused_fields(config: Any) -> list[str]:
-    """What a host's config asks for that a step of ours does not do; one sentence for each."""
+    """Returns a sentence for each thing that a host's config asks for and a step of ours does not
+    do.
+    """
     found = [
         f"{name}={getattr(config, name)!r}: {advice}"
         for name, (accepted, advice) in REFUSED.items()

@@ -148,7 +148,7 @@ def everyone() -> Iterator[Topology]:
 
 
 def destroy_groups(standing: list[dist.ProcessGroup]) -> None:
-    """Those that are not in the list."""
+    """Destroys the groups that are not in the list."""
     for group in [g for g in c10d._world.pg_map if g not in standing]:
         dist.destroy_process_group(group)
 

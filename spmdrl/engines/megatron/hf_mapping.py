@@ -1,4 +1,4 @@
-"""Which parts of a Hugging Face checkpoint lie in a chunk of a Megatron model, as boxes and views.
+"""Maps parts of a Hugging Face checkpoint to a chunk of a Megatron model, as boxes and views.
 
 megatron-core fuses and orders weights its own way: rows of q, k and v by query group, gate and up
 projections of each tensor rank end to end, experts and layers numbered from 0 on each rank. Here
@@ -150,7 +150,7 @@ def _attention(chunk: Any, hf: Any, prefix: str, rest: str) -> list[HfSlice]:
 def _qkv(
     hf: Any, prefix: str, kind: str, tail: tuple[int, ...], tp: DimensionSplit
 ) -> list[HfSlice]:
-    """For each query group the rows of its queries, its key and its value.
+    """Returns for each query group the rows of its queries, its key and its value.
 
     With more tensor ranks than groups a group lies on several ranks, cut anywhere.
     """
@@ -324,7 +324,9 @@ class Folder:
     def _stacked(
         self, name: str, shape: tuple[int, ...], box: Box
     ) -> tuple[str, tuple[int, ...], tuple[int, ...], Box]:
-        """Where transformers' own layout (save_original_format=False) has what `name` means."""
+        """Returns where transformers' own layout (save_original_format=False) has what `name`
+        means.
+        """
         plain = name.replace(".block_sparse_moe.", ".mlp.")
         if plain in self.files:
             return plain, (), shape, box

@@ -23,7 +23,7 @@ Form = Literal["packed", "packed_host", "padded"]  # packed_host: for Transforme
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How many ranks share a row of tokens, and which of them this is."""
+    """The number of ranks that share a row of tokens, and which of them this is."""
 
     form: Form
     context: int
@@ -33,7 +33,7 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What this rank feeds its model chunk, and where the hidden states it needs will be."""
+    """The inputs of this rank's model chunk, and where the hidden states that it needs will be."""
 
     batch: Batch  # all tokens of the micro-batch, on every rank that works on it
     token_ids: Tensor  # (rows, local tokens) int64

@@ -1,4 +1,4 @@
-"""Which Hugging Face architectures Megatron can run here, and how they may be cut into parts.
+"""Knows which Hugging Face architectures Megatron can run here, and how they may be cut into parts.
 
 Needs no megatron-core: a dry run checks a layout without it.
 """
@@ -36,7 +36,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets an architecture apart from Llama."""
+    """A family of architectures: what sets it apart from Llama."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -173,7 +173,7 @@ def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
 
 
 def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
-    """What tensor parallelism cuts; the vocabulary is padded instead."""
+    """Returns the sizes that tensor parallelism cuts; the vocabulary is padded instead."""
     family = FAMILIES[hf_config.model_type]
     cut = {"heads": hf_config.num_attention_heads}
     if not family.experts or any(not sparse for sparse in moe_layers(hf_config)):
@@ -245,7 +245,7 @@ def expert_width(hf_config: PreTrainedConfig) -> int:
 
 
 def shared_expert_width(hf_config: PreTrainedConfig) -> int:
-    """Of all shared experts of a layer together; 0 where there are none."""
+    """Returns the width of all shared experts of a layer together; 0 where there are none."""
     config: Any = hf_config
     if not FAMILIES[config.model_type].latent:
         return 0
@@ -253,7 +253,7 @@ def shared_expert_width(hf_config: PreTrainedConfig) -> int:
 
 
 def moe_layers(hf_config: PreTrainedConfig) -> list[bool]:
-    """For each layer whether its MLP is a mixture of experts."""
+    """Returns for each layer whether its MLP is a mixture of experts."""
     config: Any = hf_config
     numbers = range(config.num_hidden_layers)
     if not FAMILIES[config.model_type].experts:

@@ -183,7 +183,9 @@ def build_chunks(
 
 
 def layer_numbers(config: Any, stage: int | None) -> range:
-    """Of the whole model, from 0: those of a chunk of this pipeline rank."""
+    """Returns the numbers, in the whole model and from 0, of the layers in a chunk of this pipeline
+    rank.
+    """
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

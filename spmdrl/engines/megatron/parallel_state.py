@@ -26,7 +26,9 @@ GROUP_TIMEOUT_MINUTES = 7 * 24 * 60  # the watchdog knows what hangs, see distri
 
 @dataclass
 class RoleState:
-    """What megatron.core.parallel_state holds for one role; None: the host's, as it stands."""
+    """The values that megatron.core.parallel_state holds for one role; None: the host's, as it
+    stands.
+    """
 
     group: dist.ProcessGroup | None
     values: dict[str, Any] | None
@@ -53,7 +55,9 @@ class RoleState:
 
     @classmethod
     def of_host(cls) -> RoleState:
-        """That of a program which has initialised megatron-core itself, and made it run here."""
+        """Returns the state of a program which has initialised megatron-core itself, and made it
+        run here.
+        """
         return cls(None, None)
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""What a MegatronEngine works with: model chunks, optimizer, groups; built here or a host's."""
+"""The parts that a MegatronEngine works with: model chunks, optimizer, groups; built here or a
+host's.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Groups:
 
     @classmethod
     def of_parallel_state(cls) -> Groups:
-        """Those that parallel_state has. Collective over each model-parallel group."""
+        """Returns the groups that parallel_state has. Collective over each model-parallel group."""
         from megatron.core import parallel_state as ps
 
         pipeline, context = ps.get_pipeline_model_parallel_group(), ps.get_context_parallel_group()
@@ -112,7 +114,7 @@ class Parts:
         )  # fmt: skip
 
     def loss_scale(self, num_micro_batches: int) -> float | None:
-        """What a loss is multiplied by so that gradients are its sum over all ranks.
+        """Returns what a loss is multiplied by so that gradients are its sum over all ranks.
 
         Without calculate_per_token_loss Megatron's schedule divides by the micro-batches and
         multiplies by the context-parallel ranks, and its DistributedDataParallel divides by the
@@ -335,7 +337,7 @@ def build_parts(
 
 
 def freeze_padding(embedding: Any, hf_config: PreTrainedConfig) -> None:
-    """As in Hugging Face's models, looking up the padding token moves nothing.
+    """Makes looking up the padding token move nothing, as in Hugging Face's models.
 
     Its row is often 0, where the gradient of the first norm is a thousand times any other.
     """
@@ -386,15 +388,18 @@ def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
 
 
 def set_hyperparameters(optimizer: Any, optim: OptimConfig) -> None:
-    """Those of `optim`; Megatron leaves it to its scheduler to spare norms and biases the decay,
-    and takes the rest from a checkpoint that it loads."""
+    """Sets the optimizer's hyperparameters to those of `optim`; Megatron leaves it to its scheduler
+    to spare norms and biases the decay, and takes the rest from a checkpoint that it loads.
+    """
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = optim.betas, optim.eps
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
 
 def model_folder(model: str, topology: Topology) -> Path:
-    """Where the model's files are; the first rank of the role fetches what is not there yet."""
+    """Returns the folder of the model's files; the first rank of the role fetches what is not there
+    yet.
+    """
     if Path(model).is_dir():
         return Path(model)
     wanted = ["*.safetensors", "*.json"]

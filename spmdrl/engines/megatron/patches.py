@@ -1,4 +1,5 @@
-"""What megatron-core 0.16.1 needs on any device where TransformerEngine and Apex are missing.
+"""Patches what megatron-core 0.16.1 needs on any device where TransformerEngine and Apex are
+missing.
 
 Does nothing where they are.
 """
