@@ -49,7 +49,9 @@ Method = Literal["strict", "flexible"]
 
 
 class Verdict(TypedDict):
-    """What the built-in rewards return, for maj@k too; the functions of their names the score."""
+    """The verdict of the built-in rewards, for maj@k too; the functions of their names return the
+    score.
+    """
 
     score: float
     pred: str  # the answer that was found; "": none
@@ -143,7 +145,8 @@ def parsed(text: str) -> list[Any]:
 
 
 def is_false_equation(answer: list[Any]) -> bool:
-    """Whether it says that numbers are equal which differ by more than rounding: 1=3, x=1=3.
+    """Returns True for an answer that says that numbers are equal which differ by more than
+    rounding: 1=3, x=1=3.
 
     math-verify takes the right side of such an equation for the answer.
     """
@@ -193,13 +196,15 @@ def cheap_end(text: str) -> str:
 
 
 def is_costly(text: str) -> bool:
-    """Of a box what is in it, of prose the numbers and brackets in it."""
+    """Returns True if a text is too costly to parse: of a box what is in it, of prose the numbers
+    and brackets in it.
+    """
     boxed = BOXED.match(text)
     return too_costly(boxed[1], MOST_CHARS) if boxed else too_costly(text, MATH_TAIL_CHARS)
 
 
 def bare(text: str) -> str:
-    """What is in the box, without what does not change its meaning."""
+    """Returns what is in the box, without what does not change its meaning."""
     boxed = BOXED.match(text)
     return NO_MEANING.sub("", FRACTION.sub(r"\\frac", boxed[1] if boxed else text))
 
@@ -231,7 +236,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
 
 
 def model(model_score: float) -> float:
-    """What the reward model says (PpoConfig.reward_model)."""
+    """Returns what the reward model says (PpoConfig.reward_model)."""
     return model_score
 
 

@@ -133,8 +133,9 @@ def only_defines(text: str) -> bool:
 
 
 def is_definition(statement: ast.stmt) -> bool:
-    """Whether it is a def, a class of such statements, an import, a docstring, or an assignment
-    without a call, such as the METADATA of HumanEval's tests."""
+    """Returns True for a def, a class of such statements, an import, a docstring, or an assignment
+    without a call, such as the METADATA of HumanEval's tests.
+    """
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         return not statement.decorator_list
     if isinstance(statement, ast.ClassDef):
@@ -172,7 +173,7 @@ def read_pairs(truth: dict[str, Any]) -> tuple[Kind, list[Test]]:
 
 
 def as_text(value: Any) -> str:
-    """Of stdin or stdout; APPS has some as lists of lines."""
+    """Returns stdin or stdout as one text; APPS has some as lists of lines."""
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 

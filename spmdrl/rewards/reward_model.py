@@ -19,8 +19,9 @@ NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample inva
 
 
 class RewardModel:
-    """On each rank that scores. The model reads prompt and answer in its own chat template and
-    tokens; a prompt that is a plain string, with the last turn right behind it."""
+    """The reward model, on each rank that scores. The model reads prompt and answer in its own chat
+    template and tokens; a prompt that is a plain string, with the last turn right behind it.
+    """
 
     def __init__(self, config: RewardModelConfig, engine: TrainEngine, tokenizer: Any) -> None:
         self.engine = engine
@@ -64,7 +65,7 @@ def appends_eos(model: str) -> bool:
 
 
 def train_config(config: RewardModelConfig) -> TrainConfig:
-    """What the engine is built with."""
+    """Returns the config that the engine is built with."""
     return TrainConfig(
         model=config.model, dtype=config.dtype, fsdp=config.fsdp,
         micro_batch_tokens=config.micro_batch_tokens, offload_params=config.offload_params,

@@ -179,7 +179,7 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
 def resolve_rewards(
     reward: RewardFn | str | Mapping[str, RewardFn | str],
 ) -> dict[str | None, Reward]:
-    """By data_source; None stands for every data_source. Raises ConfigError."""
+    """Returns the rewards by data_source; None stands for every data_source. Raises ConfigError."""
     if not isinstance(reward, Mapping):
         return {None: resolve_reward(reward)}
     if not reward:

@@ -77,7 +77,7 @@ def resume(request: Request, begun: Completion) -> Request:
 
 
 def pick(ids: Sequence[int], count: int, num_waiting: int) -> list[int]:
-    """Which of an engine's requests to give away, `ids` in the order they were added.
+    """Picks an engine's requests to give away, `ids` in the order they were added.
 
     Those that wait first, since nothing was computed for them; then evenly over those that run, so
     that old and young ones are left on both sides.

@@ -1,4 +1,4 @@
-"""What the step asks of an engine that samples."""
+"""The protocol of engines that sample: what the step asks of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an envir
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 mean off."""
+    """The way in which tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 mean off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,14 +49,16 @@ class Request:
 
     @property
     def num_earlier(self) -> int:
-        """How much of `response_ids` is of earlier turns, the last reply included."""
+        """The number of tokens of `response_ids` that are of earlier turns, the last reply
+        included.
+        """
         if not self.replies:
             return 0
         after = list(self.versions)[::-1].index(NOT_CHOSEN)
         return len(self.versions) - after
 
     def begun(self) -> Completion:
-        """What there is of the answer."""
+        """The part of the answer that is there."""
         return Completion(
             list(self.response_ids), list(self.logprobs), "stop" if self.awaits_reply else "abort",
             list(self.versions), list(self.replies),
@@ -143,10 +145,11 @@ class RolloutEngine(Protocol):
         ...
 
     def forget_prefixes(self) -> None:
-        """So that an answer depends on nothing but its request and the weights.
+        """Forgets cached prefixes, so that an answer depends on nothing but its request and the
+        weights.
 
-        Requests that run go on: what is cached of them is computed anew before their next token,
-        so that after a change of weights each token is of the weights that chose it.
+        Requests that run go on: what is cached of them is computed anew before their next token, so
+        that after a change of weights each token is of the weights that chose it.
         """
         ...
 
@@ -159,7 +162,8 @@ class RolloutEngine(Protocol):
         ...
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """Which part of each weight this rank needs, and where in its parameters it belongs.
+        """Returns which part of each weight this rank needs, and where in its parameters it
+        belongs.
 
         shapes: of the full tensors, by Hugging Face name. Raises ValueError where they do not fit
         the model. Whoever writes to these places calls `finish_load` when all is written.
@@ -202,7 +206,7 @@ class WeightMismatch(RuntimeError):
 def generate(
     engine: RolloutEngine, requests: Sequence[Request], params: SamplingParams
 ) -> list[Completion]:
-    """What RolloutEngine.generate promises, for an engine that has nothing else to do."""
+    """Does what RolloutEngine.generate promises, for an engine that has nothing else to do."""
     engine.forget_prefixes()
     ids = engine.add(requests, params)
     ended: dict[int, Completion] = {}

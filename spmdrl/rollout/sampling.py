@@ -1,4 +1,4 @@
-"""From prompts to Samples: what is asked, with which seed."""
+"""Turns prompts into requests with seeds, and answers into Samples."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def seed_of(
 
 
 def seed_of_continuation(seed: int, num_tokens: int) -> int:
-    """For an engine that draws from a generator per request: no noise is drawn a second time."""
+    """Returns the seed of a continued answer, for an engine that draws from a generator per
+    request: no noise is drawn a second time.
+    """
     return seed if num_tokens == 0 else seed_of(seed, num_tokens, 0, 0, "continuation")
 
 
 def training_params(config: RolloutConfig) -> SamplingParams:
-    """How the policy samples while it is trained."""
+    """Returns how the policy samples while it is trained."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -50,7 +52,7 @@ def training_params(config: RolloutConfig) -> SamplingParams:
 
 
 def greedy_params(config: RolloutConfig) -> SamplingParams:
-    """The same stops and lengths, the most likely token each time."""
+    """Returns the same stops and lengths, with the most likely token each time."""
     return SamplingParams(
         temperature=0.0,
         min_tokens=config.min_tokens,
@@ -62,7 +64,9 @@ def greedy_params(config: RolloutConfig) -> SamplingParams:
 
 
 def evaluation_params(config: PpoConfig) -> SamplingParams:
-    """How held-out prompts are answered: greedily, unless the config has a temperature for it."""
+    """Returns how held-out prompts are answered: greedily, unless the config has a temperature for
+    it.
+    """
     return replace(
         greedy_params(config.rollout),
         temperature=config.eval_temperature,
@@ -136,7 +140,7 @@ def as_request(question: SampleRequest) -> Request:
 def as_samples(
     questions: list[SampleRequest], answers: list[Completion], tokenizer: Any
 ) -> list[Sample]:
-    """What the policy said is decoded turn by turn."""
+    """Makes Samples of answers; what the policy said is decoded turn by turn."""
     turns = [turns_of(answer) for answer in answers]
     flat = list(chain(*turns))
     texts = iter(tokenizer.batch_decode(flat, skip_special_tokens=True) if flat else ())
@@ -172,7 +176,7 @@ def loss_mask_of(answer: Completion) -> list[int]:
 
 
 def completion_of(sample: Sample) -> Completion:
-    """What as_samples makes the same sample of."""
+    """Returns the completion of which as_samples makes the same sample."""
     return Completion(
         sample.response_ids, sample.rollout_logprobs, sample.finish_reason, sample.policy_version,
         replies_of(sample.messages),

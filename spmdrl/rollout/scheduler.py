@@ -180,7 +180,9 @@ class Scheduler:
     def burst(
         self, decision: Decision, positions: dict[int, int]
     ) -> tuple[int, dict[int, Completion]]:
-        """At most decision.num_steps steps: how many, and what ended, taken from `positions`."""
+        """Runs at most decision.num_steps engine steps; returns how many, and what ended, taken
+        from `positions`.
+        """
         ended: dict[int, Completion] = {}
         num_steps, fewest = 0, max(decision.refill_below, 1)
         with preserved_rng():
@@ -208,7 +210,7 @@ class Scheduler:
 
 
 class EngineCoordinator:
-    """Where an engine's leader meets the others, for one round."""
+    """Coordinates the engines for one round: here an engine's leader meets the others."""
 
     def __init__(
         self,
@@ -376,7 +378,7 @@ class EngineCoordinator:
             self.asked, self.asked_of = wish, most
 
     def collect(self) -> dict[int, Completion]:
-        """What came for the ask that is open, if it has come."""
+        """Returns what came for the ask that is open, if it has come."""
         key = f"gift/{self.me}/{self.num_asks}"
         if self.asked == "" or not self.store.check([key]):
             return {}
@@ -386,7 +388,7 @@ class EngineCoordinator:
         return unpack(gift)
 
     def serve(self, ids: list[int]) -> list[int]:
-        """What to give to the engine that asks: half of the difference."""
+        """Returns what to give to the engine that asks: half of the difference."""
         mailbox = f"ask/{self.me}"
         wish = self.store.compare_set(mailbox, "", "").decode()
         if wish in ("", WITHDRAWN):
@@ -445,7 +447,9 @@ class EngineCoordinator:
 
 
 def check_each_once(outcome: RoundResult, num_requests: int, topology: Topology) -> None:
-    """That no request was lost and none answered twice. Collective: the round's last meeting."""
+    """Checks that no request was lost and none answered twice. Collective: the round's last
+    meeting.
+    """
     counts = torch.zeros(num_requests, dtype=torch.int32)
     for position in [*outcome.finished, *outcome.unfinished]:
         counts[position] += 1

@@ -1,4 +1,4 @@
-"""What a round of the scheduler is asked, decides and gives."""
+"""The messages of the scheduler: what a round is asked, decides and gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.rollout.base import Completion
 
 @dataclass
 class RoundResult:
-    """What became of a round's requests on this engine, by position in the list.
+    """The result of a round's requests on this engine, by position in the list.
 
     Each position is in one of the two on exactly one leader; both are empty on other ranks.
     """
@@ -39,7 +39,9 @@ class StopCondition:
 
 
 class ReplyHandler(Protocol):
-    """Who answers when a turn has ended: tools, an environment. Asked on an engine's leader."""
+    """A ReplyHandler answers when a turn has ended: tools, an environment. Asked on an engine's
+    leader.
+    """
 
     def ask(self, position: int, turn: Completion) -> bool:
         """Whether a reply to it will come; if not, the answer is over."""
@@ -50,11 +52,11 @@ class ReplyHandler(Protocol):
         ...
 
     def give_up(self) -> dict[int, Completion]:
-        """Those whose replies have not come, as they were; a later round asks again."""
+        """Returns the answers whose replies have not come, as they were; a later round asks again."""
         ...
 
     def __len__(self) -> int:
-        """How many have not come."""
+        """Returns how many replies have not come."""
         ...
 
 
@@ -76,7 +78,7 @@ class NoReplies:
 
 @dataclass
 class Decision:
-    """What all ranks of an engine do next, in this order."""
+    """A decision about what all ranks of an engine do next, in this order."""
 
     loads: int = 0  # changes of weights
     give: list[int] = field(default_factory=list)  # engine ids to be aborted

@@ -142,7 +142,7 @@ def own_name(name: str) -> str:
 
 
 def module_of(model: nn.Module, name: str) -> Any:
-    """By its own_name."""
+    """Returns the module by the name that its own model has for it."""
     inside = name.replace("model.", "model.language_model.", 1)
     for spelling in (name, f"language_model.{name}", inside, f"model.{name}"):
         with suppress(AttributeError):
@@ -199,7 +199,7 @@ def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tens
 
 
 def thirds(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """As split, of queries, keys and values that the checkpoint has in one tensor."""
+    """Splits queries, keys and values that the checkpoint has in one tensor."""
     rows = len(tensor) // 3 // size
     return parameter, torch.cat([part[rank * rows :][:rows] for part in tensor.chunk(3)])
 

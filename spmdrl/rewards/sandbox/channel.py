@@ -108,8 +108,10 @@ class Channel(Link):
         return False
 
     def call(self, place: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the program prints goes where the test wants it, where that has replaced
-        sys.stdout; and so with what it reads, and with `input` and `print` themselves."""
+        """Calls a function of the program. What the program prints goes where the test wants it,
+        where that has replaced sys.stdout; and so with what it reads, and with `input` and `print`
+        themselves.
+        """
         import builtins
 
         captured = sys.stdout is not sys.__stdout__

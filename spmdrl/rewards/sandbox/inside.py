@@ -97,7 +97,7 @@ def exit_code(value: Any) -> int:
 
 
 def at_exit(status: int) -> int:
-    """What the interpreter does at its end, as far as a program can see it."""
+    """Does what the interpreter does at its end, as far as a program can see it."""
     import atexit
 
     if "threading" in sys.modules:
@@ -130,7 +130,7 @@ def child(
 
 
 def confine(limits: dict[str, Any]) -> None:
-    """What holds for a test's processes and not for the one that reports."""
+    """Sets the limits that hold for a test's processes and not for the one that reports."""
     for what, name in ((resource.RLIMIT_CPU, "cpu_s"), (resource.RLIMIT_AS, "memory")):
         resource.setrlimit(what, (limits[name], limits[name]))
     if limits["weak"]:
@@ -417,8 +417,9 @@ def set_limits(limits: dict[str, Any]) -> None:
 
 
 def harden(program: bytes, parent: int, packages: list[str]) -> None:
-    """For the weak form: dies with its parent, drops capabilities, sees the standard library only
-    where the kernel has Landlock, and may only call what `program`, a seccomp filter, allows."""
+    """Hardens the weak form: dies with its parent, drops capabilities, sees the standard library
+    only where the kernel has Landlock, and may only call what `program`, a seccomp filter, allows.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

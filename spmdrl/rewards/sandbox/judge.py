@@ -234,7 +234,7 @@ class Tests:
         return self.elsewhere(mode, text, given)
 
     def in_texts(self, wanted: list[str]) -> dict[str, Any]:
-        """Those of the program's names that the test has in a text of its own."""
+        """Returns those of the program's names that the test has in a text of its own."""
         texts = [text for text in self.found.texts if isinstance(text, str)]
         wanted = [name for name in wanted if not is_pythons_own(name)]
         wanted = [name for name in wanted if any(name in text for text in texts)]
@@ -242,7 +242,7 @@ class Tests:
         return {name: value for name, is_module, value in given if not is_module}
 
     def elsewhere(self, mode: str, text: Any, given: dict[str, Any]) -> Any:
-        """In a new process that never knew the test."""
+        """Runs a text in a new process that never knew the test."""
         if self.spare < 0:
             raise Unjudged(f"{mode} in a test that does not have the word")
         import _socket

@@ -1,4 +1,4 @@
-"""What a sandbox's processes use together, which without cgroups no kernel limit bounds.
+"""Measures what a sandbox's processes use together, which without cgroups no kernel limit bounds.
 
 Seen from outside, in /proc, and from time to time: what is used in between is bounded by the limits
 of each process alone.

@@ -1,7 +1,7 @@
-"""What the names in a test mean, read from the test's text.
+"""Finds what the names in a test mean, read from the test's text.
 
-Sent into the sandbox as part of one program, see `inside.py`. Trees are gone through by
-hand, since importing `ast` costs as much as running a test.
+Sent into the sandbox as part of one program, see `inside.py`. Trees are gone through by hand, since
+importing `ast` costs as much as running a test.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Names:
 
 
 def is_pythons_own(name: str) -> bool:
-    """Whether it is a name like `__name__`, which each module has for itself."""
+    """Returns True for a name like `__name__`, which each module has for itself."""
     return len(name) > 4 and name.startswith("__") and name.endswith("__")
 
 
@@ -113,7 +113,8 @@ def lines(body: list[Any]) -> tuple[int, int]:
 
 
 def of_the_program(found: Names, theirs: set[str]) -> set[str]:
-    """Which of the names that the program has mean the program's, `theirs` among the free ones.
+    """Returns which of the names that the program has mean the program's, `theirs` among the free
+    ones.
 
     A name that is neither a builtin nor a module of the library does. Such a one next to `abs` is
     what the test is about, and `abs` is Python's, since the program's own could say that any answer

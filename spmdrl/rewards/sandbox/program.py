@@ -294,7 +294,7 @@ class Program(Link):
         return value, self.printed
 
     def on_printed(self) -> str:
-        """By a call that then raised."""
+        """Returns what was printed by a call that then raised."""
         return self.printed
 
     def on_place(self, module: str, name: str) -> Any:
@@ -429,7 +429,7 @@ def serve_value(names: dict[str, Any]) -> None:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """As a name of the program, or as a method of its class Solution."""
+    """Finds a function as a name of the program, or as a method of its class Solution."""
     if function in names:
         return names[function]
     return getattr(names["Solution"](), function)

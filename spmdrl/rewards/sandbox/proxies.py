@@ -170,7 +170,7 @@ class Remote(metaclass=Meta):
 
 
 def is_data(value: Any) -> bool:
-    """Whether it is a plain value, or a class or function of the library."""
+    """Returns True for a plain value, or a class or function of the library."""
     kind = type(value)
     return (
         kind in SCALARS
@@ -256,8 +256,9 @@ def compare(name: str) -> Callable[[Any, Any], Any]:
 
 
 def arithmetic(name: str) -> Callable[[Any, Any], Any]:
-    """With a plain value, only objects of a class that the test names calculate; and a plain
-    result counts if wrong values give others."""
+    """Returns the method of an operator. With a plain value, only objects of a class that the test
+    names calculate; and a plain result counts if wrong values give others.
+    """
 
     def method(self: Any, other: Any, *rest: Any) -> Any:
         channel, place = object.__getattribute__(self, "_spmdrl")

@@ -76,7 +76,9 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run, or of each test of several. Reaching one is a Result with its name as status."""
+    """The limits of one run, or of each test of several. Reaching one is a Result with its name as
+    status.
+    """
 
     wall_s: float = 10.0
     cpu_s: float = 5.0  # of each process, in whole seconds, rounded up
@@ -98,7 +100,7 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one run. Output that is not UTF-8 has U+FFFD in place of the wrong bytes."""
+    """The result of one run. Output that is not UTF-8 has U+FFFD in place of the wrong bytes."""
 
     status: Status
     exit_code: int | None  # below 0: minus the signal; None: not known, all was ended at once
@@ -109,7 +111,7 @@ class Result:
 
 
 class SandboxExit(NamedTuple):
-    """How the conversation with a sandbox ended."""
+    """The end of the conversation with a sandbox."""
 
     ready: bool  # it was there; so what came after is the code's doing
     results: list[Result]
@@ -259,8 +261,9 @@ def is_real_root() -> bool:
 
 
 def lesser_user() -> dict[str, Any]:
-    """For Popen: root that cannot mount becomes nobody, where there is one, and makes a user
-    namespace as everybody does; no process limit binds root."""
+    """Returns arguments for Popen: root that cannot mount becomes nobody, where there is one, and
+    makes a user namespace as everybody does; no process limit binds root.
+    """
     if os.geteuid() != 0 or is_real_root():
         return {}
     for line in Path("/proc/self/uid_map").read_text().splitlines():
@@ -286,7 +289,8 @@ def harness(kind: Kind) -> bytes:
 
 @functools.cache
 def bubblewrap() -> tuple[str, ...]:
-    """What is the same in every call. No /proc: nothing of it is needed, and much told by it.
+    """Returns the part of the command that is the same in every call. No /proc: nothing of it is
+    needed, and much told by it.
 
     Real root needs no user namespace: the program inside becomes a user of the call's own, before
     it knows the code. So even a folder that only root can enter may hold the interpreter.

@@ -105,7 +105,9 @@ def program(read_only: bool = False) -> bytes:
 
 
 def conditions(read_only: bool) -> dict[int, list[Instruction]]:
-    """By number of a call that depends on its arguments: code that allows, or goes to its end."""
+    """Returns, by number of a call that depends on its arguments, the code that allows it or goes
+    to its end.
+    """
     rules = {
         MMAP: [(LOAD, 0, 0, ARGS + 24), (JUMP_BITS, 1, 0, HUGE_PAGES), (RETURN, 0, 0, ALLOW)],
         IOCTL: one_of(1, IOCTLS),

@@ -155,7 +155,7 @@ def value_name(kind: type) -> str | None:
 
 
 def content(value: Any) -> Any:
-    """What tells whether a container has changed: its elements in order, or its bytes."""
+    """Returns what tells whether a container has changed: its elements in order, or its bytes."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, bytearray):
@@ -164,7 +164,7 @@ def content(value: Any) -> Any:
 
 
 def same(old: Any, new: Any) -> bool:
-    """By identity of the elements: `==` could run anybody's code."""
+    """Compares by identity of the elements: `==` could run anybody's code."""
     if isinstance(old, bytes):
         return bool(old == new)
     return len(old) == len(new) and all(map(is_same, old, new))

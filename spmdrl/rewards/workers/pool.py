@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Jobs:
-    """What waits for a worker: for any, or for the one where a job's home is."""
+    """The jobs that wait for a worker: for any, or for the one where a job's home is."""
 
     def __init__(self, num_workers: int) -> None:
         self.shared: deque[Job] = deque()
@@ -81,7 +81,7 @@ class Jobs:
             self.homes = OrderedDict((k, w) for k, w in self.homes.items() if w != worker)
 
     def close(self) -> list[Job]:
-        """Those that were not taken."""
+        """Closes the queue; returns the jobs that were not taken."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -154,12 +154,12 @@ class WorkerPool:
 def worker_setup(
     functions: list[Function], kind: Kind, loop: dict[str, Any] | None = None
 ) -> Setup:
-    """What a worker receives first. Raises ConfigError where a function cannot be pickled.
+    """Returns what a worker receives first. Raises ConfigError where a function cannot be pickled.
 
     loop: of a worker for coroutine functions, the arguments of worker_loop.serve.
 
-    Functions of a config file and of its neighbours, lambdas and closures travel by value, with
-    the globals they use; those of modules on sys.path are imported by the worker.
+    Functions of a config file and of its neighbours, lambdas and closures travel by value, with the
+    globals they use; those of modules on sys.path are imported by the worker.
     """
     by_value = modules_by_value(functions)
     for module in by_value:
@@ -210,7 +210,9 @@ def is_importable(module: ModuleType) -> bool:
 
 
 def module_name(function: Function) -> str:
-    """Of the module that defines a function, the function in a partial, or an object's class."""
+    """Returns the name of the module that defines a function, the function in a partial, or an
+    object's class.
+    """
     function = function.cls if isinstance(function, Objects) else innermost(function)
     return getattr(function, "__module__", None) or type(function).__module__
 

@@ -39,7 +39,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class Setup:
-    """What a worker receives first."""
+    """The message that a worker receives first."""
 
     pickled: bytes
     kind: Kind
@@ -179,7 +179,7 @@ class WorkerProcess:
             raise self.lost()
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        """What the worker says next. Raises TimeoutError and WorkerLost."""
+        """Returns what the worker says next. Raises TimeoutError and WorkerLost."""
         end = time.monotonic() + limit_s
         while (answer := self.taken()) is None:
             left = end - time.monotonic()
@@ -225,7 +225,7 @@ class WorkerProcess:
         return bool(self.frames.received or wait([self.pipe, self.control], 0))
 
     def lost(self) -> WorkerLost:
-        """How the worker ended that has hung up."""
+        """Returns how the worker ended that has hung up."""
         if not wait([self.control], STATUS_S):
             return WorkerLost(
                 "closed its connection with the trainer: a function must not close a descriptor "
@@ -248,7 +248,7 @@ class WorkerProcess:
         return WorkerLost(f"died of {name}{by if name == 'SIGKILL' else ''}", -code)
 
     def kill(self) -> None:
-        """For other threads: has the keeper end the worker, after which `call` returns."""
+        """Kills the worker, for other threads: has the keeper end it, after which `call` returns."""
         self.closing = True
         if self.keeper is not None:
             with contextlib.suppress(OSError):

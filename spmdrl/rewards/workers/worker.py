@@ -41,7 +41,7 @@ LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into 
 
 
 class RewardResult(NamedTuple):
-    """What became of one call: a reward, or the reason why there is none."""
+    """The result of one call: a reward, or the reason why there is none."""
 
     reward: float | None  # those of turns included
     info: dict[str, float]
@@ -59,7 +59,7 @@ class RewardResult(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a tool or an environment returned, as plain data; or why it did not."""
+    """A reply is what a tool or an environment returned, as plain data; or why it did not."""
 
     value: Any
     error: str | None = None
@@ -85,8 +85,9 @@ def as_plain(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it, other objects as text. Halves of characters, which UTF-8 and tokenizers do
-    not know, become "?"."""
+    """Returns a value as JSON has it, other objects as text. Halves of characters, which UTF-8 and
+    tokenizers do not know, become "?".
+    """
     text = json.dumps(value, default=as_plain, ensure_ascii=False)
     return json.loads(text.encode(errors="replace").decode())
 
@@ -210,7 +211,7 @@ def shorten(text: str, most: int = 80) -> str:
 
 
 class NoFrame(Exception):
-    """What was received is none of ours: a user's code wrote to the descriptor."""
+    """Raised where what was received is none of ours: a user's code wrote to the descriptor."""
 
 
 class Frames:
@@ -275,7 +276,9 @@ class WorkerConnection:
         return pickle.loads(message)
 
     def send(self, reply: dict[str, Any]) -> None:
-        """In a fork of the worker, which came back from a user's function, this ends the fork."""
+        """Sends a reply; in a fork of the worker, which came back from a user's function, this ends
+        the fork.
+        """
         if os.getpid() != self.pid:
             end_fork()
         message = json.dumps({**reply, "pid": self.pid}).encode()

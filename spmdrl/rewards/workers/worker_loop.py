@@ -23,7 +23,7 @@ Kind = type[worker.RewardResult] | type[worker.Reply]
 
 
 async def call_async(function: Function, arguments: dict[str, Any], kind: Kind) -> Any:
-    """As worker.call, for a coroutine function."""
+    """Does what worker.call does, for a coroutine function."""
     try:
         return kind.of(await function(**arguments))
     except GeneratorExit:
@@ -146,7 +146,7 @@ def serve(
     timeout_s: float,
     grace_s: float,
 ) -> None:
-    """Until the trainer shuts the connection down; what runs then is cancelled.
+    """Serves until the trainer shuts the connection down; what runs then is cancelled.
 
     grace_s: beyond the time limit, for a coroutine to answer to its cancellation.
     """

@@ -90,7 +90,9 @@ class HfEngine:
         return len(self.waiting)
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """At temperature 0 the logprobs are of the model's own distribution (temperature 1)."""
+        """Answers the requests; at temperature 0 the logprobs are of the model's own distribution
+        (temperature 1).
+        """
         return generate(self, requests, params)
 
     def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:

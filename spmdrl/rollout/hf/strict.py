@@ -30,7 +30,9 @@ def make_strict(engine: Any) -> None:
 
 
 def padding_of(hf: Any, mask: Tensor) -> dict[str, Tensor]:
-    """What the attention below asks for. mask: (num_rows, length), 0 where there is no token."""
+    """Returns the argument that the attention below asks for. mask: (num_rows, length), 0 where
+    there is no token.
+    """
     if hf.config._attn_implementation != NAME:
         return {}
     return {"padding": (mask == 0).sum(1)}

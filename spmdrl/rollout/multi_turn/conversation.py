@@ -77,7 +77,9 @@ class Pending(NamedTuple):
 
 
 class Dialogue:
-    """Of one engine, on its leader. Raises ConfigError for tools that cannot be used."""
+    """Leads the conversations of one engine, on its leader. Raises ConfigError for tools that
+    cannot be used.
+    """
 
     def __init__(self, config: PpoConfig, tokenizer: Any, num_engines: int) -> None:
         self.limits, self.environment = config.multi_turn, config.environment
@@ -94,7 +96,7 @@ class Dialogue:
         self.caller = Caller(functions, self.limits, num_engines, Reply)
 
     def calls_in(self, text: str, extra_info: dict[str, Any]) -> list[Call]:
-        """What the policy asks of tools in a turn."""
+        """Returns what the policy asks of tools in a turn."""
         if self.parser is None:
             return []
         found, problem = self.parser(without_thoughts(text))
@@ -106,11 +108,13 @@ class Dialogue:
         return calls[:most] + [Call(call.name, None, too_many) for call in calls[most:]]
 
     def about(self, addressed: list[tuple[Prompt, int]], params: SamplingParams) -> TurnHandler:
-        """For one round of the scheduler: (prompt, sample index) of each of its requests."""
+        """Returns the handler of one round of the scheduler: (prompt, sample index) of each of its
+        requests.
+        """
         return TurnHandler(self, addressed, params.max_tokens)
 
     def lines(self) -> list[str]:
-        """For --dry-run: who replies, and how a reply looks to the model."""
+        """Returns lines for --dry-run: who replies, and how a reply looks to the model."""
         limits, who = self.limits, [f"tool {name}" for name in self.toolbox.functions]
         if self.environment is not None:
             who.append(f"environment {name_of(self.environment)}")
@@ -147,7 +151,7 @@ class TurnHandler:
         return bool(asked)
 
     def home(self, position: int) -> str:
-        """Of the sample's objects."""
+        """Returns the name of the worker where the sample's objects live."""
         prompt, sample_index = self.addressed[position]
         return f"{prompt.id}/{sample_index}"
 
@@ -264,7 +268,9 @@ def failed(turn: Completion, problem: str) -> Completion:
 
 
 def tool_message(call: Call, result: Reply) -> Message:
-    """What the policy reads of a call. An error's last line alone: the rest is about our code."""
+    """Returns what the policy reads of a call. An error's last line alone: the rest is about our
+    code.
+    """
     content = as_text(result.value)
     if result.error is not None:
         lines = result.error.strip().splitlines()
@@ -335,7 +341,7 @@ class ReplyEncoder:
         return said, ids
 
     def ids(self, messages: list[Message]) -> list[int]:
-        """From the end of a turn on, up to where the next begins. Raises BadRow."""
+        """Returns the tokens from the end of a turn on, up to where the next begins. Raises BadRow."""
         marked, names = self.encoder.marked(messages, "reply")
         behind = self.behind(marked)
         written = without_space(behind)
@@ -352,7 +358,7 @@ class ReplyEncoder:
         return self.encoder.encode(behind, special=False)
 
     def behind(self, messages: list[Message], asks: bool = True) -> str:
-        """What the template writes behind what the policy says. Raises BadRow."""
+        """Returns what the template writes behind what the policy says. Raises BadRow."""
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
         given = self.encoder.config.chat_template_kwargs
         text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
@@ -391,7 +397,7 @@ class ReplyEncoder:
         return self.encoder.spell(ids[:end])
 
     def texts(self, answer: Completion) -> list[str]:
-        """Of each of its turns."""
+        """Returns the text of each turn of an answer."""
         tokenizer: Any = self.encoder.tokenizer
         return tokenizer.batch_decode(turns_of(answer), skip_special_tokens=True)
 
@@ -430,7 +436,7 @@ def turns_of(answer: Completion) -> list[list[int]]:
 
 
 def messages_of(answer: Completion, texts: list[str]) -> list[Message]:
-    """What was said behind the prompt. texts: of the turns."""
+    """Returns what was said behind the prompt. texts: of the turns."""
     said: list[Message] = []
     for i, text in enumerate(texts):
         said.append({"role": "assistant", "content": text})

@@ -24,7 +24,7 @@ FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt'
 
 
 class Call(NamedTuple):
-    """What the policy asked for; arguments None: `problem` says why it cannot be done."""
+    """A call that the policy asked for; arguments None: `problem` says why it cannot be done."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -61,7 +61,7 @@ class Toolbox:
 
     @property
     def called(self) -> list[Callable[..., Any]]:
-        """What calls are made of: the plain functions, then each class's objects."""
+        """Returns what calls are made of: the plain functions, then each class's objects."""
         plain = [f for name, f in self.functions.items() if name not in self.objects]
         return [*plain, *dict.fromkeys(self.objects.values())]
 
@@ -134,7 +134,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Complaints(logging.Handler):
-    """What a parser logs instead of raising it."""
+    """Collects what a parser logs instead of raising it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class CallParser:
 
     @property
     def begins(self) -> str:
-        """What a call begins with, where the parser says so."""
+        """The text that a call begins with, where the parser says so."""
         found = getattr(self.parser, "tool_call_start_token", "")
         return found if isinstance(found, str) else ""
 
@@ -201,5 +201,5 @@ class CallParser:
 
 
 def as_text(value: Any) -> str:
-    """What a tool returned, for the model to read."""
+    """Returns what a tool returned as text, for the model to read."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -147,8 +147,10 @@ def check_attention(model: str, is_latent: bool) -> None:
 
 
 def moe_backend(model: str, on_cpu: bool) -> Any:
-    """On a GPU, Triton's kernel for experts that are not quantised: the others keep the weights in
-    an order of their own (FlashInfer swaps gate and up), which an update in place would miss."""
+    """Chooses, on a GPU, Triton's kernel for experts that are not quantised: the others keep the
+    weights in an order of their own (FlashInfer swaps gate and up), which an update in place would
+    miss.
+    """
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -206,7 +208,7 @@ def destroy_vllm_groups() -> None:
 
 @contextmanager
 def preserved_process() -> Iterator[None]:
-    """What importing vLLM and building an engine changes for the whole process is taken back.
+    """Takes back what importing vLLM and building an engine changes for the whole process.
 
     Meanwhile no garbage is collected, which is a third of the time otherwise. vLLM's logger stays
     off: an error reaches us as an exception, which it would precede with a dump of every request.

@@ -1,4 +1,5 @@
-"""What vLLM needs on a CPU and not on a GPU. Nothing here is called where the device is CUDA.
+"""Sets up what vLLM needs on a CPU and not on a GPU. Nothing here is called where the device is
+CUDA.
 
 Changes to vLLM are made around one construction and taken back, or on one object of one engine.
 """
@@ -27,7 +28,8 @@ NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a 
 
 
 def unlink_shared_memory() -> None:
-    """Of the tensor-parallel groups that were built: all ranks have mapped it, and keep it so.
+    """Unlinks the shared memory of the tensor-parallel groups that were built: all ranks have
+    mapped it, and keep it so.
 
     vLLM would leave its names in /dev/shm behind, 4 MiB for each rank. To be called before the
     environment is what it was: VLLM_DIST_IDENT, by which vLLM names the memory, is vLLM's own.

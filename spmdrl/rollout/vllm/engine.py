@@ -121,7 +121,9 @@ class VllmEngine:
         return len(self.answers) - self.num_running
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """At temperature 0 the logprobs are of the model's own distribution (temperature 1)."""
+        """Answers the requests; at temperature 0 the logprobs are of the model's own distribution
+        (temperature 1).
+        """
         return generate(self, requests, params)
 
     def add(self, requests: Sequence[Request], params: SamplingParams) -> list[int]:
@@ -166,7 +168,9 @@ class VllmEngine:
         )
 
     def step(self) -> list[tuple[int, Completion]]:
-        """With asynchronous scheduling (GPU) the tokens are those of an earlier pass."""
+        """Runs one engine step; with asynchronous scheduling (GPU) the tokens are those of an
+        earlier pass.
+        """
         ended = self.forward() if self.answers else []
         self.drain()
         return ended
@@ -322,7 +326,8 @@ class VllmEngine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """In place: each tensor is copied before the next is asked for, so buffers may be reused.
+        """Loads weights in place: each tensor is copied before the next is asked for, so buffers
+        may be reused.
 
         Quantised engines keep references until a layer is complete: there a tensor must stay valid
         until the call returns. Raises ValueError where a parameter was not given.
@@ -379,9 +384,12 @@ class VllmEngine:
     # memory
 
     def sleep(self) -> None:
-        """On a GPU: weights and KV cache are dropped (level 2), since a sync of weights follows
-        `wake` anyway; of adapters alone it does not bring the weights, so these go to the host's
-        memory (level 1). On a CPU: the KV cache is freed, weights stay."""
+        """Gives the engine's memory to training.
+
+        On a GPU, vLLM drops weights and KV cache (level 2), because a push of weights follows
+        `wake` anyway. A push of adapters alone does not bring the weights, so then they move to
+        the host's memory (level 1). On a CPU, the KV cache is freed and the weights stay.
+        """
         if not self.may_sleep or self.freed_kv_cache:
             return
         self.forget_prefixes()

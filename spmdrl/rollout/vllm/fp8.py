@@ -134,7 +134,8 @@ def fp8_layout(
     record: Callable[[Mapping[str, tuple[int, ...]]], Layout],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Layout:
-    """Of weights and of their scales. record: a layout of tensors with these names and shapes.
+    """Returns the layout of weights and of their scales. record: a layout of tensors with these
+    names and shapes.
 
     Raises ConfigError where the engine keeps either in another form than it was given.
     """

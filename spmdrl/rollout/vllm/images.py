@@ -62,8 +62,9 @@ def sizes_of(looks: ImageLimits, max_model_len: int) -> Iterator[None]:
 
 
 def features(looks: ImageLimits, request: Request) -> list[Any] | None:
-    """As EngineCoreRequest.mm_features. identifier: of the pixels, by which vLLM keeps what the
-    vision tower made of them, and the prefixes that they are part of."""
+    """Returns the value of EngineCoreRequest.mm_features. identifier: of the pixels, by which vLLM
+    keeps what the vision tower made of them, and the prefixes that they are part of.
+    """
     if not request.images:
         return None
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

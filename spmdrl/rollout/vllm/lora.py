@@ -48,7 +48,7 @@ def check_adapter_mode(lora: LoraConfig | None, config: RolloutConfig, hf: Any) 
 
 
 def engine_args(lora: LoraConfig, model: str) -> dict[str, Any]:
-    """What EngineArgs needs."""
+    """Returns the arguments of EngineArgs for the adapter."""
     layers = target_layers(meta_model(load_hf_config(model)), lora)
     leaves = sorted({name.rpartition(".")[2] for name in layers})
     return {
@@ -60,7 +60,7 @@ def engine_args(lora: LoraConfig, model: str) -> dict[str, Any]:
 
 
 class Slot(NamedTuple):
-    """Where a layer's A and B are kept: in a layer of vLLM's, which may hold several."""
+    """A slot is where a layer's A and B are kept: in a layer of vLLM's, which may hold several."""
 
     layer: Any
     number: int  # of the part of a fused layer
@@ -92,7 +92,9 @@ class AdapterSlots:
             layer.reset_lora(0)
 
     def slot(self, name: str) -> Slot:
-        """Of a layer by its Hugging Face name. Raises ValueError where vLLM has none for it."""
+        """Returns the slot of a layer by its Hugging Face name. Raises ValueError where vLLM has
+        none for it.
+        """
         modules, packed = self.manager.modules, self.manager.packed_modules
         if name in modules and name not in packed:
             return Slot(modules[name], 0)
@@ -105,7 +107,9 @@ class AdapterSlots:
         )
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-        """Of A and scale B; which part of them belongs on this rank is asked of vLLM's layers."""
+        """Returns the layout of A and scale B; which part of them belongs on this rank is asked of
+        vLLM's layers.
+        """
         found = Layout()
         for name, shape in shapes.items():
             layer, _, kind = name.rpartition(".lora_")
@@ -147,7 +151,7 @@ class AdapterSlots:
 
 
 def part_on_rank(slot: Slot, name: str, shape: Sequence[int]) -> Box:
-    """Which rows of B, or columns of A, vLLM's layer would take of the full tensor."""
+    """Returns which rows of B, or columns of A, vLLM's layer would take of the full tensor."""
     full, layer = torch.empty(tuple(shape), device="meta"), slot.layer
     if layer.tp_size == 1:
         return whole(shape)
@@ -164,7 +168,7 @@ def part_on_rank(slot: Slot, name: str, shape: Sequence[int]) -> Box:
 
 
 def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tensor:
-    """What must stand on this rank of a full A or B."""
+    """Returns what must stand on this rank of a full A or B."""
     base = slot.layer.base_layer
     rank, size = slot.layer.tp_rank, slot.layer.tp_size
     if kind == "A.weight":  # all of it, or this rank's columns

@@ -85,7 +85,9 @@ def parts_of(layer: Any) -> list[int]:
 
 
 def is_covered(module: Any) -> bool:
-    """As in engines/fsdp/strict.py: what has no parameters and is not a leaf is elementwise."""
+    """Returns True for modules that strict mode covers; what has no parameters and is not a leaf is
+    elementwise, as in engines/fsdp/strict.py.
+    """
     kind = type(module).__name__
     if is_linear(module):
         return type(module.quant_method).__name__.startswith("Unquantized")
@@ -229,7 +231,7 @@ def own_window(impl: Any) -> int | None:
 
 
 def buckets_of(metadata: Any, block_size: int) -> list[LengthBucket]:
-    """Of this step; found once for all layers that share its metadata."""
+    """Returns the buckets of this step; found once for all layers that share its metadata."""
     if not hasattr(metadata, "strict_buckets"):
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         alike: dict[tuple[int, int], list[int]] = {}
