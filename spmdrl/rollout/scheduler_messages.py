@@ -52,7 +52,7 @@ class ReplyHandler(Protocol):
         ...
 
     def give_up(self) -> dict[int, Completion]:
-        """Returns the answers whose replies have not come, as they were; a later round asks again."""
+        """Returns the answers whose replies have not come, unchanged; a later round asks again."""
         ...
 
     def __len__(self) -> int:

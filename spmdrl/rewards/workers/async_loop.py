@@ -48,7 +48,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
     async def in_turn(self, index: int, arguments: dict[str, Any]) -> Any:
-        """Makes a call once its turn has come; to wait for it costs a sample nothing of its time."""
+        """Makes a call once its turn has come. Waiting costs the sample none of its time."""
         async with self.places:
             self.connect()
             begins_at = max(self.next_at, self.loop.time())

@@ -248,7 +248,7 @@ class WorkerProcess:
         return WorkerLost(f"died of {name}{by if name == 'SIGKILL' else ''}", -code)
 
     def kill(self) -> None:
-        """Kills the worker, for other threads: has the keeper end it, after which `call` returns."""
+        """Kills the worker, for other threads: its keeper ends it, and then `call` returns."""
         self.closing = True
         if self.keeper is not None:
             with contextlib.suppress(OSError):

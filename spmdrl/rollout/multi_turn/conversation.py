@@ -341,7 +341,7 @@ class ReplyEncoder:
         return said, ids
 
     def ids(self, messages: list[Message]) -> list[int]:
-        """Returns the tokens from the end of a turn on, up to where the next begins. Raises BadRow."""
+        """Returns the tokens from the end of a turn to the start of the next. Raises BadRow."""
         marked, names = self.encoder.marked(messages, "reply")
         behind = self.behind(marked)
         written = without_space(behind)
