@@ -192,14 +192,12 @@ def push_both_ways(topology: Any, cases: list[tuple[Ranks, Ranks, int, int]]) ->
         def make(actor=actor, rollout=rollout, ranks=(actor_ranks, rollout_ranks)) -> Any:
             return sync.WeightSync(actor, ranks[0], rollout, ranks[1], "bfloat16", WeightsConfig())
 
-        eager, fast = make(), make()
+        plain, fast = make(), make()
         fast.build_block_groups()
-        for transfer in fast.transfers:
-            transfer.eager = False
         pushed = []
         for _ in range(2):
             held = []
-            for way in (eager, fast):
+            for way in (plain, fast):
                 kernels = way is fast
                 copies.on_triton = fp8.on_triton = lambda *t, kernels=kernels: kernels
                 if rollout is not None:

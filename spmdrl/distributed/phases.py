@@ -74,7 +74,7 @@ class Span(NamedTuple):
 class Phases:
     """Times phases and makes one rank's failure everyone's.
 
-    Agreements are made on lines or on topology.control, a group of its own, so that a rank that
+    Agreements are made on topology.control, a group of its own, so that a rank that
     fails amid another group's collective cannot garble it. There the others stay blocked, and the
     watchdog, which learns of the failure first, ends them. `shown` tells a user of each phase.
     """

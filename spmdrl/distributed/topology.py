@@ -17,10 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.distributed.local_sockets import Lines, lay_lines
-
-LOWEST = dist.AllreduceOptions()
-LOWEST.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,6 @@ class Topology:
     control: dist.ProcessGroup  # these ranks again: gloo, for what ranks tell each other
     device: torch.device
     host: str
-    lines: Lines  # to those on this host; agreements at the end of phases, if it has all
     # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
     sharding: DeviceMesh | None = None
 
@@ -71,18 +66,15 @@ class Topology:
         assert whole is not None
         if share is not None:
             assert share.ranks == tuple(chosen), (share.ranks, chosen)
-            group, control, lines = share.group, share.control, share.lines
+            group, control = share.group, share.control
         else:
             limit = timeout_of(whole)
             both = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
             everywhere = len(chosen) == len(everyone) and not hosted
             group = whole if everywhere else dist.new_group(chosen, backend=both, timeout=limit)
             control = dist.new_group(chosen, backend="gloo", timeout=limit)
-            lines = Lines(chosen, {}, complete=False)
-            if dist.get_rank() in chosen:
-                lines = lay_lines(chosen, control, limit.total_seconds())
         host = socket.gethostname()
-        return cls(tuple(chosen), mesh, group, control, device, host, lines, sharding)
+        return cls(tuple(chosen), mesh, group, control, device, host, sharding)
 
     @classmethod
     def from_megatron(cls, share: Topology) -> Topology:
@@ -102,9 +94,7 @@ class Topology:
         for rank, place in zip(share.ranks, places, strict=True):
             table[place] = rank
         mesh = DeviceMesh(share.device.type, table, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        return cls(
-            share.ranks, mesh, share.group, share.control, share.device, share.host, share.lines
-        )
+        return cls(share.ranks, mesh, share.group, share.control, share.device, share.host)
 
     @property
     def here(self) -> bool:
@@ -141,12 +131,9 @@ class Topology:
 
     def lowest(self, value: int) -> int:
         """The least that any of the ranks says. Collective."""
-        if self.lines.complete:
-            return self.lines.lowest(value)
-        values = torch.tensor([value])
-        # as dist.all_reduce, which costs a sixth more: phases come twenty to a step
-        self.control.allreduce([values], LOWEST).wait()
-        return int(values)
+        lowest = torch.tensor([value])
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.control)
+        return int(lowest)
 
     def has_axis(self, name: str) -> bool:
         return name in (self.mesh.mesh_dim_names or ())

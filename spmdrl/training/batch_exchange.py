@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import BatchAssignment, empty_batch
-from spmdrl.distributed.p2p import P2PTransport, Work
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
@@ -34,12 +34,8 @@ class P2PChannel:
 
     topology: Topology  # of the job
     step: int = 0  # that new messages belong to
-    under_way: list[tuple[int, Work, Tensor]] = field(default_factory=list)
+    under_way: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
     moved_bytes: int = 0  # received by this rank since it was last read
-    wire: P2PTransport = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.wire = P2PTransport(self.topology)
 
     @property
     def rank(self) -> int:
@@ -50,16 +46,20 @@ class P2PChannel:
         if values.numel() == 0:
             return
         values = values.contiguous()
-        self.under_way.append((self.step, self.wire.isend(values, to), values))
+        work = dist.isend(values, to, self.topology.group)
+        assert work is not None  # this rank is in the group
+        self.under_way.append((self.step, work, values))
 
-    def expect(self, place: Tensor, source: int) -> list[Work]:
+    def expect(self, place: Tensor, source: int) -> list[dist.Work]:
         """Returns the receives that fill `place` with what `source` sends next, once they are
         waited for.
         """
         if place.numel() == 0:
             return []
         self.moved_bytes += place.nbytes
-        return [self.wire.irecv(place, source)]
+        work = dist.irecv(place, source, self.topology.group)
+        assert work is not None  # this rank is in the group
+        return [work]
 
     def begin(self, step: int, delivered: int) -> None:
         """Marks all that is sent from here on as of `step`. Lets go of what was sent up to step
@@ -134,7 +134,7 @@ def receive_batch(
     cu_seqlens = lengths_to_cu_seqlens(lens)
     places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
     places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
-    works: dict[str, list[Work]] = {name: [] for name in places}
+    works: dict[str, list[dist.Work]] = {name: [] for name in places}
     first = 0
     for sender, part in zip(senders, theirs, strict=True):
         seqs = slice(first, first + len(part))
@@ -253,7 +253,7 @@ def receive_results(
     lens = deal.seq_lens[rows]
     senders = deal.owners[source][rows]
     result = torch.zeros(int(lens.sum()))
-    works: list[tuple[list[Work], Tensor, Tensor]] = []
+    works: list[tuple[list[dist.Work], Tensor, Tensor]] = []
     for sender in senders.unique().tolist():
         places = torch.repeat_interleave(senders == sender, lens)
         if sender == post.rank:

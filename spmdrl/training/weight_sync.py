@@ -14,26 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
-from spmdrl.distributed.p2p import P2PTransport
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.weights.boxes import Box, numel, view, whole
-from spmdrl.weights.bucket_messages import Held, copy_all
+from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
 from spmdrl.weights.plan import Weight, describe, make_plan
-from spmdrl.weights.shards import (
-    Addresses,
-    Derived,
-    Shards,
-    agree_on_shards,
-    derived_of,
-    lying,
-    rounds_of,
-)
+from spmdrl.weights.shards import Derived, Shards, agree_on_shards, derived_of, lying, rounds_of
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
 
@@ -43,8 +34,6 @@ class SyncStats:
     over ranks.
 
     Without the scales of FP8 blocks, which are reduced over all ranks: 1/4096 of what they scale.
-    Weights count in the engine's dtype, also where a rank of the same host reads another's float32
-    shards and casts them.
     """
 
     planned_bytes: int
@@ -129,11 +118,9 @@ class WeightSync:
             apart = self.adapter_apart
             self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
         self.derived: Derived | None = derived_of(self.named)
-        self.shards_lie = Addresses(self.named)
         self.rounds: list[PushRound] = []
         self.base_is_there = False
         if self.topology.here:
-            self.wire = P2PTransport(self.topology)
             self.make_transfers()
         if device.type != "cpu":
             self.build_block_groups()
@@ -167,7 +154,6 @@ class WeightSync:
         opaque = {name for _, names, _, _ in layouts for name in names}
         quantized = {name for _, _, names, _ in layouts for name in names}
         found = [regions for regions, _, _, _ in layouts]
-        self.places_lie = layout.addresses()
         if quantized:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
         for group, once in self.grouped(weights):
@@ -231,7 +217,7 @@ class WeightSync:
         return Transfer(
             plan, self.shards,
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
-            self.addresses, dtype, self.topology.device, self.wire, scales=scales,
+            dtype, self.topology.device, self.topology.group, scales=scales,
         )  # fmt: skip
 
     def build_block_groups(self) -> None:
@@ -259,18 +245,13 @@ class WeightSync:
     def shards(self) -> Held:
         return lying(self.named)
 
-    @torch.no_grad()
-    def addresses(self) -> tuple[int, ...]:
-        """Offloading and sleeping move weights, which the transfer then looks up anew."""
-        return (*self.shards_lie(), *self.places_lie())
-
     def full_tensors(
         self, weights: list[Weight], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
         return full_tensors(
             weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
-            self.topology.device, self.wire,
+            self.topology,
         )  # fmt: skip
 
     def push(self) -> SyncStats:
@@ -316,7 +297,8 @@ class WeightSync:
         if group.fp8 is None or group.scales is None:
             return 0
         group.scales.agree(self.shards(), self.topology.group)
-        copy_all([p.tensor() for p, _ in group.scale_places], [s for _, s in group.scale_places])
+        for place, scales in group.scale_places:
+            place.tensor().copy_(scales)
         return group.fp8.run()
 
     def check(self) -> int:
@@ -349,10 +331,6 @@ class WeightSync:
                 lines += ["in FP8:", *describe(group.fp8.plan)]
             if group.opaque:
                 lines.append(f"  as full tensors: {[w.name for w in group.opaque[:5]]} ...")
-        if lines and self.topology.device.type == "cpu":
-            lines.append(
-                f"  read from memory: {len(self.wire.readable)} of {self.topology.world - 1} ranks"
-            )
         return lines
 
 

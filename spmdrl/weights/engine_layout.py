@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,16 +55,6 @@ class Layout:
     quantized: list[str] = field(default_factory=list)
     scales: list[tuple[str, Box]] = field(default_factory=list)
     scale_places: list[ParamView] = field(default_factory=list)
-
-    def addresses(self) -> Callable[[], Iterator[int]]:
-        """Returns the address of every parameter that has a place: others where the engine has
-        moved them.
-        """
-        unique = dict.fromkeys((place.module, place.name) for place in self.places)
-        names = [name for _, name in unique]
-        # quicker to ask than the modules
-        holders = [m._parameters if name in m._parameters else m._buffers for m, name in unique]
-        return lambda: map(Tensor.data_ptr, map(getitem, holders, names))  # type: ignore[arg-type]
 
 
 class ByName:

@@ -8,10 +8,9 @@ has the same bits in every cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, combinations
-from operator import attrgetter
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -34,24 +33,6 @@ class Shards(NamedTuple):
     tensors: Callable[[], list[Tensor]]
     derived: Derived | None = None  # by which it is worked out before it is there
     weight: Tensor | None = None  # of which `tensors` are views
-
-
-class Addresses:
-    """The addresses of shards. A transfer asks before each run, so there is no Python per tensor in
-    it.
-    """
-
-    def __init__(self, named: Mapping[str, Shards]) -> None:
-        weights = {id(s.weight): s.weight for s in named.values() if s.weight is not None}
-        self.sharded = [w for w in weights.values() if isinstance(w, DTensor)]
-        self.full = [w for w in weights.values() if not isinstance(w, DTensor)]
-        self.others = [s.tensors for s in named.values() if s.weight is None]
-
-    def __call__(self) -> Iterator[int]:
-        """Others where tensors have moved. To be called under torch.no_grad()."""
-        local = map(attrgetter("_local_tensor"), self.sharded)
-        others = (tensor for tensors in self.others for tensor in tensors())
-        return map(Tensor.data_ptr, chain(local, self.full, others))
 
 
 def shards_of(weight: Tensor) -> Shards:

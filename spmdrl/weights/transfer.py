@@ -1,9 +1,10 @@
 """Carries a plan out: packs, sends, gathers and copies into place, two buckets at a time.
 
-On a CPU each message leaves as soon as it is packed and is passed on as soon as it is there, while
-the next is packed and the next bucket's are on their way. Between ranks of one host some are not
-packed at all: the receiver reads the shards and casts them. On a GPU what a bucket packs, copies in
-place and unpacks is a launch each, however many tensors it has (spmdrl_kernels.copies).
+The same steps run on a GPU and on a CPU. A bucket's tensors are packed into its slot, a piece of
+memory, by one call of spmdrl_kernels.copies, however many tensors it has. What other ranks need is
+exchanged point to point (hand over). Then the ranks of a block give each other their shares
+(gather): with one all-gather on a GPU, and point to point on a CPU, because gloo's all-gather
+copies everything twice more. While a bucket travels, the next one is packed.
 
 Weights that the engine keeps in FP8 are quantised while they are packed, by whoever holds them, and
 travel as a byte each. A shard may end within a block of 128 x 128: the ranks have agreed on every
@@ -15,28 +16,25 @@ cost 4 bytes per 16,384 elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from spmdrl_kernels.copies import Copies, Quantized, plain_copies
+from spmdrl_kernels.copies import Copies, Quantized
 from torch import Tensor
 
-from spmdrl.distributed.p2p import IOV_MAX, Apart, P2PTransport, Spans, Work
 from spmdrl.distributed.topology import Topology
 from spmdrl.weights.boxes import numel, whole
-from spmdrl.weights.bucket_messages import HAND_OVER, Binder, Bound, Held, Message, copy_all, views
+from spmdrl.weights.bucket_messages import Binder, BoundBucket, Held, Message
 from spmdrl.weights.plan import Plan, Weight, make_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 16 << 20
-CPU_SCRATCH_NUMEL = 128 << 10  # stays in a core's own cache
-# Of a bucket's messages of small tensors the first are left to their receivers, which would wait
-# for packed ones: to pack takes twice as long as to read, and to read and cast shards about as long
-LEFT_SHARE, LEFT_DTYPE = 0.25, torch.float32
+HAND_OVER, GATHER = 71, 72  # tags
+
+T = TypeVar("T")
 
 
 def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
@@ -45,22 +43,8 @@ def slot_bytes(bucket_bytes: int, device: torch.device) -> int:
     return min(share, CPU_SLOT_BYTES) if device.type == "cpu" else share
 
 
-T = TypeVar("T")
-
-
-def runs_of(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, end) of as many as fit into the scratch together."""
-    first = filled = 0
-    for number, length in enumerate(lengths):
-        if filled + length > CPU_SCRATCH_NUMEL or number - first == IOV_MAX:
-            yield first, number
-            first, filled = number, 0
-        filled += length
-    yield first, len(lengths)
-
-
 class _Launches:
-    """A bucket's copies on a GPU, each kind in one launch. Wire: the dtype of its memory.
+    """A bucket's copies, each kind in one launch on a GPU. Wire: the dtype of its memory.
 
     They outlive the tensors they are given: in the next push only what has moved is looked at anew.
     """
@@ -78,7 +62,10 @@ class _Launches:
     def empty(self, messages: list[Message]) -> None:
         self.unpack.run(joined(m.places for m in messages), joined(m.unpacked for m in messages))
 
-    def in_place(self, bound: Bound) -> None:
+    def in_place(self, bound: BoundBucket) -> None:
+        """Copies what stays on this rank, through the dtype of the wire: all ranks come to hold
+        the same values.
+        """
         self.local.run([to for to, _ in bound.local], [source for _, source in bound.local])
         quantized = bound.quantized
         self.quantize_local.run([to for _, to in quantized], [part for part, _ in quantized])
@@ -91,16 +78,21 @@ def joined(lists: Iterable[list[T]]) -> list[T]:
 class _Underway:
     """A bucket in flight."""
 
-    def __init__(self, bound: Bound, slot: Tensor, launches: _Launches) -> None:
+    def __init__(self, bound: BoundBucket, slot: Tensor, launches: _Launches) -> None:
         self.bound, self.slot, self.launches = bound, slot, launches
-        self.incoming: list[tuple[Message, Work]] = []
-        self.outgoing: list[Work] = []
+        self.works: list[dist.Work] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works = []
 
 
 class Transfer:
     """A plan bound to a rank's tensors. Shards and places may move in memory between runs.
 
-    wire: among the ranks that hand over; on a GPU `block_group`, the peers', gathers.
+    group: ranks that hand over; it takes tensors of `device`. block_group: the peers of this rank's
+    block, for the all-gathers on a GPU; without it shares are gathered point to point.
     scales: of every weight, by name, where they travel in FP8; dtype and places are uint8 then.
     """
 
@@ -109,179 +101,95 @@ class Transfer:
         plan: Plan,
         shards: Callable[[], Held],  # my parts of the training weights
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
-        addresses: Callable[[], tuple[object, ...]],  # changes where shards or places have moved
         dtype: torch.dtype,
         device: torch.device,
-        wire: P2PTransport,
+        group: dist.ProcessGroup,
         block_group: dist.ProcessGroup | None = None,
         scales: dict[str, Tensor] | None = None,
     ) -> None:
-        self.scales = scales
-        self.plan, self.shards, self.places, self.addresses = plan, shards, places, addresses
-        self.dtype, self.device, self.wire, self.block_group = dtype, device, wire, block_group
-        self.eager = device.type == "cpu"  # gloo; NCCL wants what travels at a time in one call
-        self.bound: tuple[object, ...] = ()  # addresses for which the buckets were bound
-        self.buckets: list[Bound] = []
-        self.slots: list[Tensor] = []
-        self.scratch: Tensor | None = None
+        self.plan, self.shards, self.places, self.scales = plan, shards, places, scales
+        self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
         self.launches = [_Launches(dtype) for _ in plan.buckets]
         self.moved = 0  # bytes that this rank sent, so far
 
     @torch.no_grad()
     def run(self) -> int:
-        """Collective over both roles' ranks; returns the bytes that this rank sent."""
-        addresses = self.addresses()
-        if addresses != self.bound or not self.buckets:
-            binder = Binder(
-                self.plan, self.shards(), self.places(), self.dtype, self.eager,
-                self.block_group is not None, self.scales,
-            )  # fmt: skip
-            self.buckets = [binder.bind(bucket) for bucket in self.plan.buckets]
-            self.bound = addresses
-            self.slots = []
+        """Collective over both roles' ranks; returns the bytes that this rank sent.
+
+        Nothing of the device is kept between runs but the addresses that `launches` remember.
+        """
+        padded = self.block_group is not None
+        binder = Binder(self.plan, self.shards(), self.places(), self.dtype, padded, self.scales)
+        buckets = [binder.bind(bucket) for bucket in self.plan.buckets]
+        size = max((bound.filled for bound in buckets), default=0)
+        slots = [
+            torch.empty(size, dtype=self.dtype, device=self.device)
+            for _ in range(min(SLOTS, len(buckets)))
+        ]
         before = self.moved
-        if not self.slots:
-            self.make_slots()
         underway: _Underway | None = None
-        for number, bound in enumerate(self.buckets):
-            following = self.start(bound, self.slots[number % SLOTS], self.launches[number])
+        for number, bound in enumerate(buckets):
+            following = self.start(bound, slots[number % SLOTS], self.launches[number])
             if underway is not None:
                 self.finish(underway)
             underway = following
         if underway is not None:
             self.finish(underway)
-        if not self.eager:
-            # but for addresses nothing of the device is held between pushes: not the slots (small
-            # on a CPU, where views of them are worth keeping), and not shards that offload() frees
-            self.slots, self.buckets, self.bound = [], [], ()
         return self.moved - before
 
-    def make_slots(self) -> None:
-        most = max((bound.filled for bound in self.buckets), default=0)
-        self.slots = [
-            torch.empty(most, dtype=self.dtype, device=self.device)
-            for _ in range(min(SLOTS, len(self.buckets)))
-        ]
-        for number, bound in enumerate(self.buckets):
-            may_be_left: dict[int, list[Message]] = {}  # by receiver
-            for m in bound.messages:
-                m.lie_in(self.slots[number % SLOTS])
-                m.spans = Spans(m.places) if self.goes_straight(m) else None
-                if self.may_be_left(m):
-                    may_be_left.setdefault(m.receivers[0], []).append(m)
-            for found in may_be_left.values():
-                for m in found[: round(LEFT_SHARE * len(found))]:
-                    m.left = Spans(m.shards)
-
-    def goes_straight(self, m: Message) -> bool:
-        """Returns True if the message is read into its places at once, and no slot is needed."""
-        if not self.eager or m.sender == self.plan.me or m.receivers or not m.places:
-            return False
-        lie_so = all(p.is_contiguous() and p.dtype == self.dtype for p in m.places)
-        return lie_so and self.wire.reads(m.sender, m.data.nbytes)
-
-    def may_be_left(self, m: Message) -> bool:
-        """Whether its receiver can take it from many small shards and cast it."""
-        if not self.eager or len(m.shards) < 2 or m.places or len(m.receivers) != 1:
-            return False
-        small = max(shard.numel() for shard in m.shards) <= CPU_SCRATCH_NUMEL
-        lie_so = all(s.is_contiguous() and s.dtype == LEFT_DTYPE for s in m.shards)
-        return small and lie_so and self.wire.shows(m.receivers[0], m.data.nbytes)
-
-    def taken(self, m: Message) -> Apart:
-        """Returns how m is taken from its sender's shards."""
-        if m.apart is not None:
-            return m.apart
-        if self.scratch is None:
-            self.scratch = torch.empty(CPU_SCRATCH_NUMEL, dtype=LEFT_DTYPE)
-        m.apart = Apart(self.scratch, [])
-        targets = m.places if m.spans is not None else list(m.data.split(m.lengths))
-        for first, end in runs_of(m.lengths):
-            lengths = m.lengths[first:end]
-            rows = views(self.scratch[: sum(lengths)], lengths, targets[first:end])
-            m.apart.runs.append((lengths, partial(copy_all, targets[first:end], rows)))
-        return m.apart
-
-    def start(self, bound: Bound, slot: Tensor, launches: _Launches) -> _Underway:
-        """Packs, and puts on the wire what need not wait for others."""
+    def start(self, bound: BoundBucket, slot: Tensor, launches: _Launches) -> _Underway:
+        """Packs, and sends what need not wait for others."""
         now = _Underway(bound, slot, launches)
-        mine = [m for m in bound.messages if m.sender == self.plan.me]
-        if not self.eager:
-            launches.fill(mine)
-            self.exchange(now)
-            if not self.plan.handover:
-                self.gather(now)
-            launches.in_place(bound)
-            return now
-        for m in bound.messages:
-            if m.sender != self.plan.me:
-                place = m.spans or m.data
-                work = self.wire.irecv(place, m.sender, m.tag, partial(self.taken, m))
-                now.incoming.append((m, work))
-        for m in mine:
-            m.numbers = {
-                to: self.wire.number(to, m.forward_tag)
-                for to in m.receivers if self.wire.shows(to, m.data.nbytes)
-            }  # fmt: skip
-        for m in sorted(mine, key=lambda m: m.left is None):
-            if m.left is None:
-                m.pack()
-            self.send(m, now)
-            copy_all(m.places, m.unpacked)
-        copy_local(bound.local, self.dtype)
-        for part, quantized in bound.quantized:
-            part.quantize(quantized)
+        for message in bound.messages:
+            message.lie_in(slot)
+        launches.fill([m for m in bound.messages if m.sender == self.plan.me])
+        self.hand_over(now)
+        if not self.plan.handover:
+            self.gather(now)
+        launches.in_place(bound)
         return now
 
     def finish(self, now: _Underway) -> None:
-        if self.eager:
-            for m, work in now.incoming:
-                work.wait()
-                self.send(m, now)
-                if m.spans is None:
-                    copy_all(m.places, m.unpacked)
-            wait(now.outgoing)
-            return
+        """Waits for the bucket and unpacks it."""
+        now.wait()
         if self.plan.handover:
-            wait(now.outgoing)
-            now.outgoing = []
             self.gather(now)
-        wait(now.outgoing)
+            now.wait()
         now.launches.empty(now.bound.messages)
 
-    def send(self, m: Message, now: _Underway) -> None:
-        for receiver in m.receivers:
-            values = m.data if m.left is None else m.left
-            number = m.numbers.get(receiver)
-            now.outgoing.append(self.wire.isend(values, receiver, m.forward_tag, number))
-            self.moved += m.data.nbytes
-
-    def exchange(self, now: _Underway) -> None:
-        """Exchanges at once what is handed over in a bucket."""
+    def hand_over(self, now: _Underway) -> None:
+        """Sends what others are to share or to keep, and takes what is this rank's."""
         ops = []
         for m in now.bound.messages:
-            if m.tag == HAND_OVER and m.sender != self.plan.me:
-                ops.append(dist.P2POp(dist.irecv, m.data, m.sender, self.wire.group))
-            if m.tag == HAND_OVER and m.forward_tag == HAND_OVER:
-                for receiver in m.receivers:
-                    ops.append(dist.P2POp(dist.isend, m.data, receiver, self.wire.group))
-                    self.moved += m.data.nbytes
-        now.outgoing += dist.batch_isend_irecv(ops) if ops else []
+            if m.receiver is not None:
+                ops.append(dist.P2POp(dist.isend, m.data, m.receiver, self.group, HAND_OVER))
+                self.moved += m.data.nbytes
+            elif m.sender is not None and m.sender != self.plan.me:
+                ops.append(dist.P2POp(dist.irecv, m.data, m.sender, self.group, HAND_OVER))
+        now.works += dist.batch_isend_irecv(ops) if ops else []
 
     def gather(self, now: _Underway) -> None:
-        """Every peer's share to every peer.
-
-        gloo's all-gather copies twice more and needs the memory again: on a CPU the same shares
-        travel point to point.
-        """
-        shares, position = now.bound.shares, self.plan.position
-        if self.plan.block == 1 or position < 0 or shares[0][0] == shares[-1][1]:
+        """Gives this rank's share to every peer of its block, and takes theirs."""
+        spans, position = now.bound.shares, self.plan.position
+        if self.plan.block == 1 or position < 0 or spans[0][0] == spans[-1][1]:
             return
-        both = now.slot[shares[0][0] : shares[-1][1]]
-        mine = now.slot[slice(*shares[position])]
-        work = dist.all_gather_into_tensor(both, mine, group=self.block_group, async_op=True)
+        shares = [now.slot[first:end] for first, end in spans]
+        mine = shares[position]
         self.moved += (self.plan.block - 1) * mine.nbytes
-        now.outgoing.append(work)
+        if self.block_group is not None:
+            both = now.slot[spans[0][0] : spans[-1][1]]
+            work = dist.all_gather_into_tensor(both, mine, group=self.block_group, async_op=True)
+            now.works.append(work)
+            return
+        ops = []
+        for peer, share in zip(self.plan.peers, shares, strict=True):
+            if peer == self.plan.me:
+                continue
+            if len(share):
+                ops.append(dist.P2POp(dist.irecv, share, peer, self.group, GATHER))
+            if len(mine):
+                ops.append(dist.P2POp(dist.isend, mine, peer, self.group, GATHER))
+        now.works += dist.batch_isend_irecv(ops) if ops else []
 
 
 def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
@@ -297,16 +205,6 @@ def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
     return total * itemsize
 
 
-def copy_local(copies: list[tuple[Tensor, Tensor]], wire: torch.dtype) -> None:
-    """Copies through the dtype of the wire, so that all ranks come to hold the same."""
-    plain_copies([to for to, _ in copies], [source for _, source in copies], wire)
-
-
-def wait(works: list[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 @torch.no_grad()
 def full_tensors(
     weights: list[Weight],
@@ -314,22 +212,22 @@ def full_tensors(
     table: list[list[int]],
     dtype: torch.dtype,
     num_bytes: int,
-    device: torch.device,
-    wire: P2PTransport,
+    topology: Topology,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full tensor in `dtype`), one at a time, on the ranks of `table`.
 
     Collective over these and the holders, which must exhaust it although they are given nothing.
-    num_bytes: of a slot. A tensor is the caller's: it may be kept.
+    All of them are ranks of `topology`. num_bytes: of a slot. A tensor is the caller's: it may be
+    kept.
     """
-    me = dist.get_rank()
+    me, device = dist.get_rank(), topology.device
     held = shards()
     for weight in weights:
         box = whole(weight.shape)
         needed = [[(0, box)] for _ in table[0]]
         plan = make_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
-        Transfer(plan, lambda: held, lambda full=full: full, tuple, dtype, device, wire).run()  # type: ignore[misc]
+        Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:
             yield weight.name, full[0]
 
@@ -344,11 +242,10 @@ def gathered(
     rounds = rounds_of(weights, bucket_bytes // 2)
     if derived is not None:
         derived.arrange([[weight.name for weight in group] for group in rounds])
-    wire = P2PTransport(topology)
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
         yield from full_tensors(
             group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
-            slot_bytes(bucket_bytes, topology.device), topology.device, wire,
+            slot_bytes(bucket_bytes, topology.device), topology,
         )  # fmt: skip

@@ -64,15 +64,12 @@ class Trainer:
 def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     """Changes the weights, pushes them and proves them, twice; planned and moved bytes."""
     from spmdrl.config import RolloutConfig, TrainConfig, WeightsConfig
-    from spmdrl.distributed import p2p as wire
     from spmdrl.distributed.collectives import level_group_count
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.rollout.base import WeightMismatch
     from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.vllm.engine import VllmEngine
     from spmdrl.training import weight_sync as sync
-    from spmdrl.weights import bucket_messages as messages
-    from spmdrl.weights import transfer as reshard
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     results = []
@@ -90,11 +87,6 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             rollout = engines[case.engine](case.model, config, 64, rollout_ranks)
         level_group_count()  # an engine makes groups on its own ranks
         sync.slot_bytes = lambda bucket, device, case=case: case.slot
-        # so that these small weights are large ones, cut into several messages, as well
-        messages.CPU_MESSAGE_BYTES = max(1 << 10, case.slot >> 6)
-        messages.CPU_ALONE_BYTES = messages.CPU_MESSAGE_BYTES // 8
-        reshard.CPU_SCRATCH_NUMEL = messages.CPU_MESSAGE_BYTES // 8
-        wire.READ_BYTES, reshard.LEFT_SHARE = 256, 0.5
         weights = sync.WeightSync(
             actor,
             actor_ranks,
@@ -121,10 +113,6 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
             "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
             "costs": [transfer.plan.cost for transfer in weights.transfers],
-            "left": sum(
-                message.left is not None for transfer in weights.transfers
-                for bound in transfer.buckets for message in bound.messages
-            ),
             "refused": refuses_infinity(weights) if case.quantization else "",
         })  # fmt: skip
         if rollout is not None:
@@ -216,9 +204,7 @@ def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
         Case([0], [0, 1], moe, engine="vllm", tp=2),
         Case([0, 1], [1], moe),
     ]
-    ranks = prove(2, cases)
-    left = [[result["left"] > 0 for result in found] for found in zip(*ranks, strict=True)]
-    assert left[4] == [True, False], "its receiver takes some from the shards"
+    prove(2, cases)
 
 
 def test_three_ranks(qwen3: Path, odd: str) -> None:
