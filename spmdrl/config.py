@@ -395,7 +395,7 @@ class PpoConfig:
     nan_updates: int = 0
     start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
-    lost_timeout_s: float = 20.0  # so does one without a sign of life: frozen, or cut off
+    lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off
 
 
 @dataclass(frozen=True)
@@ -443,7 +443,7 @@ class SftConfig:
     nan_updates: int = 0  # as of PpoConfig
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
-    lost_timeout_s: float = 20.0
+    lost_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -496,7 +496,7 @@ class RewardTrainingConfig:
     nan_updates: int = 0
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 1800.0
-    lost_timeout_s: float = 20.0
+    lost_timeout_s: float = 10.0
 
 
 SupervisedConfig = SftConfig | RewardTrainingConfig  # of runs that learn from rows as they stand

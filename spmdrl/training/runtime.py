@@ -76,14 +76,11 @@ def started(config: Any) -> Iterator[Runtime]:
     topology = Topology.build(device, dp=-1)
     connection: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore("watchdog", connection.clone())
-    one_host = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    master = None if one_host else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     first_here = topology.rank - int(os.environ["LOCAL_RANK"])
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         lost_timeout_s(config), neighbour,
-        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], master=master,
-        first_here=first_here,
+        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], first_here=first_here,
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog, PROGRESS.phase)

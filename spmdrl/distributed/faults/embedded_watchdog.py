@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -45,9 +44,6 @@ class Guard:
         self.first_here = here[0]
         self.neighbour = after if len(here) > 1 else None
         self.near_store = hosts[0] == topology.host
-        self.master = None
-        if len(set(hosts)) > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-            self.master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     def store_of(self, call: int) -> dist.Store:
         return dist.PrefixStore(f"{self.prefix}/{call}", self.store)
@@ -62,8 +58,7 @@ class Guard:
         watchdog = Watchdog(
             self.store_of(self.calls), self.topology.rank, self.topology.world, self.folder,
             self.config.stall_timeout_s, self.config.lost_timeout_s, self.neighbour,
-            near_store=self.near_store, master=self.master, first_here=self.first_here,
-            at_once=True,
+            near_store=self.near_store, first_here=self.first_here, at_once=True,
         )  # fmt: skip
         watchdog.beat()  # at once: a call may be shorter than a watchdog's period
         phases.watchdog = watchdog

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from contextlib import suppress
 
@@ -40,19 +39,3 @@ def addresses_of(name: str) -> set[str]:
     with suppress(OSError, UnicodeError):
         return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     return set()
-
-
-def own_addresses() -> list[str]:
-    """Returns the addresses of this host's interfaces by which others may find it; gloo's own
-    interface first.
-    """
-    preferred = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    found = psutil.net_if_addrs()
-    ordered = sorted(found, key=lambda name: name not in preferred)
-    return [
-        a.address
-        for name in ordered
-        for a in found[name]
-        if a.family in (socket.AF_INET, socket.AF_INET6)
-        and not a.address.startswith(("127.", "fe80:")) and a.address != "::1"
-    ]  # fmt: skip

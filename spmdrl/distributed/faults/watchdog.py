@@ -2,10 +2,10 @@
 
 Ranks meet in a key-value store, not in collectives. Each rank beats, and watches the next one; so
 the traffic per rank does not grow with the world. On its own host it also looks whether its
-neighbour's process still exists, which tells of a kill in half a second; to a rank on another host
-it holds a connection, which ends with the process (peer_connection.py). The first failure is
-written to the store once; every watchdog that sees it gives its own rank a few seconds to end in
-order, then ends it. One rank prints the story; it is also what torchrun shows last.
+neighbour's process still exists, which tells of a kill in half a second; a rank on another host is
+missed once it gives no sign of life. What follows from what it sees stands in verdict.py. The first
+failure is written to the store once; every watchdog that sees it gives its own rank a few seconds
+to end in order, then ends it. One rank prints the story; it is also what torchrun shows last.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from spmdrl.distributed.exit import FAILED, is_of_this_start, leave_word, say, write_story
-from spmdrl.distributed.faults.peer_connection import Anchor, Tether
 from spmdrl.distributed.faults.shared_page import Page
+from spmdrl.distributed.faults.verdict import (
+    RanksSeen,
+    StoreSeen,
+    Verdict,
+    store_verdict,
+    verdict,
+)
 from spmdrl.distributed.limits import kills_for_memory, memory_limits
 
 logger = logging.getLogger(__name__)
@@ -38,21 +44,14 @@ PERIOD_S = 0.5
 STALLED = "no progress"
 GONE, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process, proc_pid_stat(5)
 DIED = "its process {} ended without a word: {}"
-ENDED = (
-    "its process {} ended and told nobody why: killed, out of memory (see dmesg), or as its own "
-    "output says"
-)  # on another host
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Connection was likely closed",
 )  # the last by a store
-# by gloo, a line or a store, and not by a reward's service or a pipe
+# by gloo or a store, and not by a reward's service or a pipe
 OF_A_RANK = (LOST_PEER[0], ("RuntimeError", "DistNetworkError"))
-LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
-ENDED_S = 1.0  # without a beat, once the process of a rank is known to be gone: it may have its say
-FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 GRACE_S = 3.0  # from the first word of a failure until a rank that is still blocked is ended
 
 
@@ -91,15 +90,14 @@ class Watchdog:
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
     host the store, is on this host. first_here: the first rank of this host, whose page says if a
-    story has been told on it. master: the store's address and port, in a job of many hosts.
-    at_once: a failure of this rank is printed when it is reported, not when the rank ends.
+    story has been told on it. at_once: a failure of this rank is printed when it is reported, not
+    when the rank ends.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
-        lost_s: float = 20.0, neighbour: int | None = None, near_store: bool = False,
-        master: tuple[str, int] | None = None, first_here: int | None = None,
-        at_once: bool = False,
+        lost_s: float = 10.0, neighbour: int | None = None, near_store: bool = False,
+        first_here: int | None = None, at_once: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
         self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
@@ -121,15 +119,6 @@ class Watchdog:
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
         self.head: Beat | None = None  # rank 0's last, on other hosts
-        self.anchor: Anchor | None = None
-        self.ties = master is not None  # to a rank on another host, if that is the next
-        if master is not None:
-            try:
-                self.anchor = Anchor(store, rank, master)
-            except OSError as error:
-                logger.warning("this rank cannot listen (%s): should its process die, that may be "
-                               "noticed after lost_timeout_s only", error)  # fmt: skip
-        self.tether: Tether | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.guard = threading.Thread(target=self._guard, name="watchdog-guard", daemon=True)
@@ -211,9 +200,6 @@ class Watchdog:
         self.done.set()
         self.thread.join(timeout=5)
         self.store.set(f"beat/{self.rank}", "bye")
-        for end in (self.tether, self.anchor):  # who watches this rank has its goodbye by now
-            if end is not None:
-                end.close()
         for page in self.pages.values():
             page.close()
 
@@ -227,9 +213,8 @@ class Watchdog:
                 own = self.beat()
                 if self.first is None and self.store.check(["story"]):
                     self.first = json.loads(self.store.get("story"))
-                ended_for = self._tether_ended_for(peer)  # before its beat, which may be a goodbye
                 text = self._beat_of(peer)
-                limit_s = min(self.lost_s, FELT_S) if self.store.check(["felt"]) else self.lost_s
+                felt = self.store.check(["felt"])
                 if not self.near_store and (self.count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
                 if self.neighbour is not None:
@@ -244,8 +229,6 @@ class Watchdog:
                         others, others_since = seen, time.monotonic()
             except RuntimeError as error:  # the store's host is gone, or slow: the guard decides
                 self.broken += "imed out" not in str(error)
-                if peer == 0 and self.tether is not None:  # whose store it is
-                    self.felt |= self.tether.ended_for() > 0
                 if self.beside is not None and self._state(self.beside) in GONE:
                     died = DIED.format(self.beside.pid, self._why_killed())
                     self._end_alone(self._lost(self.neighbour, self.beside, died))
@@ -262,36 +245,20 @@ class Watchdog:
                 continue
             if text != peer_text or text in ("", "bye"):
                 peer_text, peer_since = text, now
-            beat = Beat.read(peer_text)
-            silent_s = now - peer_since
-            ended = text != "bye" and ended_for > ENDED_S and (beat is None or silent_s > ENDED_S)
-            if self.beside is not None and self._state(self.beside) in GONE:
+            beat, silent_s, phase_s = Beat.read(peer_text), now - peer_since, now - self.phase_since
+            gone = self.beside is not None and self._state(self.beside) in GONE
+            mine = others.startswith(f"{self.rank} ".encode())
+            ranks = RanksSeen(gone, silent_s, felt, phase_s, now - others_since, mine)
+            found = verdict(ranks, self.lost_s, self.stall_s)
+            if found is Verdict.NEIGHBOUR_DIED and self.beside is not None:
                 died = DIED.format(self.beside.pid, self._why_killed())
                 self.report(self._lost(self.neighbour, self.beside, died))
-            elif silent_s > limit_s:
+            elif found is Verdict.PEER_SILENT:
                 silent = f"no sign of life for {silent_s:.0f} s"
                 self.report(self._lost(peer, beat, silent))
-            elif ended:
-                self.report(self._lost(peer, beat, ENDED.format(beat.pid if beat else "")))
-            elif now - self.phase_since > self.stall_s and self._is_last(
-                others, now - others_since
-            ):
-                stalled = f"{STALLED} for {now - self.phase_since:.0f} s (stall_timeout_s)"
+            elif found is Verdict.STALLED:
+                stalled = f"{STALLED} for {phase_s:.0f} s (stall_timeout_s)"
                 self.report(self._lost(self.rank, own, stalled))
-
-    def _tether_ended_for(self, peer: int) -> float:
-        """Seconds since the peer's process is known to be gone, where it is on another host."""
-        if self.anchor is not None:
-            self.anchor.hold()
-        key = f"tether/{peer}"
-        if self.ties and self.tether is None and peer != self.neighbour and self.store.check([key]):
-            offer = self.store.get(key).decode()
-            try:
-                self.tether = Tether(offer, peer)
-            except RuntimeError as error:  # no thread left; the store is not what failed
-                self.ties = False
-                logger.warning("rank %d is watched by its signs of life alone: %s", peer, error)
-        return self.tether.ended_for() if self.tether else 0.0
 
     def _beat_of(self, rank: int) -> str:
         key = f"beat/{rank}"
@@ -325,13 +292,6 @@ class Watchdog:
             return ""
         return stat.rpartition(")")[2].split()[0]
 
-    def _is_last(self, others: bytes, silent_s: float) -> bool:
-        """Whether the job has stopped, as far as this rank can tell. Who has stood still longest
-        says so first; of ranks that stopped within LAST_WORD_S of each other, who got on last: the
-        others were waiting for it."""
-        mine = others.startswith(f"{self.rank} ".encode())
-        return silent_s > self.stall_s / 2 + (0 if mine else LAST_WORD_S)
-
     def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
         host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
         if rank in self.pages and beat is not None:
@@ -349,20 +309,19 @@ class Watchdog:
                 self.reached = self.woke = now
             looked = now
             silent_s = now - self.reached
-            refused = self.broken > (1 if self.felt else 2) * GRACE_S / PERIOD_S
-            if silent_s <= self.lost_s and not refused:
-                continue
             beside = self.beside
-            if beside is not None and self._state(beside) in STOPPED:  # it is the store's host
+            stopped = beside is not None and self._state(beside) in STOPPED
+            seen = StoreSeen(silent_s, self.broken * PERIOD_S, self.felt, self.near_store, stopped)
+            found = store_verdict(seen, self.lost_s, GRACE_S)
+            if found is Verdict.NEIGHBOUR_FROZEN and beside is not None:  # it is the store's host
                 frozen = f"its process {beside.pid} is stopped, for {silent_s:.0f} s as it seems"
                 self._end_alone(self._lost(self.neighbour, beside, frozen))
-            # a rank beside that of the store knows more: it comes first
-            if silent_s > self.lost_s + (GRACE_S if self.near_store else 0) or refused:
+            elif found is Verdict.STORE_ENDED:
+                ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
+                self._end_alone(self._lost(0, self.head, ended))
+            elif found is Verdict.STORE_GONE:
                 gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
                 own = Beat(0, os.getpid(), self.host, self.phase)
-                if self.felt and refused and not self.near_store:
-                    ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
-                    self._end_alone(self._lost(0, self.head, ended))
                 self._end_alone(self._lost(self.rank, own, gone))
 
     def _end_alone(self, story: dict[str, Any]) -> NoReturn:
