@@ -65,7 +65,7 @@ __all__ = ["Attachment", "attach", "load_hf_weights", "save_hf_weights"]
 
 @dataclass
 class Attachment:
-    """What stands beside the host's model and optimizer. Made by `attach`."""
+    """Holds what stands beside the host's model and optimizer. Made by `attach`."""
 
     run: RlRun
     parts: Parts
@@ -111,7 +111,9 @@ class Attachment:
 
     @property
     def samples(self) -> list[Sample]:
-        """Those of the last step that this rank made, with prompt, response and reward."""
+        """Returns the samples of the last step that this rank made, with prompt, response and
+        reward.
+        """
         return self.run.samples
 
     @property
@@ -121,7 +123,7 @@ class Attachment:
         return {name: e for name, e in self.run.engines.items() if name != "actor"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands and what adapts: JSON-able, the same on every rank."""
+        """Returns where the data stands and what adapts: JSON-able, the same on every rank."""
         roles = self.run.roles
         return {
             "order": self.run.order.state_dict(), "kl_coef": roles.kl_coef,
@@ -131,7 +133,7 @@ class Attachment:
 
     @property
     def reference(self) -> str | None:
-        """Of which weights the KL reference is, where they are those of the host at attach."""
+        """Says of which weights the KL reference is, where they are those of the host at attach."""
         ref = self.run.roles.ref
         return ref.started_from if ref is not None else None
 
@@ -223,7 +225,7 @@ def attach(
 
 
 def check_use(config: PpoConfig) -> None:
-    """What only a program of our own can do."""
+    """Refuses what only a program of our own can do."""
     require(
         config.actor.optim == OptimConfig(),
         "actor.optim has no effect: the optimizer and its schedule are the host's",
@@ -326,7 +328,7 @@ def untouched() -> Iterator[None]:
 
 @contextmanager
 def preserved_tracker() -> Iterator[None]:
-    """Of Megatron's own generators, by name."""
+    """Keeps Megatron's own generators, by name, as they were."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -339,5 +341,5 @@ def preserved_tracker() -> Iterator[None]:
 
 
 def copy_of(state: Any) -> Any:
-    """Of a tensor, or of a generator, which Megatron keeps for CUDA graphs."""
+    """Copies a tensor, or a generator, which Megatron keeps for CUDA graphs."""
     return state.clone_state() if isinstance(state, torch.Generator) else state.clone()

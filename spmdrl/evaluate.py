@@ -192,7 +192,9 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
 
 
 def next_number(out: Path) -> int:
-    """Of this evaluation: above those of all that left a row or samples in the folder."""
+    """Returns the number of this evaluation: above those of all that left a row or samples in the
+    folder.
+    """
     log = Path(out, "metrics.jsonl")
     rows = len(log.read_bytes().splitlines()) if log.exists() else 0
     taken = [int(p.stem) for p in Path(out, "samples").glob("*.jsonl") if p.stem.isdecimal()]
@@ -226,7 +228,7 @@ def sampler_of(
     config: PpoConfig, model: str, rewards: RewardRunner, tokenizer: Any, runtime: Runtime,
     looks: ImageLimits | None,
 ) -> Sampler:  # fmt: skip
-    """On all ranks. Collective."""
+    """Builds a sampler on all ranks. Collective."""
     from spmdrl.distributed.topology import Topology
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine

@@ -1,4 +1,4 @@
-"""What each rank did when, as a picture: python -m spmdrl.timeline RUN_DIR [--steps 3:6]
+"""Draws what each rank did when: python -m spmdrl.timeline RUN_DIR [--steps 3:6]
 
 Merges what the ranks recorded (training/logs/trace.py) into timeline.png, and into trace.json for
 ui.perfetto.dev or chrome://tracing. Needs no process group, and no end of the run. Times are those
@@ -374,7 +374,7 @@ def draw_idle(axes: Axes, trace: Trace, font: float) -> None:
 
 
 def colours(trace: Trace) -> dict[str, str]:
-    """By phase, in the order of the legend."""
+    """Returns the colour of each phase, in the order of the legend."""
     others = [name for name in trace.busy if name not in COLOURS]
     found = {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
     return {name: COLOURS.get(name) or found[name] for name in trace.busy}

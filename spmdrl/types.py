@@ -97,7 +97,9 @@ class Sample:
 
     @property
     def num_turns(self) -> int:
-        """Of the policy's: as many as runs of tokens with loss_mask 1, if it has any token."""
+        """Returns the number of the policy's turns: as many as runs of tokens with loss_mask 1, if
+        it has any token.
+        """
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
@@ -107,7 +109,9 @@ class Sample:
 
     @property
     def rewards_by_key(self) -> dict[str, float]:
-        """What the reward function returned, the reward itself under "score"; {} if invalid."""
+        """Returns what the reward function returned, the reward itself under "score"; {} if
+        invalid.
+        """
         return {} if self.reward is None else self.reward_info | {"score": self.reward}
 
 
@@ -188,7 +192,9 @@ class Batch:
 
 
 class PolicyStats(NamedTuple):
-    """What a pass without gradient says of every unmasked token; (num_tokens,) float32, 0 else."""
+    """Holds what a pass without gradient says of every unmasked token; (num_tokens,) float32, 0
+    else.
+    """
 
     logprobs: Tensor  # of the token
     entropy: Tensor  # nats, of the distribution it was drawn from
@@ -200,7 +206,7 @@ TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seql
 
 
 def turn_ends(loss_mask: list[int]) -> list[int]:
-    """Where the policy's turns end: the last token of each run of ones."""
+    """Finds where the policy's turns end: the last token of each run of ones."""
     return [i for i, (here, behind) in enumerate(pairwise([*loss_mask, 0])) if here > behind]
 
 

@@ -386,7 +386,9 @@ ESTIMATORS = {
 
 
 def estimator_of(algo: AlgoConfig) -> Estimator:
-    """By name; a plain function of the user's looks at outcomes."""
+    """Returns the estimator that the config names. A user's plain function becomes one that sees
+    outcomes only.
+    """
     if isinstance(algo.advantage, str):
         return ESTIMATORS[algo.advantage]
     return algo.advantage if isinstance(algo.advantage, Estimator) else Estimator(algo.advantage)

@@ -65,7 +65,9 @@ def weight_moments(weights: Tensor, mask: Tensor, seq_lens: Tensor, level: str) 
 
 
 def divergences(log_ratio: Tensor) -> dict[str, Tensor]:
-    """What the tests measure; k1 is log rho itself, so that its bounds are bounds of rho."""
+    """Returns what the tests measure, by name; k1 is log rho itself, so that its bounds are bounds
+    of rho.
+    """
     bounded = log_ratio.clamp(-20, 20)
     return {"k1": log_ratio, "k2": 0.5 * bounded**2, "k3": bounded.exp() - 1 - bounded}
 
@@ -127,12 +129,12 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: Tensor) -> dict[str, float]:
-    """How far sampling is from training, over the global batch.
+    """Returns metrics of how far sampling is from training, over the global batch.
 
     kl: mean of log(engine / trainer), an estimate of KL(engine || trainer); k3: the same, never
     negative; ppl_ratio: the trainer's perplexity of a sequence over the engine's, mean over
-    sequences; chi2: E[rho^2] - 1 of tokens and of sequences; ess: effective
-    sample size of the weights, (sum w)^2 / (n sum w^2), 1 where all are equal.
+    sequences; chi2: E[rho^2] - 1 of tokens and of sequences; ess: effective sample size of the
+    weights, (sum w)^2 / (n sum w^2), 1 where all are equal.
     """
     tokens, seqs, kl, k3, ppl, rho2, seq_rho2, w, w2, kept = sums.tolist()
     tokens, seqs = max(tokens, 1.0), max(seqs, 1.0)

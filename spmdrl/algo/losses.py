@@ -122,7 +122,7 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig)
 
 
 def dppo_kl(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
-    """As dppo_tv, the distance being the KL of (token, any other), old to new."""
+    """Computes dppo_tv's loss with another distance: the KL of (token, any other), old to new."""
     new, old = (x.detach().double().clamp(max=-1e-12) for x in (logprobs, old_logprobs))
     others = torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new))
     divergence = old.exp() * (old - new) - torch.expm1(old) * others
@@ -248,7 +248,9 @@ AGGREGATIONS = {
 
 
 def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
-    """What the config says, else what the loss's or the estimator's paper has."""
+    """Returns the config's aggregation, or that of the loss's or estimator's paper where it says
+    none.
+    """
     if algo.aggregation is not None:
         return algo.aggregation
     if isinstance(algo.policy_loss, str) and algo.policy_loss in SEQUENCE_LOSSES | {"sapo"}:

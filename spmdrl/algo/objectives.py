@@ -75,8 +75,9 @@ def policy_objective(
 
 
 def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
-    """What spmdrl_kernels.policy_loss is asked for; None where a function is the user's own, or the
-    KL is cut, which it does not do."""
+    """Returns what spmdrl_kernels.policy_loss is asked for; None where a function is the user's
+    own, or the KL is cut, which it does not do.
+    """
     if algo.kl_cut is not None:
         return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
@@ -103,7 +104,9 @@ def kernel_inputs(mb: Batch, weights: Tensor | None) -> policy_loss.Inputs:
 
 
 def needs_old_logprobs(algo: AlgoConfig) -> bool:
-    """With one update per rollout the update's own forward pass has them (`policy_objective`)."""
+    """Says whether a pass for old log-probabilities is needed: with one update per rollout the
+    update's own forward pass has them (`policy_objective`).
+    """
     return (
         algo.epochs * algo.mini_batches > 1
         or (algo.kl_coef > 0 and algo.kl_in == "reward")
@@ -165,7 +168,7 @@ def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, T
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """How far the engine that sampled is from the trainer, per token: |difference| and k3."""
+    """Measures per token how far the engine that sampled is from the trainer: |difference| and k3."""
     return {
         "logprob_diff_mean": (logprobs - rollout_logprobs).abs(),
         "rollout_kl": k3(rollout_logprobs, logprobs),

@@ -1,4 +1,5 @@
-"""What several answers to a held-out prompt say: mean@n, std@n, best@k, worst@k, pass@k, maj@k.
+"""Computes what several answers to a held-out prompt say: mean@n, std@n, best@k, worst@k, pass@k,
+maj@k.
 
 ...@k is the expected value for k different ones of a prompt's valid answers, averaged over the
 prompts that have as many.
@@ -54,7 +55,7 @@ def mean_over(prompts: Sequence[Attempts], n: int) -> dict[str, float]:
 
 
 def numbers_of(prompt: Attempts, n: int) -> dict[str, float]:
-    """Of one prompt with at least one valid answer."""
+    """Returns the numbers of one prompt that has at least one valid answer."""
     rewards = prompt.rewards
     ks = [k for k in counts_up_to(n) if k <= len(rewards)]
     numbers = {f"mean@{n}": statistics.fmean(rewards), f"std@{n}": statistics.pstdev(rewards)}
@@ -100,8 +101,9 @@ def rank_weights(n: int, k: int) -> tuple[float, ...]:
 def majority_of(
     rewards: Sequence[float], preds: Sequence[str], ks: Iterable[int], seed: int
 ) -> dict[int, float]:
-    """By k, the expected reward of the most frequent answer among k of these, drawn without
-    replacement; where several are as frequent, their mean. A mean over NUM_DRAWS drawn orders.
+    """Returns, by k, the expected reward of the most frequent answer among k of these, drawn
+    without replacement; where several are as frequent, their mean. A mean over NUM_DRAWS drawn
+    orders.
 
     An answer's reward is the mean over those that were read as this answer.
     """

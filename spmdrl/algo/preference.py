@@ -34,8 +34,10 @@ def pair_loss(
 
 
 def pair_terms(rewards: Tensor, mb: Batch, center_coef: float) -> dict[str, Tensor]:
-    """What is said of each pair, at both of its unmasked tokens, one of each sequence: so a mean
-    over tokens is one over pairs. rewards: (num_tokens,). Returns (2 * num_pairs,) float32 each."""
+    """Returns metrics of each pair at both of its unmasked tokens, one of each sequence: a mean
+    over tokens is then one over pairs. rewards: (num_tokens,). Returns (2 * num_pairs,) float32
+    each.
+    """
     unmasked = mb.loss_mask > 0
     chosen, rejected = rewards[unmasked].view(-1, 2).unbind(1)
     margins = segment_expand(mb.rewards, mb.seq_lens)[unmasked].view(-1, 2)[:, 0].float()

@@ -1,4 +1,4 @@
-"""Which tokens, samples and groups take part: choices over the global batch.
+"""Chooses which tokens, samples and groups take part, over the global batch.
 
 The functions here score; `collectives.kth_largest` finds the cut over all ranks. What is random has
 an address (seed, step, group, sample, position), so a choice is the same for any number of ranks.

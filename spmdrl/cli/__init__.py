@@ -1,1 +1,1 @@
-"""From the command line and a config file to a config value. Imports no torch."""
+"""Makes a config value from the command line and a config file. Imports no torch."""

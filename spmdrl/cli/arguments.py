@@ -1,4 +1,4 @@
-"""From the command line and a config file to a config value. Imports no torch."""
+"""Makes a config value from the command line and a config file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def shown_config(config: Any, whole: bool) -> str:
-    """What --dry-run prints of it. whole: every field, as Python text."""
+    """Returns the text that --dry-run prints of a config. whole: every field, as Python text."""
     if whole:
         return as_source(config)
     title = f"{type(config).__name__}: what differs from the defaults (--show_config: all of it)"

@@ -1,4 +1,4 @@
-"""What the functions of a config do, as text that is the same in every process.
+"""Describes what the functions of a config do, as text that is the same in every process.
 
 By it ranks find out that their configs differ, and a resumed run that a reward is another. With a
 function come its helpers, and the constants that its file spells out. Imports no torch.
@@ -92,7 +92,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _of_value(value: Any, seen: Seen) -> Iterator[str]:
-    """Of a default, a closure or an object. Paths and addresses may be others in each job."""
+    """Describes a default, a closure or an object. Paths and addresses may be others in each job."""
     if isinstance(value, PLAIN) or (isinstance(value, str) and not set("/:") & set(value)):
         yield repr(value)
     elif isinstance(value, list | tuple | dict):
@@ -106,7 +106,9 @@ def _of_value(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _of_helper(value: Any, seen: Seen) -> Iterator[str]:
-    """What is installed, or built in, is a matter of versions and no part of the run."""
+    """Describes a helper; one that is installed, or built in, is a matter of versions and no part
+    of the run.
+    """
     module = getattr(value, "__module__", None) or type(value).__module__
     wrapped = getattr(value, "__wrapped__", None)
     if isinstance(module, str) and (is_users(module) or isinstance(wrapped, types.FunctionType)):

@@ -73,7 +73,7 @@ def config_lines(kind: type) -> list[str]:
 
 
 def field_lines(kind: type) -> list[str]:
-    """With the comments above a field and behind it."""
+    """Returns the fields with the comments above them and behind them."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     told: dict[str, str] = {}
     above = ""

@@ -1,4 +1,4 @@
-"""What the paths of a config must be, checked before torch is imported: it takes no time.
+"""Checks what the paths of a config must be, before torch is imported, which takes no time.
 
 `check_paths` needs no process group. What is inside the files is checked where they are read.
 """
@@ -134,7 +134,7 @@ def check_data_file(path: Path) -> None:
 
 
 def made_by(path: Path) -> str:
-    """How the data of our own examples is made, where a file of theirs is missing."""
+    """Says how the data of our own examples is made, where a file of theirs is missing."""
     for example, script in (("gsm8k", "prepare.py --source FOLDER --out"),
                             ("arithmetic", "make_assets.py --out")):  # fmt: skip
         if example in path.parts:
@@ -157,7 +157,7 @@ def check_resume(resume: str) -> None:
 
 
 def missing_checkpoint(folder: Path) -> str:
-    """What is wrong with a folder without run.json, in words."""
+    """Says what is wrong with a folder without run.json."""
     if not os.path.isdir(folder):
         return f"there is no such folder (looked from {Path.cwd()})"
     found = sorted([*folder.glob("step_*"), *folder.glob("checkpoints/step_*")])
@@ -203,7 +203,9 @@ def check_writable(name: str, path: str) -> None:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether it exists. Raises OSError where that cannot be known, or it is no folder."""
+    """Says whether the folder exists. Raises OSError where that cannot be known, or it is no
+    folder.
+    """
     try:
         os.stat(folder)
     except FileNotFoundError:

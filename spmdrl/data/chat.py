@@ -146,7 +146,7 @@ class Encoder:
         return ids
 
     def broken(self, text: str) -> list[str]:
-        """In parts that have no name of a token that would be taken for one, literal or not."""
+        """Splits text into parts, none of which holds a name that would be taken for a token."""
         if not self.all_added or self.control is None:
             return [text]
         parts, end = [], 0

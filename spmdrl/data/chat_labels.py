@@ -81,7 +81,9 @@ def require_calls(chat: list[dict[str, Any]], encoder: Encoder) -> None:
 
 
 def turn_spans(chat: list[dict[str, Any]], text: str, encoder: Encoder) -> Spans:
-    """Of each turn of the assistant, in `text`, which is the whole chat. Raises BadRow."""
+    """Finds the span of each turn of the assistant in `text`, which is the whole chat. Raises
+    BadRow.
+    """
     spans: Spans = []
     for i, turn in enumerate(chat):
         if turn["role"] != "assistant":
@@ -123,7 +125,7 @@ def template_of(encoder: Encoder) -> str:
 
 
 def generation_spans(chat: list[dict[str, Any]], encoder: Encoder) -> Spans:
-    """What the template itself says the assistant wrote. Raises BadRow."""
+    """Finds what the template itself says the assistant wrote. Raises BadRow."""
     given: Any = {**encoder.tokenizer.special_tokens_map, **encoder.config.chat_template_kwargs}
     given |= {"chat_template": template_of(encoder), "return_assistant_tokens_mask": True}
     render: Any = render_jinja_template  # annotated as if it returned the text alone
@@ -171,8 +173,9 @@ def encode_pieces(
 
 
 def turn_end(ids: list[int], encoder: Encoder) -> int:
-    """How many of a turn's tokens are learnt: up to its last control token, if only white space
-    follows on that; else all."""
+    """Returns how many of a turn's tokens are learnt: up to its last control token, if only white
+    space follows on that; else all.
+    """
     last = max((i for i, token in enumerate(ids) if token in encoder.control_ids), default=None)
     if last is None or encoder.spell(ids[last + 1 :]).strip():
         return len(ids)

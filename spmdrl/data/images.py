@@ -74,7 +74,7 @@ def size_of(picture: Picture) -> tuple[int, int]:
 
 
 def decoded(picture: Picture, look: Callable[[Image.Image], T]) -> T:
-    """What `look` makes of the opened image. Raises BadRow."""
+    """Opens the image and returns the result of `look`. Raises BadRow."""
     try:
         with Image.open(io.BytesIO(picture.encoded)) as image:
             return look(image)
@@ -86,7 +86,9 @@ def decoded(picture: Picture, look: Callable[[Image.Image], T]) -> T:
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """As people see it. Raises ValueError for numbers of which nobody says which is white."""
+    """Turns the image as its EXIF orientation says and converts it to RGB. Raises ValueError for
+    numbers of which nobody says which is white.
+    """
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are of mode {image.mode!r}: save it with 8 or 16 bits")
@@ -100,7 +102,8 @@ def in_rgb(image: Image.Image) -> Image.Image:
 
 
 def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
-    """Of a row's field `images`. folder: of the data file, where relative paths begin.
+    """Reads the images of a row's field `images`. folder: of the data file, where relative paths
+    begin.
 
     Raises BadRow.
     """
@@ -190,7 +193,7 @@ def parts_of_one(part: Any) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """What a prompt is to a model with a vision tower.
+    """Holds what a prompt is to a model with a vision tower.
 
     pixels: of each image, (patches, channels * patch area) float32 by the image processor; grids:
     (num_images, 3) int64, patches in time, height and width; spans: (first token, tokens) of each;
@@ -205,7 +208,9 @@ class PromptImages:
 
     @property
     def next_position(self) -> int:
-        """Of the first token behind the prompt; the later ones count on from there."""
+        """Returns the position of the first token behind the prompt; the later ones count on from
+        there.
+        """
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
@@ -254,7 +259,9 @@ class ImageProcessor:
         return cls(config, processor)
 
     def num_tokens(self, picture: Picture) -> int:
-        """By its size. Raises BadRow for one that has none, or is far too long a strip."""
+        """Returns the number of tokens that an image takes, by its size. Raises BadRow for one that
+        has none, or is far too long a strip.
+        """
         width, height = size_of(picture)
         try:
             patches = self.processor.get_number_of_image_patches(height, width, {})
@@ -263,8 +270,8 @@ class ImageProcessor:
         return patches // self.merge**2
 
     def times(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """How often each of the template's tokens is to stand there: a placeholder as often as its
-        image wants it, all others once.
+        """Returns how often each of the template's tokens is to stand there: a placeholder as often
+        as its image wants it, all others once.
 
         Raises BadRow where the template wrote more or fewer placeholders than there are images.
         """
@@ -322,7 +329,7 @@ class ImageProcessor:
 
     @cached_property
     def num_values(self) -> int:
-        """Of a patch."""
+        """Returns the number of values of a patch."""
         probe = self.processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
         return probe["pixel_values"].shape[1]
 
@@ -333,7 +340,7 @@ def repeated(values: list[int], times: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What a rollout engine has to reckon with."""
+    """The size and number of images that a rollout engine must be ready for."""
 
     vision: ImageProcessor
     per_prompt: int  # images, at most; 0: none
@@ -341,7 +348,7 @@ class ImageLimits:
 
 
 class Illustrated(Protocol):
-    """What a sequence begins with, or all of it: its token ids, and the images that they show."""
+    """What a sequence begins with, or all of it: it has token ids, and the images that they show."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -420,7 +427,7 @@ def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor)
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """What a model's processor is made of, to be written beside its weights."""
+    """The files that a model's processor is made of, to be written beside its weights."""
 
     model: str
 

@@ -1,4 +1,4 @@
-"""What a chat holds that its template leaves out of the text, and a model is not told.
+"""Finds what a chat holds that its template leaves out of the text, so that a model is not told.
 
 A template is asked once more with a part of the chat changed or taken away. Where its text stays
 the same, the part has no place in it: the calls of
@@ -42,7 +42,7 @@ def left_out(chat: Chat, render: Callable[[Chat], str]) -> set[str]:
 
 
 def calls_left_out(chat: Chat, render: Callable[[Chat], str]) -> set[str]:
-    """As left_out, of the calls that the assistant makes."""
+    """Finds, as left_out does, the calls that the assistant makes and the template leaves out."""
     said = enumerate(chat)
     calling = [i for i, turn in said if turn["role"] == "assistant" and calls_of(turn)]
     if not calling:
@@ -53,12 +53,12 @@ def calls_left_out(chat: Chat, render: Callable[[Chat], str]) -> set[str]:
 
 
 def calls_of(turn: dict[str, Any]) -> list[str]:
-    """Which keys of a turn have calls in them."""
+    """Returns the keys of a turn that hold calls."""
     return [key for key in CALLS if turn.get(key)]
 
 
 def keys_left_out(chat: Chat, i: int, render: Callable[[Chat], str], text: str) -> set[str]:
-    """Of turn i, those besides its content."""
+    """Finds the keys of turn i, besides its content, that the template leaves out."""
     turn, found = chat[i], set()
     for key, value in turn.items():
         if key in ("role", "content") or key in IDS or value in (None, "", [], {}):

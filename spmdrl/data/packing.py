@@ -107,7 +107,7 @@ def concatenate(batches: list[Batch]) -> Batch:
 
 @dataclass(frozen=True)
 class BatchAssignment:
-    """Which rank trains on which sequence: the same on every rank.
+    """Says which rank trains on which sequence; it is the same on every rank.
 
     A row per sequence of the step, ordered by (group, index). A mini-batch is a run of consecutive
     groups, whatever the number of ranks.
@@ -243,7 +243,7 @@ def micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def padded_micro_batches(seq_lens: list[int], max_tokens: int) -> list[list[int]]:
-    """As micro_batches, where every sequence takes as much as the longest beside it."""
+    """Packs as micro_batches does, where every sequence takes as much as the longest beside it."""
     bins: list[list[int]] = []
     for seq in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
         if not bins or (len(bins[-1]) + 1) * seq_lens[bins[-1][0]] > max_tokens:

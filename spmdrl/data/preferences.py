@@ -170,7 +170,8 @@ class PreferenceDataset:
         pad_token_id: int | None = None,
         append_eos: bool = False,
     ) -> PreferenceDataset:
-        """As PromptDataset.load: a collective; ConfigError for a bad file or row.
+        """Reads the files as PromptDataset.load does. It is a collective and raises ConfigError for
+        a bad file or row.
 
         pad_token_id: of the model's config; None: the tokenizer's. append_eos: config's, or the
         model's where that is None.

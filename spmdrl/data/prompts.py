@@ -187,7 +187,9 @@ class PromptDataset:
         )  # fmt: skip
 
     def looks(self, *others: PromptDataset) -> ImageLimits | None:
-        """What an engine has to reckon with that is asked these prompts; None: it sees none."""
+        """Returns the limits of images for an engine that is asked these prompts; None where it
+        sees none.
+        """
         if self.vision is None:
             return None
         most = MostImages.of([self.images, *(other.images for other in others)])
@@ -203,7 +205,7 @@ class PromptDataset:
 
 @dataclass(frozen=True)
 class PromptFields:
-    """What is read from a row of a prompt file, checked."""
+    """The fields that are read from a row of a prompt file, checked."""
 
     prompt: list[dict[str, Any]] | str
     data_source: str
@@ -233,14 +235,16 @@ def columns_of(config: DataConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class MostImages:
-    """What an engine has to reckon with."""
+    """Counts the most images, and the largest, that an engine must be ready for."""
 
     per_prompt: int = 0
     tokens: int = 0  # of the largest
     blind: int = 0  # prompts that say <image> and have none
 
     def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
-        """With a prompt's, all of which are decoded once. Raises BadRow."""
+        """Returns the limits with a prompt's images added, all of which are decoded once. Raises
+        BadRow.
+        """
         for picture in fields.images:
             open_picture(picture)
         if not fields.images:
@@ -412,7 +416,7 @@ def report_left_out(counts: Mapping[str, int], num_rows: int, topology: Topology
 
 
 def left_out_lines(counts: Mapping[str, int]) -> list[str]:
-    """For --dry-run."""
+    """Returns lines for --dry-run about what the template leaves out."""
     return [f"  left out by the chat template: {shown_counts(counts)}"] if counts else []
 
 
@@ -452,11 +456,12 @@ def handle_overlong(
 
 
 class PromptOrder:
-    """Which prompts each step asks: a permutation per epoch, walked `prompts_per_step` at a time.
+    """Says which prompts each step asks: a permutation per epoch, walked `prompts_per_step` at a
+    time.
 
     What is left at the end of an epoch and does not fill a step is not visited in that epoch:
-    filling up from the next epoch could put one prompt into a step twice, with the same seeds.
-    The permutation depends on (seed, epoch, length) alone, not on the world size.
+    filling up from the next epoch could put one prompt into a step twice, with the same seeds. The
+    permutation depends on (seed, epoch, length) alone, not on the world size.
     """
 
     def __init__(self, length: int, prompts_per_step: int, seed: int, shuffle: bool = True) -> None:

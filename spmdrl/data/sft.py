@@ -93,7 +93,9 @@ class SftDataset:
         vocab_size: int | None = None,
         vision: ImageProcessor | None = None,
     ) -> SftDataset:
-        """As PromptDataset.load: a collective; ConfigError for a bad file or row."""
+        """Reads the files as PromptDataset.load does. It is a collective and raises ConfigError for
+        a bad file or row.
+        """
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer of '{tokenizer.name_or_path}' has no eos_token, so a model could "
@@ -176,7 +178,7 @@ class TokenisedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SftReader:
-    """How a row becomes tokens. vision: of the model, where it sees images."""
+    """Makes tokens of rows. vision: of the model, where it sees images."""
 
     encoder: Encoder
     config: SftDataConfig
@@ -282,7 +284,7 @@ def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:
 
 
 def turns_of(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As they were written, the assistant's as text. Raises BadRow."""
+    """Returns the turns as they were written, the assistant's as text. Raises BadRow."""
     turns = [without_nulls(turn) for turn in chat]
     for turn in turns:
         if turn["role"] == "assistant":
@@ -291,7 +293,7 @@ def turns_of(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """What the assistant said. Raises BadRow where it shows an image."""
+    """Returns what the assistant said as text. Raises BadRow where it shows an image."""
     if isinstance(content, str):
         return content
     parts = parts_of(content)

@@ -33,7 +33,9 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: list[int]) -> Batch:
-        """Those rows, in this order, without loss_weights; what is learnt from is unmasked."""
+        """Returns those rows as a Batch, in this order, without loss_weights. The tokens that are
+        learnt are unmasked.
+        """
         ...
 
     def shown(self) -> list[str]:
@@ -43,7 +45,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a pass over all rows of the files found."""
+    """Holds what a pass over all rows of the files found."""
 
     rows: np.ndarray  # (n,) int64, numbers of the usable rows over all files
     num_tokens: np.ndarray  # (n,) int64
@@ -56,7 +58,7 @@ class Measured:
 
 
 class Size(NamedTuple):
-    """Of a row."""
+    """Holds the size of a row."""
 
     tokens: int  # or NO_ROOM
     escaped: bool  # whether its text names control tokens, which were made ordinary text

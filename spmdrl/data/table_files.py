@@ -155,7 +155,7 @@ def as_rows(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any] | BadRow]:
 
 
 def rows_at(batch: pa.RecordBatch, picks: np.ndarray) -> list[dict[str, Any] | BadRow]:
-    """Those rows, as `as_rows`."""
+    """Returns those rows as `as_rows` does."""
     try:
         return as_rows(batch.take(pa.array(picks)))
     except pa.ArrowNotImplementedError:  # of string_view, list_view and the like it takes none
@@ -262,7 +262,7 @@ def measure_rows(
 
 
 def reason_of(files: Files, row: int, length: Length) -> str:
-    """What is wrong with a bad row, and where it stands."""
+    """Says what is wrong with a bad row, and where it stands."""
     try:
         length(files.row(row), files.locate(row)[0].path)
     except BadRow as error:
@@ -330,7 +330,7 @@ def without_nulls(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_without_nulls(value: Any) -> Any:
-    """Of mappings at any depth, the keys that have a value."""
+    """Keeps, of mappings at any depth, the keys that have a value."""
     if isinstance(value, dict):
         return {key: all_without_nulls(v) for key, v in value.items() if v is not None}
     return [all_without_nulls(item) for item in value] if isinstance(value, list) else value

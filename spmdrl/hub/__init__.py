@@ -1,1 +1,1 @@
-"""What a Hugging Face folder says and holds: config, own code, tokenizer, files."""
+"""Reads what a Hugging Face folder says and holds: config, own code, tokenizer, files."""

@@ -1,4 +1,4 @@
-"""What the files of a model's folder say, before any weight is read.
+"""Reads what the files of a model's folder say, before any weight is read.
 
 All of it would come out where the model is built, or worse, would not: weights of another type are
 cast in silence, and a model without an end-of-sequence token answers until it is cut.
@@ -118,7 +118,8 @@ def matrices_of(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def eos_token_ids(model: str) -> tuple[int, ...]:
-    """What ends a sequence: of generation_config.json, else of config.json; () where neither says.
+    """Returns the token ids that end a sequence: of generation_config.json, else of config.json; ()
+    where neither says.
 
     Raises ConfigError for what are no token ids.
     """
