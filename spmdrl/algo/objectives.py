@@ -168,7 +168,7 @@ def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, T
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Measures per token how far the engine that sampled is from the trainer: |difference| and k3."""
+    """Measures per token how far the sampling engine is from the trainer: |difference| and k3."""
     return {
         "logprob_diff_mean": (logprobs - rollout_logprobs).abs(),
         "rollout_kl": k3(rollout_logprobs, logprobs),

@@ -92,7 +92,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _of_value(value: Any, seen: Seen) -> Iterator[str]:
-    """Describes a default, a closure or an object. Paths and addresses may be others in each job."""
+    """Describes a default, a closure or an object. Paths and addresses may differ between jobs."""
     if isinstance(value, PLAIN) or (isinstance(value, str) and not set("/:") & set(value)):
         yield repr(value)
     elif isinstance(value, list | tuple | dict):

@@ -348,7 +348,7 @@ class ImageLimits:
 
 
 class Illustrated(Protocol):
-    """What a sequence begins with, or all of it: it has token ids, and the images that they show."""
+    """A sequence, or its beginning: it has token ids, and the images that they show."""
 
     @property
     def token_ids(self) -> list[int]: ...

@@ -12,7 +12,7 @@ FELT_S = 3.0  # without a beat, once a rank has felt that a connection broke
 LAST_WORD_S = 10.0  # how much sooner the rank that got on last may say that all have stopped
 
 
-class Verdict(Enum):
+class FailureCause(Enum):
     """Why the job must end."""
 
     NEIGHBOUR_DIED = "the process of the neighbour on this host is gone"
@@ -25,7 +25,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class RanksSeen:
-    """What a rank sees of the others while the store answers."""
+    """Holds what a rank sees of the others while the store answers."""
 
     neighbour_gone: bool  # the process of the neighbour on this host has ended
     peer_silent_s: float  # since the last beat of the rank that this one watches
@@ -37,7 +37,7 @@ class RanksSeen:
 
 @dataclass(frozen=True)
 class StoreSeen:
-    """What a rank sees of the store, when it may not answer."""
+    """Holds what a rank sees of the store, when it may not answer."""
 
     silent_s: float  # since it answered
     refused_s: float  # for which each call on it has failed at once
@@ -46,7 +46,7 @@ class StoreSeen:
     neighbour_stopped: bool  # the process of the neighbour is stopped, as by SIGSTOP
 
 
-def verdict(seen: RanksSeen, lost_s: float, stall_s: float) -> Verdict | None:
+def verdict(seen: RanksSeen, lost_s: float, stall_s: float) -> FailureCause | None:
     """Returns why the job must end, or None.
 
     lost_s: a watched rank may give no sign of life for so long, or for FELT_S where a connection
@@ -55,16 +55,16 @@ def verdict(seen: RanksSeen, lost_s: float, stall_s: float) -> Verdict | None:
     LAST_WORD_S of each other it is the one that got on last: the others were waiting for it.
     """
     if seen.neighbour_gone:
-        return Verdict.NEIGHBOUR_DIED
+        return FailureCause.NEIGHBOUR_DIED
     if seen.peer_silent_s > (min(lost_s, FELT_S) if seen.felt else lost_s):
-        return Verdict.PEER_SILENT
+        return FailureCause.PEER_SILENT
     waited_s = seen.progress_s - (0 if seen.is_own_progress else LAST_WORD_S)
     if seen.own_phase_s > stall_s and waited_s > stall_s / 2:
-        return Verdict.STALLED
+        return FailureCause.STALLED
     return None
 
 
-def store_verdict(seen: StoreSeen, lost_s: float, grace_s: float) -> Verdict | None:
+def store_verdict(seen: StoreSeen, lost_s: float, grace_s: float) -> FailureCause | None:
     """Returns why this rank must end by itself, without the store, or None.
 
     lost_s: the store may be silent for so long. grace_s: it may refuse calls for twice as long, or
@@ -75,9 +75,9 @@ def store_verdict(seen: StoreSeen, lost_s: float, grace_s: float) -> Verdict | N
     if seen.silent_s <= lost_s and not refused:
         return None
     if seen.neighbour_stopped:
-        return Verdict.NEIGHBOUR_FROZEN
+        return FailureCause.NEIGHBOUR_FROZEN
     if seen.silent_s <= lost_s + (grace_s if seen.near else 0) and not refused:
         return None
     if seen.felt and refused and not seen.near:
-        return Verdict.STORE_ENDED
-    return Verdict.STORE_GONE
+        return FailureCause.STORE_ENDED
+    return FailureCause.STORE_GONE

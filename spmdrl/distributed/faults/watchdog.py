@@ -30,9 +30,9 @@ import torch.distributed as dist
 from spmdrl.distributed.exit import FAILED, is_of_this_start, leave_word, say, write_story
 from spmdrl.distributed.faults.shared_page import Page
 from spmdrl.distributed.faults.verdict import (
+    FailureCause,
     RanksSeen,
     StoreSeen,
-    Verdict,
     store_verdict,
     verdict,
 )
@@ -250,13 +250,13 @@ class Watchdog:
             mine = others.startswith(f"{self.rank} ".encode())
             ranks = RanksSeen(gone, silent_s, felt, phase_s, now - others_since, mine)
             found = verdict(ranks, self.lost_s, self.stall_s)
-            if found is Verdict.NEIGHBOUR_DIED and self.beside is not None:
+            if found is FailureCause.NEIGHBOUR_DIED and self.beside is not None:
                 died = DIED.format(self.beside.pid, self._why_killed())
                 self.report(self._lost(self.neighbour, self.beside, died))
-            elif found is Verdict.PEER_SILENT:
+            elif found is FailureCause.PEER_SILENT:
                 silent = f"no sign of life for {silent_s:.0f} s"
                 self.report(self._lost(peer, beat, silent))
-            elif found is Verdict.STALLED:
+            elif found is FailureCause.STALLED:
                 stalled = f"{STALLED} for {phase_s:.0f} s (stall_timeout_s)"
                 self.report(self._lost(self.rank, own, stalled))
 
@@ -313,13 +313,14 @@ class Watchdog:
             stopped = beside is not None and self._state(beside) in STOPPED
             seen = StoreSeen(silent_s, self.broken * PERIOD_S, self.felt, self.near_store, stopped)
             found = store_verdict(seen, self.lost_s, GRACE_S)
-            if found is Verdict.NEIGHBOUR_FROZEN and beside is not None:  # it is the store's host
+            if found is FailureCause.NEIGHBOUR_FROZEN and beside is not None:
+                # the neighbour is the store's rank
                 frozen = f"its process {beside.pid} is stopped, for {silent_s:.0f} s as it seems"
                 self._end_alone(self._lost(self.neighbour, beside, frozen))
-            elif found is Verdict.STORE_ENDED:
+            elif found is FailureCause.STORE_ENDED:
                 ended = "it has hung up, and its rendezvous store is gone: it or its host ended"
                 self._end_alone(self._lost(0, self.head, ended))
-            elif found is Verdict.STORE_GONE:
+            elif found is FailureCause.STORE_GONE:
                 gone = f"no rendezvous store for {silent_s:.0f} s: its host is gone, or cut off"
                 own = Beat(0, os.getpid(), self.host, self.phase)
                 self._end_alone(self._lost(self.rank, own, gone))
