@@ -127,6 +127,38 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
     assert capfd.readouterr().err.count("disk on fire") == 1
 
 
+def test_a_story_told_at_once_is_not_told_again_when_its_store_has_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 fails before any rank has opened rank 0's page. The store's rank ends next; ranks 1
+    and 2 end after it and can ask nobody who has spoken."""
+    monkeypatch.setattr(Watchdog, "_open_pages", lambda self: None)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [
+        dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)
+    ]  # fmt: skip
+    story = {"rank": 1, "cause": "OSError: disk on fire", "host": socket.gethostname(),
+             "phase": "update_actor", "details": "", "exit_code": FAILED}  # fmt: skip
+    ranks = [
+        Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, first_here=0, at_once=True)
+        for r in range(3)
+    ]
+    try:
+        assert ranks[1].report(story) == story
+        wait_until(lambda: all(rank.heard and rank.was_told for rank in ranks), 10)
+        ranks[0].announce(story)
+        del server
+        wait_until(lambda: all(rank.broken for rank in ranks), 10)
+        for rank in ranks[1:]:
+            rank.tell(story)
+    finally:
+        for rank in ranks:
+            rank.done.set()
+            rank.thread.join()
+            rank.guard.join()
+    assert capfd.readouterr().err.count("disk on fire") == 1
+
+
 def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

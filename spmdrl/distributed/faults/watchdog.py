@@ -115,6 +115,8 @@ class Watchdog:
         self.woke = time.monotonic()
         self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
         self.own: dict[str, Any] | None = None  # why this rank is about to end by itself
+        self.has_announced = False  # this rank has printed the story, or has left that to another
+        self.was_told = False  # some rank has printed it, as the store said when it last answered
         self.kills = kills_for_memory()  # before this run
         self.felt = False  # a connection broke
         self.beside: Beat | None = None  # the neighbour's last
@@ -173,12 +175,16 @@ class Watchdog:
         return self.first or story  # the store's rank may have left since: what was heard counts
 
     def announce(self, story: dict[str, Any]) -> None:
-        """Prints the story unless another rank has, and leaves it where torchrun looks for it."""
+        """Prints the story unless another rank has, and leaves it where torchrun looks for it.
+        A second call does nothing: the store that knew of the first may have gone since."""
+        if self.has_announced:
+            return
+        self.has_announced = True
         text = leave_word(story, self.folder)
         try:
             first = self.store.add("claims", 1) == 1
         except RuntimeError:  # no store any more: better told once on each host than not at all
-            first = self._claim()
+            first = not self.was_told and self._claim()
         else:
             if first:
                 self._claim()
@@ -213,6 +219,8 @@ class Watchdog:
                 own = self.beat()
                 if self.first is None and self.store.check(["story"]):
                     self.first = json.loads(self.store.get("story"))
+                if self.first is not None:
+                    self.was_told = self.store.check(["told"])
                 text = self._beat_of(peer)
                 felt = self.store.check(["felt"])
                 if not self.near_store and (self.count % 2 or self.head is None):
