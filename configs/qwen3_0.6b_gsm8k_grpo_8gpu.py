@@ -34,8 +34,8 @@ config = PpoConfig(
     eval_every=20,
     algo=AlgoConfig(
         advantage="grpo",
-        clip_low=0.2,
-        clip_high=0.28,  # more room upwards keeps the entropy from collapsing (DAPO, 2503.14476)
+        # more room upwards keeps the entropy from collapsing (DAPO, arXiv 2503.14476)
+        loss_args={"clip_low": 0.2, "clip_high": 0.28},
         mini_batches=2,
     ),
     rollout=RolloutConfig(

@@ -27,5 +27,7 @@ config = replace(
     grpo,
     run_dir="runs/arithmetic/gdpo",
     reward=by_digit,
-    algo=replace(grpo.algo, advantage="gdpo", reward_keys={"units": 1.0, "tens": 1.0}),
+    algo=replace(
+        grpo.algo, advantage="gdpo", advantage_args={"reward_keys": {"units": 1.0, "tens": 1.0}}
+    ),
 )

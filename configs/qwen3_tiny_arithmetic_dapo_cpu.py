@@ -17,8 +17,7 @@ config = replace(
     run_dir="runs/arithmetic/dapo",
     algo=AlgoConfig(
         advantage="grpo",
-        clip_low=0.2,
-        clip_high=0.28,
+        loss_args={"clip_low": 0.2, "clip_high": 0.28},
         aggregation="token_mean",
         dynamic_sampling=4,  # rounds at most; towards the end most prompts are solved
         overlong_buffer=3,  # of max_tokens=8: the right answers have at most four tokens

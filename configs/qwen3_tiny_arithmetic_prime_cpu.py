@@ -16,7 +16,7 @@ from spmdrl.config import OptimConfig, TrainConfig
 config = replace(
     grpo,
     run_dir="runs/arithmetic/prime",
-    algo=replace(grpo.algo, advantage="prime", prime_beta=0.05),
+    algo=replace(grpo.algo, advantage="prime", advantage_args={"beta": 0.05}),
     ref=TrainConfig(dtype="float32"),
     prm=TrainConfig(dtype="float32", optim=OptimConfig(lr=1e-4, weight_decay=0.0)),
 )

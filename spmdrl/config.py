@@ -193,16 +193,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
-# The names that algo/*.py define; tests/test_names.py holds both lists together.
-Advantage = Literal[
-    "grpo", "gae", "dr_grpo", "grpo_passk", "gdpo", "reinforce", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "optimal_token_baseline",
-    "tir_optimal_token_baseline", "prime", "win_rate",
-]  # fmt: skip
-PolicyLoss = Literal[
-    "ppo", "vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv",
-    "dppo_kl", "dro", "sppo", "reinforce",
-]  # fmt: skip
+# The names that algo/*.py define; tests hold both lists together.
 Aggregation = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean",
     "seq_mean_token_sum_norm",
@@ -233,6 +224,21 @@ class CorrectionConfig:
     bypass: bool = False  # old logprobs := the engine's; saves a pass, the ratio then corrects
 
 
+# Former fields of AlgoConfig, which are options of one policy loss or of one estimator now.
+MOVED = {
+    **{name: f"loss_args.{name}" for name in (
+        "clip_low", "clip_high", "dual_clip", "cov_fraction", "cov_low", "cov_high", "cov_kl_coef",
+    )},
+    "sapo_tau_pos": "loss_args.tau_pos", "sapo_tau_neg": "loss_args.tau_neg",
+    "dppo_ratio_cap": "loss_args.ratio_cap",
+    "dro_beta": "loss_args.beta", "sppo_beta": "loss_args.beta",
+    **{name: f"advantage_args.{name}" for name in (
+        "gamma", "lam", "lam_critic", "lam_alpha", "reward_keys",
+    )},
+    "otb_zero_tail": "advantage_args.zero_tail", "prime_beta": "advantage_args.beta",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AlgoConfig:
     """The algorithm. Formulas and sources: docs/algorithms.md.
@@ -240,27 +246,14 @@ class AlgoConfig:
     advantage, policy_loss, aggregation and kl_estimator are a name or your own function.
     """
 
-    advantage: Advantage | Callable[..., Any] = "grpo"
-    gamma: float = 1.0
-    lam: float = 1.0  # of gae
-    lam_critic: float | None = None  # of the critic's returns; None: lam
-    lam_alpha: float | None = None  # VAPO: lambda of the actor is 1 - 1 / (lam_alpha * length)
-    reward_keys: Mapping[str, float] = field(default_factory=dict)  # of gdpo: key -> weight
-    otb_zero_tail: bool = False  # no baseline where only the longest answer of a prompt reaches
-    prime_beta: float = 0.05  # of the implicit process reward
-    policy_loss: PolicyLoss | Callable[..., Any] = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 3.0
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    cov_fraction: float = 0.0002  # of the mini-batch's tokens that clip_cov and kl_cov act on
-    cov_low: float = 1.0  # clip_cov draws from tokens with a covariance between these
-    cov_high: float = 5.0
-    cov_kl_coef: float = 1.0
-    dppo_ratio_cap: float = 20.0
-    dro_beta: float = 1.0
-    sppo_beta: float = 1.0
+    # the estimator, by a name of spmdrl/algo/advantages.py: grpo, gae, rloo, reinforce, ...
+    advantage: str | Callable[..., Any] = "grpo"
+    # options of this estimator, by the names of its parameters: {"gamma": 0.99} for gae
+    advantage_args: Mapping[str, Any] = field(default_factory=dict)
+    # by a name of spmdrl/algo/losses.py: ppo, gspo, cispo, sapo, ...
+    policy_loss: str | Callable[..., Any] = "ppo"
+    # options of this loss, by the names of its parameters: {"clip_high": 0.28} for ppo
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
     # None: what the loss's (or the estimator's) paper has, else token_mean
     aggregation: Aggregation | Callable[..., Any] | None = None
     norm_length: int | None = None  # of seq_mean_token_sum_norm; None: rollout.max_tokens
@@ -293,6 +286,19 @@ class AlgoConfig:
     mini_batches: int = 1  # optimizer steps per pass
     critic_warmup_steps: int = 0  # steps in which only the critic learns
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    def __new__(cls, *_: Any, **fields: Any) -> AlgoConfig:
+        """Raises TypeError, with the new spelling, for fields that are options of a loss or an
+        estimator now.
+        """
+        for name, value in fields.items():
+            if name in MOVED:
+                group, option = MOVED[name].split(".")
+                raise TypeError(
+                    f"AlgoConfig has no field {name!r} any more: write "
+                    f"{group}={{{option!r}: {value!r}}}"
+                )
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True)
@@ -344,19 +350,43 @@ class ProfileConfig:
     trace: bool = True  # False: on GPUs, only nsys's window and its ranges of phases
 
 
-@dataclass(frozen=True)
-class PpoConfig:
-    """A reinforcement-learning run. Required: model, data, reward."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
 
-    model: str
-    data: DataConfig
-    reward: RewardFn | str | Mapping[str, RewardFn | str]  # one, or one per data_source
+    model: str = field(kw_only=False)
+    data: Any = field(kw_only=False)  # every program has a config class of its own for its rows
     steps: int = 100
-    run_dir: str = "runs/ppo"
+    run_dir: str
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that a model's folder brings along
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
-    eval_every: int = 10  # steps; 0: only before and after
+    eval_every: int  # steps; 0: only before and after
+    # what is trained; it is saved under this name in every program
+    actor: TrainConfig
+    checkpoint: CheckpointConfig
+    tensorboard: bool = True
+    wandb: str | None = None  # a project of Weights & Biases
+    profile: ProfileConfig | None = None
+    # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
+    show_metrics: tuple[str, ...] = ()
+    # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
+    # ends the run
+    nan_updates: int = 0
+    start_timeout_s: float = 600.0  # until all ranks have started and are connected
+    stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
+    lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoConfig(RunConfig):
+    """A reinforcement-learning run. Required: model, data, reward."""
+
+    data: DataConfig = field(kw_only=False)
+    # one, or one per data_source
+    reward: RewardFn | str | Mapping[str, RewardFn | str] = field(kw_only=False)
+    run_dir: str = "runs/ppo"
+    eval_every: int = 10
     eval_samples: int = 1  # answers per held-out prompt; above 1: best@k, ..: docs/training.md
     eval_temperature: float = 0.0  # 0: greedy
     eval_top_p: float = 1.0
@@ -384,18 +414,7 @@ class PpoConfig:
     async_steps: int = 0  # steps that sampling may run ahead of training; needs its own ranks
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tensorboard: bool = True
-    wandb: str | None = None  # a project of Weights & Biases
-    profile: ProfileConfig | None = None
     log_samples: int = 16  # per step, written to samples/
-    # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
-    show_metrics: tuple[str, ...] = ()
-    # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
-    # ends the run
-    nan_updates: int = 0
-    start_timeout_s: float = 600.0  # until all ranks have started and are connected
-    stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
-    lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off
 
 
 @dataclass(frozen=True)
@@ -417,33 +436,6 @@ class SftDataConfig:
     # images are scaled to have so many pixels; None: what the model's image processor says
     image_min_pixels: int | None = None
     image_max_pixels: int | None = None
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning: cross-entropy on the responses."""
-
-    model: str
-    data: SftDataConfig
-    out: str  # folder for the trained model, in Hugging Face format
-    # of the weights in `out`, which are trained in float32; None: that of `model`
-    out_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    steps: int = 100
-    run_dir: str = "runs/sft"
-    seed: int = 0
-    trust_remote_code: bool = False  # run Python files that the model's folder brings along
-    resume: str = "never"  # "never" | "auto" | a checkpoint folder
-    eval_every: int = 50  # steps; 0: only before and after
-    actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
-    tensorboard: bool = True
-    wandb: str | None = None  # a project of Weights & Biases
-    profile: ProfileConfig | None = None
-    show_metrics: tuple[str, ...] = ()  # more in the line of a step: ("sft/lr",)
-    nan_updates: int = 0  # as of PpoConfig
-    start_timeout_s: float = 600.0
-    stall_timeout_s: float = 1800.0
-    lost_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -471,36 +463,36 @@ class PreferenceDataConfig:
     append_eos: bool | None = None
 
 
-@dataclass(frozen=True)
-class RewardTrainingConfig:
-    """A reward model, trained on preferences. Fields that SftConfig has too mean the same."""
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(RunConfig):
+    """What runs have that learn from rows as they stand: fine-tuning and reward models."""
 
-    model: str  # a causal language model, or a sequence classifier with one output
-    data: PreferenceDataConfig
-    out: str  # folder for the trained model, in Hugging Face format
+    out: str = field(kw_only=False)  # folder for the trained model, in Hugging Face format
+    # of the weights in `out`, which are trained in float32; None: that of `model`
     out_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    center_coef: float = 0.0  # of (chosen + rejected)^2: keeps rewards around 0
-    steps: int = 100
-    run_dir: str = "runs/reward_model"
-    seed: int = 0
-    trust_remote_code: bool = False
-    resume: str = "never"
     eval_every: int = 50
-    # what is trained; named as in the other programs, and saved under that name
     actor: TrainConfig = field(default_factory=lambda: TrainConfig(optim=OptimConfig(lr=1e-5)))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=200))
-    tensorboard: bool = True
-    wandb: str | None = None
-    profile: ProfileConfig | None = None
-    show_metrics: tuple[str, ...] = ()
-    nan_updates: int = 0
-    start_timeout_s: float = 600.0
-    stall_timeout_s: float = 1800.0
-    lost_timeout_s: float = 10.0
 
 
-SupervisedConfig = SftConfig | RewardTrainingConfig  # of runs that learn from rows as they stand
-RunConfig = PpoConfig | SupervisedConfig
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(SupervisedConfig):
+    """Supervised fine-tuning: cross-entropy on the responses."""
+
+    data: SftDataConfig = field(kw_only=False)
+    run_dir: str = "runs/sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTrainingConfig(SupervisedConfig):
+    """A reward model, trained on preferences.
+
+    model: a causal language model, or a sequence classifier with one output.
+    """
+
+    data: PreferenceDataConfig = field(kw_only=False)
+    run_dir: str = "runs/reward_model"
+    center_coef: float = 0.0  # of (chosen + rejected)^2: keeps rewards around 0
 
 
 def require(holds: bool, problem: str) -> None:

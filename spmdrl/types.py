@@ -135,7 +135,7 @@ class Batch:
     rewards: Tensor  # (num_seqs,) float64, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32
     greedy: Tensor  # (num_seqs,) float64, reward of the greedy answer to the same prompt
-    keys: Tensor  # (num_seqs, num_keys) float64, the rewards that algo.reward_keys names
+    keys: Tensor  # (num_seqs, num_keys) float64, the rewards that gdpo's reward_keys name
     policy_version: Tensor  # (num_tokens,) int64
     # (num_tokens,) float64, with rewards.per_turn: what `rewards` has of a turn, at its last token
     turn_rewards: Tensor | None = None

@@ -1,19 +1,20 @@
 """Combinations of algorithms and options that make no sense are refused at start, with a remedy."""
 
-from dataclasses import fields
-from typing import get_args
+from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
-from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES
+from spmdrl.algo.arguments import options_of
+from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, loss_of
+from spmdrl.cli.arguments import override
 from spmdrl.config import (
-    Advantage,
+    MOVED,
     AlgoConfig,
     ConfigError,
     CorrectionConfig,
     DataConfig,
-    PolicyLoss,
     PpoConfig,
     RewardConfig,
     RolloutConfig,
@@ -34,6 +35,15 @@ def on(**changes):
     return CorrectionConfig(**{"level": "token"} | changes)
 
 
+def needs_tau(logprobs, old_logprobs, mb, *, tau):
+    return -tau * logprobs, {}
+
+
+def of_the_config(logprobs, old_logprobs, mb, algo):
+    return -logprobs, {}
+
+
+KEYS = {"reward_keys": {"a": 1.0}}
 CRITIC, PRM = {"critic": TrainConfig()}, {"prm": TrainConfig()}
 PER_TURN = {"rewards": RewardConfig(per_turn=True)}
 NONSENSE = [
@@ -54,8 +64,8 @@ NONSENSE = [
     ({"advantage": "prime", "roles": PRM | {"ref": TrainConfig(model="other")}}, ["same"]),
     ({"advantage": "prime", "roles": PRM, "overlong_buffer": 5}, ["labels"]),
     ({"advantage": "gdpo"}, ["reward_keys"]),
-    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "overlong_buffer": 5}, ["overlong_buffer"]),
-    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "roles": PER_TURN},
+    ({"advantage": "gdpo", "advantage_args": KEYS, "overlong_buffer": 5}, ["overlong_buffer"]),
+    ({"advantage": "gdpo", "advantage_args": KEYS, "roles": PER_TURN},
      ["rewards.per_turn", "reads only", "['a']"]),
     ({"advantage": "prime", "roles": PRM | PER_TURN}, ["rewards.per_turn", "label"]),
     ({"policy_loss": "sppo"}, ["win_rate"]),
@@ -69,21 +79,38 @@ NONSENSE = [
     ({"kl_coef": 0.1, "kl_cut": 0.0}, ["kl_cut=0.0", "above 0"]),
     ({"policy_loss": "kl_cov"}, ["one update per rollout"]),
     ({"critic_warmup_steps": 3}, ["critic_warmup_steps=3", "nothing learns"]),
-    ({"advantage": "gae", "roles": CRITIC, "lam": 0.9, "lam_critic": 1.0, "lam_alpha": 0.05},
-     ["algo.lam=0.9", "no effect"]),
+    ({"advantage": "gae", "roles": CRITIC,
+      "advantage_args": {"lam": 0.9, "lam_critic": 1.0, "lam_alpha": 0.05}},
+     ["lam=0.9", "no effect"]),
     # KL
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, ["gradient of 0", "k1+"]),
     ({"kl_coef": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, ["gradient", "'k3'"]),
-    ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo", "reward_keys": {"a": 1.0}}, ["lost"]),
+    ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo", "advantage_args": KEYS}, ["lost"]),
     ({"kl_coef": -0.1}, ["kl_coef=-0.1"]),
     # options without effect
-    ({"clip_high": 0.28, "policy_loss": "gpg"}, ["clip_high=0.28", "no effect", "ppo"]),
-    ({"dual_clip": 5.0, "policy_loss": "gspo"}, ["dual_clip=5.0", "no effect"]),
-    ({"gamma": 0.9}, ["gamma=0.9", "no effect", "gae"]),
-    ({"lam": 0.9}, ["lam=0.9", "no effect"]),
+    ({"value_clip": 0.1}, ["value_clip=0.1", "no effect", "gae"]),
     ({"kl_target": 0.1}, ["kl_target=0.1", "kl_coef above 0"]),
     ({"kl_coef": 0.1, "kl_in": "reward", "advantage": "gpg"}, ["leaves no reward 0"]),
-    ({"reward_keys": {"a": 1.0}}, ["reward_keys", "gdpo"]),
+    # options of another loss or estimator, of another type, missing ones
+    ({"loss_args": {"clip_high": 0.28}, "policy_loss": "gpg"},
+     ["policy_loss='gpg'", "no option 'clip_high'", "it has none"]),
+    ({"loss_args": {"dual_clip": 5.0}, "policy_loss": "gspo"},
+     ["no option 'dual_clip'", "it has clip_low, clip_high"]),
+    ({"advantage_args": {"gamma": 0.9}}, ["advantage='grpo'", "no option 'gamma'"]),
+    ({"advantage_args": KEYS}, ["no option 'reward_keys'"]),
+    ({"loss_args": {"clip_high": "0.28"}}, ["algo.loss_args['clip_high']", "float", "'0.28'"]),
+    ({"loss_args": {"clip_high": float("nan")}}, ["clip_high", "nan"]),
+    ({"loss_args": {"clip_high": True}}, ["algo.loss_args['clip_high']", "float", "True"]),
+    ({"advantage": "optimal_token_baseline", "advantage_args": {"zero_tail": 1.0}},
+     ["zero_tail", "bool"]),
+    ({"policy_loss": needs_tau}, ["needs_tau", "needs the option tau"]),
+    ({"policy_loss": needs_tau, "loss_args": {"tau": 1, "rho": 2}}, ["no option 'rho'"]),
+    ({"policy_loss": of_the_config}, ["of_the_config", "logprobs, old_logprobs, mb", "algo"]),
+    ({"advantage": of_the_config}, ["of_the_config", "must be f(outcomes", "keyword-only"]),
+    ({"advantage": "grop"}, ["'grop'", "did you mean 'grpo'?", "'win_rate'"]),
+    ({"policy_loss": "pop"}, ["'pop'", "did you mean 'ppo'?", "'gspo'"]),
+    ({"policy_loss": PolicyLoss(needs_tau, selects="drawn"), "loss_args": {"tau": 1.0}},
+     ["selects='drawn'", "cov_fraction, cov_low"]),
     ({"norm_length": 100}, ["norm_length=100", "seq_mean_token_sum_norm"]),
     ({"replay_steps": 2}, ["replay_steps=2", "sample_filter"]),
     ({"filter_power": 3.0, "sample_filter": "max_min"}, ["filter_power=3.0", "'pow'"]),
@@ -112,19 +139,25 @@ NONSENSE = [
     ({"sample_filter": "pow"}, ["group mean", "'grpo'"]),
     ({"policy_loss": "geo_mean", "correction": on()}, ["one term per sequence", "geometric"]),
     ({"policy_loss": "sppo", "advantage": "win_rate", "top_entropy_fraction": 0.2}, ["chooses"]),
-    ({"advantage": "gdpo", "reward_keys": {"a": 0.0}}, ["not all 0"]),
-    ({"advantage": "gdpo", "reward_keys": {"a": "x"}}, ["must be numbers"]),
-    ({"advantage": "gdpo", "reward_keys": {"a": 1.0}, "dynamic_sampling": 2}, ["'score'"]),
+    ({"advantage": "gdpo", "advantage_args": {"reward_keys": {"a": 0.0}}}, ["not all 0"]),
+    ({"advantage": "gdpo", "advantage_args": {"reward_keys": {"a": "x"}}}, ["reward_keys", "'x'"]),
+    ({"advantage": "gdpo", "advantage_args": KEYS, "dynamic_sampling": 2}, ["'score'"]),
     ({"correction": on(reject={"seq_mean_k3": "0.01"})}, ["one upper bound"]),
     ({"correction": on(reject={"token_k1": ("a", "b")})}, ["(low, high)"]),
     ({"advantage": len, "kl_target": 0.1}, ["kl_target=0.1", "kl_coef above 0"]),
     ({"advantage": len, "replay_steps": 2}, ["replay_steps=2", "sample_filter"]),
-    ({"policy_loss": len, "gamma": 0.9}, ["gamma=0.9", "no effect"]),
     # ranges
-    ({"dual_clip": 1.0}, ["dual_clip=1.0", "above 1"]),
-    ({"clip_low": 1.5}, ["clip_low=1.5"]),
-    ({"clip_high": -0.1}, ["clip_high=-0.1"]),
-    ({"advantage": "reinforce_plus_plus", "gamma": 1.1}, ["gamma=1.1", "0..1"]),
+    ({"loss_args": {"dual_clip": 1.0}}, ["'dual_clip']=1.0", "above 1"]),
+    ({"loss_args": {"clip_low": 1.5}}, ["'clip_low']=1.5", "below 1"]),
+    ({"loss_args": {"clip_high": -0.1}}, ["'clip_high']=-0.1", "above 0"]),
+    ({"policy_loss": "sapo", "loss_args": {"tau_pos": 0}}, ["'tau_pos']=0", "above 0"]),
+    ({"policy_loss": "kl_cov", "epochs": 2, "loss_args": {"cov_fraction": 1.5}},
+     ["'cov_fraction']=1.5", "(0, 1]"]),
+    ({"policy_loss": "clip_cov", "loss_args": {"cov_low": 6.0}}, ["cov_low=6.0", "cov_high=5.0"]),
+    ({"advantage": "gae", "roles": CRITIC, "advantage_args": {"lam_alpha": 0.0}},
+     ["'lam_alpha']=0.0", "above 0"]),
+    ({"advantage": "reinforce_plus_plus", "advantage_args": {"gamma": 1.1}},
+     ["'gamma']=1.1", "0..1"]),
     ({"top_entropy_fraction": 0.0}, ["top_entropy_fraction=0.0", "(0, 1]"]),
     ({"dynamic_sampling": -1}, ["dynamic_sampling=-1"]),
     ({"dynamic_sampling": 3, "rollout": {"n": 1}, "advantage": "reinforce_plus_plus"},
@@ -143,8 +176,9 @@ def test_nonsense_is_refused(setting, words):
 
 SENSE = [
     {},
-    {"advantage": "gae", "roles": CRITIC, "rollout": {"n": 1}, "lam": 0.95},
-    {"advantage": "reinforce_plus_plus", "rollout": {"n": 1}, "gamma": 0.99},
+    {"advantage": "gae", "roles": CRITIC, "rollout": {"n": 1}, "advantage_args": {"lam": 0.95}},
+    {"advantage": "reinforce_plus_plus", "rollout": {"n": 1},
+     "advantage_args": {"gamma": 0.99}},
     {"advantage": "remax", "rollout": {"n": 1, "greedy_baseline": True}},
     {"advantage": "prime", "roles": PRM},
     {"advantage": "win_rate", "policy_loss": "sppo"},
@@ -152,13 +186,14 @@ SENSE = [
     {
         "advantage": "gae",
         "roles": CRITIC | PER_TURN,
-        "gamma": 0.9,
+        "advantage_args": {"gamma": 0.9, "lam_alpha": None},
         "reward_coef": 0.5,
         "kl_coef": 0.1,
         "kl_in": "reward",
     },
     {"advantage": "remax", "rollout": {"greedy_baseline": True}, "roles": PER_TURN},
-    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "clip_low": 3e-4},
+    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean",
+     "loss_args": {"clip_low": 3e-4}},
     {"rollout": {"top_p": 0.9}, "correction": on()},
     {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},
     {"correction": on(bypass=True), "policy_loss": "reinforce"},
@@ -169,8 +204,8 @@ SENSE = [
         "correction": on(),
         "advantage": "reinforce_plus_plus",
     },
-    {"policy_loss": "cispo", "clip_low": 10.0, "clip_high": 4.0},
-    {"policy_loss": "dppo_kl", "clip_low": 1.5},
+    {"policy_loss": "cispo", "loss_args": {"clip_low": 10.0, "clip_high": 4}},
+    {"policy_loss": "dppo_kl", "loss_args": {"clip_low": 1.5}},
     {"policy_loss": "gspo", "aggregation": len},
     *[{"policy_loss": "gspo", "aggregation": name} for name in AGGREGATIONS],
     {"policy_loss": "gspo", "seq_mean_over": "all"},
@@ -190,7 +225,7 @@ def test_sense_is_not_refused(setting):
 def test_every_option_of_one_algorithm_alone_has_its_reader():
     """An option that some built-in algorithm does not read is in READERS, so none is silent."""
     for_all = {
-        "advantage", "policy_loss", "aggregation", "kl_coef", "entropy_coef", "entropy_target",
+        "advantage", "advantage_args", "policy_loss", "loss_args", "aggregation", "kl_coef", "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
     }  # fmt: skip
@@ -198,20 +233,49 @@ def test_every_option_of_one_algorithm_alone_has_its_reader():
     assert not for_all & set(READERS)
 
 
-def test_functions_of_the_users_may_read_anything():
-    def mine(*args):
+def test_functions_of_the_users_have_options_of_their_own():
+    def mine(*args, gamma=1.0, **options):
         return None
 
-    check_algo(config_of(advantage=mine, gamma=0.9, lam=0.8))
-    check_algo(config_of(policy_loss=mine, clip_high=0.3, sapo_tau_pos=2.0))
+    check_algo(config_of(advantage=mine, advantage_args={"gamma": 0.9, "lam": 0.8}))
+    check_algo(config_of(policy_loss=mine, loss_args={"clip_high": 0.3}))
+    check_algo(config_of(policy_loss=needs_tau, loss_args={"tau": 2.0}))
+    check_algo(config_of(policy_loss=partial(needs_tau, tau=1.0)))
     check_algo(config_of(advantage=mine, rollout={"greedy_baseline": True}))
     with pytest.raises(ConfigError, match="mine needs critic"):
         check_algo(config_of(advantage=Estimator(mine, "tokens", critic=True)))
 
 
+def test_a_record_of_the_users_says_what_the_step_must_know():
+    loss = PolicyLoss(partial(needs_tau, tau=1.0), of_sequences=True)
+    with pytest.raises(ConfigError, match="one term per sequence"):
+        check_algo(config_of(policy_loss=loss, aggregation="token_mean"))
+    check_algo(config_of(policy_loss=replace(loss, aggregation="seq_mean_token_mean")))
+    assert loss_of(AlgoConfig(policy_loss=loss)) is loss
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_former_fields_say_their_new_spelling(name):
+    group, option = MOVED[name].split(".")
+    with pytest.raises(TypeError, match=f"{name}.*write {group}={{'{option}': 0.5}}"):
+        AlgoConfig(**{name: 0.5})
+    with pytest.raises(TypeError, match=f"write {group}="):
+        replace(AlgoConfig(), **{name: 0.5})
+    with pytest.raises(ConfigError, match=f"--algo.{name}: it is now --algo.{group}.{option}"):
+        override(config_of(), f"algo.{name}", 0.5)
+    options = {o for known in (ESTIMATORS, POLICY_LOSSES)
+               for each in known.values() for o in options_of(each.function)}  # fmt: skip
+    assert option in options
+
+
+def test_an_option_is_set_from_the_command_line():
+    config = override(config_of(), "algo.loss_args.clip_high", 0.3)
+    config = override(config, "algo.policy_loss", "gspo")
+    assert config.algo.loss_args == {"clip_high": 0.3}
+    check_algo(config)
+
+
 def test_there_is_one_name_for_each_thing():
-    assert set(ESTIMATORS) == set(get_args(Advantage))
-    assert set(POLICY_LOSSES) == set(get_args(PolicyLoss))
     # no second way to leave out the division by the standard deviation, so none can be forgotten
     assert ESTIMATORS["dr_grpo"].function is not ESTIMATORS["grpo"].function
     assert not [f.name for f in fields(AlgoConfig) if "std" in f.name or "norm_adv" in f.name]

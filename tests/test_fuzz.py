@@ -282,7 +282,7 @@ FLAGS = st.sampled_from([
     '{"actor": "0"}', '{"actor": 7, "x": [1]}', "{1:", "--reward", "[gsm8k]", "--data.eval",
     "--data.train=a,b", "--actor", "--actor.lora.rank", "8", "--rollout.stop", "['x', 3]", "--",
     "--rewards.workers=-1", "--rollout.stop_token_ids=[-3]", "-x", "--=", "--.=3", "--a..b=1",
-    "--run_dir=", "--seed=1e400", "--seed", "--algo.reward_keys={'a': true}", "\u2028", "--\xe9=1",
+    "--run_dir=", "--seed=1e400", "--seed", "--algo.advantage_args={'a': true}", "\u2028", "--\xe9=1",
 ])  # fmt: skip
 
 

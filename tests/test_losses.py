@@ -23,7 +23,7 @@ LOSSES = {
             lambda new, trs, adv: reference.ppo_loss(new, trs, adv, 0.1, 0.15, 1.5)),
     "gspo": (NARROW, lambda new, trs, adv: reference.gspo_loss(new, trs, adv, 0.1, 0.15)),
     "cispo": (NARROW, lambda new, trs, adv: reference.cispo_loss(new, trs, adv, 0.1, 0.15)),
-    "sapo": ({"sapo_tau_pos": 0.9, "sapo_tau_neg": 1.3},
+    "sapo": ({"tau_pos": 0.9, "tau_neg": 1.3},
              lambda new, trs, adv: reference.sapo_loss(new, trs, adv, 0.9, 1.3)),
     "gpg": ({}, reference.gpg_loss),
     "reinforce": ({}, reference.reinforce_loss),
@@ -32,12 +32,12 @@ LOSSES = {
     "kl_cov": ({"cov_kl_coef": 0.7}, lambda new, trs, adv: reference.kl_cov_loss(
         new, trs, adv, 0.7, every_third(trs))),
     "geo_mean": (NARROW, lambda new, trs, adv: reference.geo_mean_loss(new, trs, adv, 0.1, 0.15)),
-    "dppo_tv": ({"clip_low": 0.01, "clip_high": 0.02, "dppo_ratio_cap": 1.3},
+    "dppo_tv": ({"clip_low": 0.01, "clip_high": 0.02, "ratio_cap": 1.3},
                 lambda new, trs, adv: reference.dppo_tv_loss(new, trs, adv, 0.01, 0.02, 1.3)),
-    "dppo_kl": ({"clip_low": 0.001, "clip_high": 0.002, "dppo_ratio_cap": 1.3},
+    "dppo_kl": ({"clip_low": 0.001, "clip_high": 0.002, "ratio_cap": 1.3},
                 lambda new, trs, adv: reference.dppo_kl_loss(new, trs, adv, 0.001, 0.002, 1.3)),
-    "dro": ({"dro_beta": 0.7}, lambda new, trs, adv: reference.dro_loss(new, trs, adv, 0.7)),
-    "sppo": ({"sppo_beta": 0.4}, lambda new, trs, adv: reference.sppo_loss(new, trs, adv, 0.4)),
+    "dro": ({"beta": 0.7}, lambda new, trs, adv: reference.dro_loss(new, trs, adv, 0.7)),
+    "sppo": ({"beta": 0.4}, lambda new, trs, adv: reference.sppo_loss(new, trs, adv, 0.4)),
 }  # fmt: skip
 PER_SEQUENCE = ("geo_mean", "sppo")  # take one advantage for a whole sequence
 
@@ -87,8 +87,8 @@ def test_policy_loss_and_gradient_are_those_of_the_paper(name, seed):
     settings, expected = LOSSES[name]
     trs, batch, new = case_of(seed, name in PER_SEQUENCE)
     batch.selected = selected_tensor(trs, batch)
-    algo = AlgoConfig(policy_loss=name, **settings)
-    got, _ = objectives.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
+    algo = AlgoConfig(policy_loss=name, loss_args=settings)
+    got, _ = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch)
     got = got * batch.loss_mask
     (got_grad,) = torch.autograd.grad(got.sum(), new)
     new_rows = leaves(rows_of(new.detach(), batch))
@@ -110,8 +110,8 @@ def test_clipping_and_masking_happened_in_the_cases_above():
     for name in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"):
         trs, batch, new = case_of(0, name in PER_SEQUENCE)
         batch.selected = selected_tensor(trs, batch)
-        algo = AlgoConfig(policy_loss=name, **LOSSES[name][0])
-        _, metrics = objectives.policy_loss_of(algo)(new, batch.old_logprobs, batch, algo)
+        algo = AlgoConfig(policy_loss=name, loss_args=LOSSES[name][0])
+        _, metrics = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch)
         fraction = float((metrics["clip_fraction"] * batch.loss_mask).sum() / batch.loss_mask.sum())
         assert 0.02 < fraction < 0.9, name
 
@@ -192,7 +192,7 @@ def test_k3_may_be_cut_and_what_is_above_is_counted(name):
 def test_sequence_ratios_take_any_aggregation(name):
     """The gradient is that of one clipped ratio per sequence that stands on all of its tokens."""
     trs, batch, new = case_of(1, per_sequence=True)
-    algo = AlgoConfig(policy_loss="gspo", aggregation=name, **NARROW)
+    algo = AlgoConfig(policy_loss="gspo", aggregation=name, loss_args=NARROW)
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
     batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
     loss, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
@@ -372,7 +372,7 @@ def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     assert 0.2 < float(keep.sum() / batch.loss_mask.sum()) < 0.9
     masked = replace(batch, loss_mask=keep)
     per_token = losses.loss_weights(keep, batch.seq_lens, counts, AlgoConfig(), 12)
-    want, _ = losses.POLICY_LOSSES[name](new, batch.old_logprobs, masked, algo)
+    want, _ = losses.POLICY_LOSSES[name](new, batch.old_logprobs, masked)
     want = (want * per_token).sum()
     batch.loss_weights = per_token
     if not bypass:
@@ -390,7 +390,7 @@ def test_bypass_takes_the_engines_logprobs_as_the_old_ones():
     batch.old_logprobs = batch.rollout_logprobs
     algo = AlgoConfig(correction=CorrectionConfig(bypass=True))
     loss, sums = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
-    want, _ = losses.ppo(new, batch.rollout_logprobs, batch, AlgoConfig())
+    want, _ = losses.ppo(new, batch.rollout_logprobs, batch)
     torch.testing.assert_close(loss, (want * batch.loss_weights).sum())
     assert float(sums["ratio_max"]) > 1.01
 
@@ -413,12 +413,11 @@ def test_prm_objective_is_the_cross_entropy_of_the_outcome():
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
     batch.loss_weights = losses.seq_mean_token_mean(batch.loss_mask, batch.seq_lens, counts, 1)
     new = batch.prm_logprobs.double().requires_grad_()
-    loss, _ = objectives.prm_objective(AlgoConfig(prime_beta=0.05))(
-        new, torch.zeros_like(new), batch
-    )
+    algo = AlgoConfig(advantage="prime", advantage_args={"beta": 0.07})
+    loss, _ = objectives.prm_objective(algo)(new, torch.zeros_like(new), batch)
     rows = leaves(rows_of(new.detach(), batch))
     process = [
-        [0.05 * (x - float(r)) for x, r in zip(row, ref, strict=True)]
+        [0.07 * (x - float(r)) for x, r in zip(row, ref, strict=True)]
         for row, ref in zip(rows, rows_of(batch.ref_logprobs, batch), strict=True)
     ]
     each = reference.prime_cross_entropy(process, trs, [float(r) for r in batch.rewards])
@@ -441,15 +440,15 @@ def test_reward_sits_on_the_last_unmasked_token():
 def test_functions_of_the_users_take_the_place_of_names():
     _, batch, new = objective_batch(0)
 
-    def my_loss(logprobs, old_logprobs, mb: Batch, algo):
+    def my_loss(logprobs, old_logprobs, mb: Batch, *, scale=1.0):
         ones = torch.ones_like(logprobs)
-        return -mb.advantages * logprobs * 2, {"mine": ones, "mine_max": 7 * ones}
+        return -mb.advantages * logprobs * scale, {"mine": ones, "mine_max": 7 * ones}
 
     def my_aggregation(mask, seq_lens, counts, norm_length):
         return mask / norm_length
 
     algo = AlgoConfig(
-        policy_loss=my_loss, aggregation=my_aggregation, kl_coef=0.1,
+        policy_loss=my_loss, loss_args={"scale": 2.0}, aggregation=my_aggregation, kl_coef=0.1,
         kl_estimator=lambda p, q: (p - q) ** 4,
     )  # fmt: skip
     counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)

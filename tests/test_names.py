@@ -41,8 +41,8 @@ def level_names():
 
 # what the config allows, and what the code knows
 PAIRS = {
-    "advantage": (typed(names.Advantage), advantages.ESTIMATORS),
-    "policy_loss": (typed(names.PolicyLoss), losses.POLICY_LOSSES),
+    "advantage": (list(advantages.ESTIMATORS), advantages.ESTIMATORS),
+    "policy_loss": (list(losses.POLICY_LOSSES), losses.POLICY_LOSSES),
     "aggregation": (typed(names.Aggregation), losses.AGGREGATIONS),
     "kl_estimator": (typed(names.KlEstimator), kl.ESTIMATORS),
     "sample_filter": (typed(names.SampleFilter), selection.FILTERS),

@@ -132,7 +132,7 @@ CASES = [
     ({"rewards": RewardConfig(timeout_s=1e-4)}, 1, ["rewards.timeout_s=0.0001", "at least 0.01"]),
     ({"data": data(prompt_key=" ")}, 1, ["data.prompt_key=' ' is no name"]),
     ({"data": data(ground_truth_key="")}, 1, ["data.ground_truth_key='' is no name"]),
-    ({"algo": AlgoConfig(dual_clip=0.5)}, 1, ["dual_clip=0.5"]),
+    ({"algo": AlgoConfig(loss_args={"dual_clip": 0.5})}, 1, ["'dual_clip']=0.5"]),
     ({"algo": AlgoConfig(kl_coef=-0.1)}, 1, ["kl_coef=-0.1"]),
     ({"algo": AlgoConfig(kl_coef=0.1, kl_estimator="k1")}, 1, ["gradient of 0", "k3"]),
     ({"algo": AlgoConfig(critic_warmup_steps=3)}, 1, ["critic_warmup_steps=3"]),

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import get_args
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -33,7 +32,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from quickstart import ASSETS, OUT_OF_TIME, end, read_metrics, run_stage
 
-from spmdrl.config import Advantage
+from spmdrl.algo.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
 
 RUNS = Path("runs/bench_algos")
 DOCS = Path("docs")
@@ -60,7 +59,7 @@ OWN_CONFIG = {
 # The bonus would drown the few advantages that it gives: the entropy rose to 3 of 4.2 nats.
 OVERRIDES = {"grpo_passk": ["--algo.entropy_coef", "0"]}
 RECIPES = ("dapo", "gspo", "pf_ppo", "vapo")
-ESTIMATORS: tuple[str, ...] = get_args(Advantage)
+ESTIMATORS: tuple[str, ...] = tuple(ESTIMATORS_BY_NAME)
 NAMES = ESTIMATORS + RECIPES
 
 # What a reader would otherwise ask about a row.

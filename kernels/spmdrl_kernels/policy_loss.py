@@ -17,14 +17,14 @@ from torch import Tensor
 from spmdrl_kernels.switch import on_triton
 
 ALIASES = {"vanilla": "ppo", "gpg": "reinforce"}
-# the constants of each loss, by their names in the config
+# the constants of each loss, by the names of its options
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "ppo": ("clip_low", "clip_high", "dual_clip"), "gspo": ("clip_low", "clip_high"),
-    "cispo": ("clip_low", "clip_high"), "sapo": ("sapo_tau_pos", "sapo_tau_neg"),
+    "cispo": ("clip_low", "clip_high"), "sapo": ("tau_pos", "tau_neg"),
     "reinforce": (), "clip_cov": ("clip_low", "clip_high"), "kl_cov": ("cov_kl_coef",),
-    "geo_mean": ("clip_low", "clip_high"), "dppo_tv": ("clip_low", "clip_high", "dppo_ratio_cap"),
-    "dppo_kl": ("clip_low", "clip_high", "dppo_ratio_cap"), "dro": ("dro_beta",),
-    "sppo": ("sppo_beta",),
+    "geo_mean": ("clip_low", "clip_high"), "dppo_tv": ("clip_low", "clip_high", "ratio_cap"),
+    "dppo_kl": ("clip_low", "clip_high", "ratio_cap"), "dro": ("beta",),
+    "sppo": ("beta",),
 }  # fmt: skip
 METRICS: dict[str, tuple[str, ...]] = {  # of its own
     "ppo": ("clip_fraction", "dual_clip_fraction"), "gspo": ("clip_fraction",),

@@ -1,9 +1,10 @@
 """Advantage estimators: what each says is its docstring, `ESTIMATORS` at the end is all of them.
 
 One that looks at outcomes sees one row per sample of the whole step, from all ranks, since a group
-(the samples of one prompt) may be spread over ranks: f(outcomes, algo) -> (n,) float64, a number
-for all tokens of a sample. One that looks at tokens sees this rank's packed tokens, and all
-outcomes: f(tokens, algo) -> (num_tokens,) float32.
+(the samples of one prompt) may be spread over ranks: f(outcomes, *, options) -> (n,) float64, a
+number for all tokens of a sample. One that looks at tokens sees this rank's packed tokens, and all
+outcomes: f(tokens, *, options) -> (num_tokens,) float32. The options are what algo.advantage_args
+may set, see arguments.py.
 
 R is the reward of a sample (less its KL penalty where that belongs to the reward), g its group,
 mu_g and sigma_g the mean and unbiased standard deviation over the group's valid samples. An invalid
@@ -12,18 +13,23 @@ sample has no say in any statistic and gets 0; so does a group of one, before an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from spmdrl_kernels import scan
 from torch import Tensor
 
+from spmdrl.algo.arguments import Positive, UnitInterval, arguments_of
 from spmdrl.config import AlgoConfig
 from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
 
 EPS = 1e-6  # beside a group's standard deviation
+PRIME_BETA = 0.05  # of the implicit process reward
+NO_KEYS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,8 @@ class Outcomes:
     valid: Tensor  # 1 or 0
     lengths: Tensor  # unmasked tokens
     greedy: Tensor  # reward of the greedy answer to the same prompt, 0 where none was asked
-    keys: Tensor  # (n, num_keys), in the order of algo.reward_keys
-    process: Tensor  # mean over tokens of the implicit process reward, 0 without a prm
+    keys: Tensor  # (n, num_keys), in the order of gdpo's reward_keys
+    process: Tensor  # mean over tokens of log pi_prm - log pi_ref, 0 without a prm
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Tokens:
     values: Tensor | None = None
     logprobs: Tensor | None = None  # of the policy that the step starts from
     pi_squared: Tensor | None = None
-    process: Tensor | None = None  # implicit process reward of each token
+    process: Tensor | None = None  # log pi_prm - log pi_ref of each token
     weights: Tensor | None = None  # of a rollout correction with a level
     group_sums: Tensor | None = None  # of optimal_token_baseline, over all ranks
 
@@ -69,17 +75,17 @@ class Tokens:
 # ---- outcomes
 
 
-def grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def grpo(o: Outcomes) -> Tensor:
     """(R - mu_g) / (sigma_g + 1e-6). Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2."""
     return normalised(o.scores, o)
 
 
-def dr_grpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def dr_grpo(o: Outcomes) -> Tensor:
     """R - mu_g. Source: arXiv 2503.20783."""
     return centred(o.scores, o)
 
 
-def grpo_passk(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def grpo_passk(o: Outcomes) -> Tensor:
     """(R_1 - R_2) / (sigma_g + 1e-6) for the best sample of a group, 0 for the others.
 
     Of equally good ones none has an advantage over the next. Source: arXiv 2503.19595; see also
@@ -97,21 +103,21 @@ def grpo_passk(o: Outcomes, algo: AlgoConfig) -> Tensor:
     return torch.where(is_best & (count[slots] > 1), lead / (group_std(o.scores, o) + EPS), 0.0)
 
 
-def gdpo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def gdpo(o: Outcomes, *, reward_keys: Mapping[str, float] = NO_KEYS) -> Tensor:
     """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242.
 
-    The keys and weights are algo.reward_keys.
+    reward_keys: what the reward function returns -> weight, in the order of Outcomes.keys.
     """
-    parts = [w * normalised(o.keys[:, k], o) for k, w in enumerate(algo.reward_keys.values())]
+    parts = [w * normalised(o.keys[:, k], o) for k, w in enumerate(reward_keys.values())]
     return torch.stack(parts).sum(0)
 
 
-def rloo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def rloo(o: Outcomes) -> Tensor:
     """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740."""
     return leave_one_out(o.scores, o)
 
 
-def opo(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def opo(o: Outcomes) -> Tensor:
     """R - sum_g(len R) / sum_g len. Source: arXiv 2505.23585."""
     weights = o.lengths * o.valid
     baseline = group_sum(weights * o.scores, o) / group_sum(weights, o).clamp(min=1)
@@ -119,7 +125,7 @@ def opo(o: Outcomes, algo: AlgoConfig) -> Tensor:
     return torch.where(alone, 0.0, o.scores - baseline) * o.valid
 
 
-def gpg(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def gpg(o: Outcomes) -> Tensor:
     """alpha (R - mu_g), alpha = samples / samples with a reward that is not 0, over the step.
 
     Source: arXiv 2504.02546, with the alpha that its implementations have.
@@ -128,7 +134,7 @@ def gpg(o: Outcomes, algo: AlgoConfig) -> Tensor:
     return o.valid.sum() / rewarded * centred(o.scores, o)
 
 
-def win_rate(o: Outcomes, algo: AlgoConfig) -> Tensor:
+def win_rate(o: Outcomes) -> Tensor:
     """Share of the group's other samples that it beats, a tie counting half, less 1/2.
 
     An estimate of P(y beats the policy | x) - 1/2 of SPPO, arXiv 2405.00675.
@@ -147,7 +153,10 @@ def win_rate(o: Outcomes, algo: AlgoConfig) -> Tensor:
 # ---- tokens
 
 
-def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
+def gae(
+    t: Tokens, *, gamma: UnitInterval = 1.0, lam: UnitInterval = 1.0,
+    lam_critic: UnitInterval | None = None, lam_alpha: Positive | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages of the actor, then whitened, and returns of the critic, A + V.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}.
@@ -159,30 +168,30 @@ def gae(t: Tokens, algo: AlgoConfig) -> tuple[Tensor, Tensor]:
     assert t.values is not None
     cu_seqlens = lengths_to_cu_seqlens(t.seq_lens)
     lengths = segment_sum(t.mask, t.seq_lens).double()
-    lam_actor = torch.full_like(lengths, algo.lam)
-    if algo.lam_alpha is not None:
-        lam_actor = (1 - 1 / (algo.lam_alpha * lengths.clamp(min=1))).clamp(min=0)
-    lam_critic = torch.full_like(lengths, algo.lam if algo.lam_critic is None else algo.lam_critic)
-    inputs = (t.rewards, t.values, t.mask, cu_seqlens, algo.gamma)
-    advantages, returns = scan.gae(*inputs, lam_actor)
-    if not torch.equal(lam_actor, lam_critic):
-        _, returns = scan.gae(*inputs, lam_critic)
+    of_actor = torch.full_like(lengths, lam)
+    if lam_alpha is not None:
+        of_actor = (1 - 1 / (lam_alpha * lengths.clamp(min=1))).clamp(min=0)
+    of_critic = torch.full_like(lengths, lam if lam_critic is None else lam_critic)
+    inputs = (t.rewards, t.values, t.mask, cu_seqlens, gamma)
+    advantages, returns = scan.gae(*inputs, of_actor)
+    if not torch.equal(of_actor, of_critic):
+        _, returns = scan.gae(*inputs, of_critic)
     return advantages, returns
 
 
-def reinforce(t: Tokens, algo: AlgoConfig) -> Tensor:
+def reinforce(t: Tokens, *, gamma: UnitInterval = 1.0) -> Tensor:
     """Discounted return-to-go, sum_{s >= t} gamma^(s - t) r_s. Source: Williams 1992,
     doi 10.1007/BF00992696. With gamma 0, and the KL to a teacher for its only reward, it is
     on-policy distillation: docs/distillation.md."""
-    return scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
+    return scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), gamma)
 
 
-def remax(t: Tokens, algo: AlgoConfig) -> Tensor:
+def remax(t: Tokens, *, gamma: UnitInterval = 1.0) -> Tensor:
     """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505."""
-    return (reinforce(t, algo) - t.own(t.outcomes.greedy)) * t.mask
+    return (reinforce(t, gamma=gamma) - t.own(t.outcomes.greedy)) * t.mask
 
 
-def prime(t: Tokens, algo: AlgoConfig) -> Tensor:
+def prime(t: Tokens, *, gamma: UnitInterval = 1.0, beta: Positive = PRIME_BETA) -> Tensor:
     """sum_{s >= t} gamma^(s - t) (r_s - LOO of the mean r) + R - LOO of R.
 
     r is the implicit process reward beta (log pi_phi - log pi_ref), LOO the mean over the other
@@ -190,36 +199,36 @@ def prime(t: Tokens, algo: AlgoConfig) -> Tensor:
     """
     assert t.process is not None
     o = t.outcomes
-    baseline = o.process - leave_one_out(o.process, o)  # mean of the others' mean reward
-    process = (t.process - t.own(baseline)) * t.mask
-    to_go = scan.returns_to_go(process, t.mask, lengths_to_cu_seqlens(t.seq_lens), algo.gamma)
+    baseline = o.process - leave_one_out(o.process, o)  # mean of the others' mean
+    process = beta * (t.process - t.own(baseline)) * t.mask
+    to_go = scan.returns_to_go(process, t.mask, lengths_to_cu_seqlens(t.seq_lens), gamma)
     in_company = t.own((group_sum(o.valid, o) > 1) * o.valid)
     return (to_go + t.own(leave_one_out(o.scores, o))) * in_company * t.mask
 
 
-def optimal_token_baseline(t: Tokens, algo: AlgoConfig) -> Tensor:
+def optimal_token_baseline(t: Tokens, *, zero_tail: bool = False) -> Tensor:
     """G_t - B_t, B_t = sum_g G_t W_t / sum_g W_t over the group's samples that reach position t.
 
     W_t = sum_{j <= t} w_j^2 (1 - 2 pi_j + sum_v pi(v)^2) is the energy of the scores up to t, with
     w_j the weight of a rollout correction or 1, G_t the undiscounted return-to-go. t.group_sums
     holds the two sums and the number of samples, (size, 3).
-    With otb_zero_tail B_t is 0 where only one sample of the group still goes on, else there A = 0.
+    With zero_tail B_t is 0 where only one sample of the group still goes on, else there A = 0.
     Source: https://richardli.xyz/optimal-token-baseline (2025).
     """
-    return _token_baseline(t, algo, by_turn=False)
+    return _token_baseline(t, zero_tail, by_turn=False)
 
 
-def tir_optimal_token_baseline(t: Tokens, algo: AlgoConfig) -> Tensor:
+def tir_optimal_token_baseline(t: Tokens, *, zero_tail: bool = False) -> Tensor:
     """The multi-turn form: positions count the policy's own tokens, tool tokens left out."""
-    return _token_baseline(t, algo, by_turn=True)
+    return _token_baseline(t, zero_tail, by_turn=True)
 
 
-def _token_baseline(t: Tokens, algo: AlgoConfig, by_turn: bool) -> Tensor:
+def _token_baseline(t: Tokens, zero_tail: bool, by_turn: bool) -> Tensor:
     assert t.group_sums is not None
     slots = token_slots(t, by_turn, len(t.group_sums) // num_groups(t.outcomes))
     weighted, weights, members = t.group_sums[slots].unbind(1)
     baseline = weighted / (weights + 1e-8)
-    if algo.otb_zero_tail:
+    if zero_tail:
         baseline = torch.where(members > 1, baseline, 0.0)
     to_go = scan.returns_to_go(t.rewards, t.mask, lengths_to_cu_seqlens(t.seq_lens), 1.0)
     in_company = t.own((group_sum(t.outcomes.valid, t.outcomes) > 1).double())
@@ -357,8 +366,8 @@ class Estimator:
     by_turn: bool = False  # whose positions count the policy's own tokens
     aggregation: str = "token_mean"  # that goes with it by default
 
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
 
 
 ESTIMATORS = {
@@ -392,3 +401,20 @@ def estimator_of(algo: AlgoConfig) -> Estimator:
     if isinstance(algo.advantage, str):
         return ESTIMATORS[algo.advantage]
     return algo.advantage if isinstance(algo.advantage, Estimator) else Estimator(algo.advantage)
+
+
+def advantage_of(algo: AlgoConfig) -> Callable[[Any], Any]:
+    """Returns the estimator as f(outcomes) or f(tokens), with the options of the config."""
+    return partial(estimator_of(algo).function, **algo.advantage_args)
+
+
+def advantage_arguments(algo: AlgoConfig) -> dict[str, Any]:
+    """Returns the value of every option of the config's estimator."""
+    return arguments_of(estimator_of(algo).function, algo.advantage_args)
+
+
+def reward_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
+    """Returns which values of the reward function the estimator reads, in the order of
+    Outcomes.keys; none where it has no option `reward_keys`.
+    """
+    return tuple(advantage_arguments(algo).get("reward_keys", ()))

@@ -1,70 +1,88 @@
 """Policy losses: one number per token, before aggregation; and how those become one number.
 
-Every policy loss is f(logprobs, old_logprobs, mb, algo) -> (losses, metrics). logprobs carry the
-gradient; mb has the advantages A, the mask, the sequence lengths; losses is (num_tokens,), metrics
-are (num_tokens,) without gradient. r = exp(logprobs - old_logprobs). A loss of whole sequences
-stands on every token of its sequence, which `seq_mean_token_mean` makes one term per sequence.
-`POLICY_LOSSES` is all of them; algo.policy_loss may also be a function of yours.
+Every policy loss is f(logprobs, old_logprobs, mb, *, options) -> (losses, metrics). logprobs carry
+the gradient; mb has the advantages A, the mask, the sequence lengths; losses is (num_tokens,),
+metrics are (num_tokens,) without gradient. r = exp(logprobs - old_logprobs). The options are what
+algo.loss_args may set, see arguments.py; low and high are clip_low and clip_high. A loss of whole
+sequences stands on every token of its sequence, which `seq_mean_token_mean` makes one term per
+sequence. `POLICY_LOSSES` at the end is all of them; algo.policy_loss may also be a function of
+yours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.config import AlgoConfig
+from spmdrl.algo.arguments import AboveOne, BelowOne, Fraction, Positive, arguments_of
+from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-def ppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def ppo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: BelowOne = 0.2, clip_high: Positive = 0.2, dual_clip: AboveOne = 3.0,
+) -> Loss:  # fmt: skip
     """max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A dual_clip.
 
     Source: Schulman 2017, arXiv 1707.06347, eq. 7; dual clip: Ye 2020, arXiv 1912.09729, eq. 5.
     """
-    advantages = advantages_of(mb)
-    loss, metrics = clipped_surrogate(ratio_of(logprobs, old_logprobs), advantages, algo)
-    capped = torch.minimum(loss, -advantages * algo.dual_clip)
+    advantages, ratio = advantages_of(mb), ratio_of(logprobs, old_logprobs)
+    loss, metrics = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    capped = torch.minimum(loss, -advantages * dual_clip)
     metrics["dual_clip_fraction"] = ((advantages < 0) & (loss > capped)).float()
     return torch.where(advantages < 0, capped, loss), metrics
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: BelowOne = 0.2, clip_high: Positive = 0.2,
+) -> Loss:  # fmt: skip
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean_t log r) with the token's gradient.
 
     s_t = stopgrad(s) pi / stopgrad(pi). Source: GSPO-token, arXiv 2507.18071, eq. 13 and 14.
     """
     mean = sequence_mean(logprobs - old_logprobs, mb).detach()
     ratio = bounded_exp(mean + logprobs - logprobs.detach())
-    return clipped_surrogate(ratio, advantages_of(mb), algo)
+    return clipped_surrogate(ratio, advantages_of(mb), clip_low, clip_high)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: Positive = 0.2, clip_high: Positive = 0.2,
+) -> Loss:  # fmt: skip
     """-stopgrad(clip(r, 1 - low, 1 + high)) A log pi. Source: MiniMax-M1, arXiv 2506.13585.
 
     Clipped tokens keep their gradient.
     """
     ratio = ratio_of(logprobs, old_logprobs).detach()
-    clipped = ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -clipped * advantages_of(mb) * logprobs, {"clip_fraction": (ratio != clipped).float()}
 
 
-def sapo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    tau_pos: Positive = 1.0, tau_neg: Positive = 1.05,
+) -> Loss:  # fmt: skip
     """-A sigmoid(tau (r - 1)) 4 / tau, tau_pos where A > 0, else tau_neg.
 
     Source: arXiv 2511.20347.
     """
     advantages = advantages_of(mb)
-    tau = torch.where(advantages > 0, algo.sapo_tau_pos, algo.sapo_tau_neg)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (ratio_of(logprobs, old_logprobs) - 1)) * 4 / tau
     return -advantages * gate, {}
 
 
-def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch) -> Loss:
     """-A log pi; the weight of a rollout correction makes it -stopgrad(w) A log pi.
 
     Source: Williams 1992; as `gpg`: arXiv 2504.02546.
@@ -72,37 +90,48 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfi
     return -advantages_of(mb) * logprobs, {}
 
 
-def clip_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: BelowOne = 0.2, clip_high: Positive = 0.2, cov_fraction: Fraction = 0.0002,
+    cov_low: float = 1.0, cov_high: float = 5.0,
+) -> Loss:  # fmt: skip
     """max(-A r, -A clip(r, 1 - low, 1 + high)), 0 on the tokens that were selected.
 
-    Selected are some of high covariance (algo.selection). Source: arXiv 2505.22617.
+    Selected are cov_fraction of the mini-batch's tokens, drawn from those with a covariance between
+    cov_low and cov_high (algo/selection.py). Source: arXiv 2505.22617.
     """
     assert mb.selected is not None
     ratio = ratio_of(logprobs, old_logprobs)
-    loss, metrics = clipped_surrogate(ratio, advantages_of(mb), algo)
+    loss, metrics = clipped_surrogate(ratio, advantages_of(mb), clip_low, clip_high)
     return loss * (1 - mb.selected), {**metrics, "cov_fraction": mb.selected}
 
 
-def kl_cov(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
-    """-A r, plus cov_kl_coef |log r| on the tokens of highest covariance (algo.selection).
+def kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    cov_fraction: Fraction = 0.0002, cov_kl_coef: Positive = 1.0,
+) -> Loss:  # fmt: skip
+    """-A r, plus cov_kl_coef |log r| on the cov_fraction of tokens of the highest covariance.
 
-    Source: arXiv 2505.22617.
+    algo/selection.py selects them. Source: arXiv 2505.22617.
     """
     assert mb.selected is not None
     log_ratio = logprobs - old_logprobs
     loss = -advantages_of(mb) * bounded_exp(log_ratio)
-    penalty = algo.cov_kl_coef * log_ratio.abs() * mb.selected
+    penalty = cov_kl_coef * log_ratio.abs() * mb.selected
     return loss + penalty, {"cov_fraction": mb.selected}
 
 
-def geo_mean(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def geo_mean(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: Positive = 0.2, clip_high: Positive = 0.2,
+) -> Loss:  # fmt: skip
     """-A exp(mean_t clipped log r) of a sequence; A the mean of its tokens' advantages.
 
     log r is clipped to [-low, high] on the side where clipping lowers the objective.
     Source: GMPO, arXiv 2507.20673.
     """
     advantages, log_ratio = sequence_mean(advantages_of(mb), mb), logprobs - old_logprobs
-    clipped = log_ratio.clamp(-algo.clip_low, algo.clip_high)
+    clipped = log_ratio.clamp(-clip_low, clip_high)
     pessimistic = torch.where(
         advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
     )
@@ -110,7 +139,10 @@ def geo_mean(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig
     return loss, {"clip_fraction": (pessimistic != log_ratio).float()}
 
 
-def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def dppo_tv(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: Positive = 0.2, clip_high: Positive = 0.2, ratio_cap: Positive = 20.0,
+) -> Loss:  # fmt: skip
     """-A r, 0 where the token's probability has moved too far in the direction of A.
 
     Too far: by more than high upwards for A > 0, low downwards otherwise; total variation of
@@ -118,41 +150,41 @@ def dppo_tv(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig)
     Source: DPPO, arXiv 2602.04879.
     """
     moved = (logprobs.exp() - old_logprobs.exp()).detach()
-    return trust_region(logprobs, old_logprobs, moved.abs(), mb, algo)
+    distance = moved.abs()
+    return trust_region(logprobs, old_logprobs, distance, mb, clip_low, clip_high, ratio_cap)
 
 
-def dppo_kl(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def dppo_kl(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    clip_low: Positive = 0.2, clip_high: Positive = 0.2, ratio_cap: Positive = 20.0,
+) -> Loss:  # fmt: skip
     """Computes dppo_tv's loss with another distance: the KL of (token, any other), old to new."""
     new, old = (x.detach().double().clamp(max=-1e-12) for x in (logprobs, old_logprobs))
     others = torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new))
     divergence = old.exp() * (old - new) - torch.expm1(old) * others
-    return trust_region(logprobs, old_logprobs, divergence, mb, algo)
+    return trust_region(logprobs, old_logprobs, divergence, mb, clip_low, clip_high, ratio_cap)
 
 
-def dro(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def dro(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    beta: Positive = 1.0,
+) -> Loss:  # fmt: skip
     """-(A log pi - beta / 2 log^2 r). Source: arXiv 2405.19107."""
-    penalty = algo.dro_beta / 2 * (logprobs - old_logprobs) ** 2
+    penalty = beta / 2 * (logprobs - old_logprobs) ** 2
     return penalty - advantages_of(mb) * logprobs, {}
 
 
-def sppo(logprobs: Tensor, old_logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> Loss:
+def sppo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    beta: Positive = 1.0,
+) -> Loss:  # fmt: skip
     """(beta sum_t log r - A)^2 of a sequence, A its centred win probability (`win_rate`).
 
     Source: SPPO, arXiv 2405.00675, with beta = 1 / eta and the whole divided by eta^2.
     """
     log_ratio = segment_sum((logprobs - old_logprobs) * kept_mask(mb), mb.seq_lens)
     target = sequence_mean(advantages_of(mb), mb)
-    return (algo.sppo_beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
-
-
-POLICY_LOSSES = {
-    "ppo": ppo, "vanilla": ppo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "gpg": reinforce,
-    "clip_cov": clip_cov, "kl_cov": kl_cov, "geo_mean": geo_mean, "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl, "dro": dro, "sppo": sppo, "reinforce": reinforce,
-}  # fmt: skip
-SEQUENCE_LOSSES = frozenset({"gspo", "geo_mean", "sppo"})  # of sequences: see aggregation_of
-SELECTING_LOSSES = frozenset({"clip_cov", "kl_cov"})  # act on tokens chosen over the mini-batch
-NO_RATIO = frozenset({"gpg", "reinforce"})
+    return (beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
 
 
 # ---- parts
@@ -172,22 +204,23 @@ def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return bounded_exp(logprobs - old_logprobs)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, algo: AlgoConfig) -> Loss:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Loss:
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high)
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain, clipped), {"clip_fraction": (clipped > plain).float()}
 
 
 def trust_region(
-    logprobs: Tensor, old_logprobs: Tensor, distance: Tensor, mb: Batch, algo: AlgoConfig
-) -> Loss:
+    logprobs: Tensor, old_logprobs: Tensor, distance: Tensor, mb: Batch, clip_low: float,
+    clip_high: float, ratio_cap: float,
+) -> Loss:  # fmt: skip
     """-A min(r, cap), 0 outside of the region; a capped ratio keeps the gradient of log pi."""
     advantages = advantages_of(mb)
     up = (logprobs > old_logprobs).detach()
     outside = torch.where(
-        advantages > 0, up & (distance > algo.clip_high), ~up & (distance > algo.clip_low)
+        advantages > 0, up & (distance > clip_high), ~up & (distance > clip_low)
     ).float()
-    capped = ratio_of(logprobs, old_logprobs).detach().clamp(max=algo.dppo_ratio_cap)
+    capped = ratio_of(logprobs, old_logprobs).detach().clamp(max=ratio_cap)
     surrogate = capped * (1 + logprobs - logprobs.detach())
     return -advantages * surrogate * (1 - outside), {"clip_fraction": outside}
 
@@ -247,17 +280,6 @@ AGGREGATIONS = {
 }  # fmt: skip
 
 
-def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
-    """Returns the config's aggregation, or that of the loss's or estimator's paper where it says
-    none.
-    """
-    if algo.aggregation is not None:
-        return algo.aggregation
-    if isinstance(algo.policy_loss, str) and algo.policy_loss in SEQUENCE_LOSSES | {"sapo"}:
-        return "seq_mean_token_mean"
-    return estimator_of(algo).aggregation
-
-
 def loss_counts(mask: Tensor, seq_lens: Tensor) -> Tensor:
     """(2,) float64: unmasked tokens, and sequences that have any; add up over all ranks."""
     lens = segment_sum(mask.double(), seq_lens)
@@ -274,3 +296,77 @@ def loss_weights(
     chosen = aggregation_of(algo)
     function = AGGREGATIONS[chosen] if isinstance(chosen, str) else chosen
     return function(mask, seq_lens, counts, norm_length)
+
+
+# ---- all policy losses
+
+
+# What select_tokens reads of the options of a loss that selects tokens.
+SELECTION_OPTIONS = {
+    "highest": ("cov_fraction",),
+    "drawn": ("cov_fraction", "cov_low", "cov_high", "clip_low", "clip_high"),
+}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A function of tokens, and what the step must know about it.
+
+    Your own: algo.policy_loss=my_function, or a PolicyLoss where a default below does not fit.
+    """
+
+    function: Callable[..., Loss]
+    aggregation: Aggregation | None = None  # that goes with it by default; None: the estimator's
+    # one term per sequence, with one advantage and one weight: nothing may choose single tokens
+    of_sequences: bool = False
+    has_ratio: bool = True  # False: the gradient of log pi itself; a correction then weighs it
+    # acts on tokens that are chosen over the mini-batch before each update (Batch.selected): those
+    # of the highest covariance, or some drawn from those between cov_low and cov_high. The function
+    # then has the options of SELECTION_OPTIONS
+    selects: Literal["highest", "drawn"] | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> Loss:
+        return self.function(*args, **options)
+
+
+POLICY_LOSSES = {
+    "ppo": PolicyLoss(ppo),
+    "vanilla": PolicyLoss(ppo),
+    "gspo": PolicyLoss(gspo, aggregation="seq_mean_token_mean"),
+    "cispo": PolicyLoss(cispo),
+    "sapo": PolicyLoss(sapo, aggregation="seq_mean_token_mean"),
+    "gpg": PolicyLoss(reinforce, has_ratio=False),
+    "clip_cov": PolicyLoss(clip_cov, selects="drawn"),
+    "kl_cov": PolicyLoss(kl_cov, selects="highest"),
+    "geo_mean": PolicyLoss(geo_mean, aggregation="seq_mean_token_mean", of_sequences=True),
+    "dppo_tv": PolicyLoss(dppo_tv),
+    "dppo_kl": PolicyLoss(dppo_kl),
+    "dro": PolicyLoss(dro),
+    "sppo": PolicyLoss(sppo, aggregation="seq_mean_token_mean", of_sequences=True),
+    "reinforce": PolicyLoss(reinforce, has_ratio=False),
+}
+
+
+def loss_of(algo: AlgoConfig) -> PolicyLoss:
+    """Returns the policy loss that the config names, or a record of the user's function."""
+    if isinstance(algo.policy_loss, str):
+        return POLICY_LOSSES[algo.policy_loss]
+    given = algo.policy_loss
+    return given if isinstance(given, PolicyLoss) else PolicyLoss(given)
+
+
+def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
+    """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config."""
+    return partial(loss_of(algo).function, **algo.loss_args)
+
+
+def loss_arguments(algo: AlgoConfig) -> dict[str, Any]:
+    """Returns the value of every option of the config's policy loss."""
+    return arguments_of(loss_of(algo).function, algo.loss_args)
+
+
+def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
+    """Returns the config's aggregation, or where it says none that of the loss's paper, else that
+    of the estimator's paper.
+    """
+    return algo.aggregation or loss_of(algo).aggregation or estimator_of(algo).aggregation

@@ -14,10 +14,10 @@ import torch
 from spmdrl_kernels import policy_loss
 from torch import Tensor
 
-from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.advantages import PRIME_BETA, advantage_arguments, estimator_of
 from spmdrl.algo.correction import correction_weights, rejection_keep
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
-from spmdrl.algo.losses import POLICY_LOSSES, SELECTING_LOSSES, Loss, value_loss
+from spmdrl.algo.losses import loss_arguments, loss_of, policy_loss_of, value_loss
 from spmdrl.config import AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
@@ -46,7 +46,7 @@ def policy_objective(
             if policy_loss.fits(logprobs, entropy, inputs):
                 loss, sums = policy_loss.policy_loss(logprobs, entropy, inputs, terms)
                 return loss, sums | tokens_above_cut(logprobs, mb, algo)
-        losses, metrics = token_loss(logprobs, old, mb, algo)
+        losses, metrics = token_loss(logprobs, old, mb)
         losses = losses if weights is None else losses * weights
         if kl_coef and algo.kl_in == "loss":
             assert mb.ref_logprobs is not None
@@ -75,17 +75,20 @@ def policy_objective(
 
 
 def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
-    """Returns what spmdrl_kernels.policy_loss is asked for; None where a function is the user's
-    own, or the KL is cut, which it does not do.
+    """Returns what spmdrl_kernels.policy_loss is asked for; None where it does not do it: a loss
+    that it has not got, a function of the user's, a KL that is cut.
     """
     if algo.kl_cut is not None:
         return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
         return None
     loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
+    if loss not in policy_loss.CONSTANTS:
+        return None
+    options = loss_arguments(algo)
     return policy_loss.Terms(
         loss=loss,
-        constants=tuple(getattr(algo, name) for name in policy_loss.CONSTANTS[loss]),
+        constants=tuple(options[name] for name in policy_loss.CONSTANTS[loss]),
         kl=algo.kl_estimator,
         kl_coef=kl_coef if algo.kl_in == "loss" else 0.0,
         entropy_coef=entropy_coef,
@@ -119,17 +122,11 @@ def needs_old_logprobs(algo: AlgoConfig) -> bool:
 
 def selects(algo: AlgoConfig) -> bool:
     """Whether tokens are chosen over the mini-batch before each update."""
-    return isinstance(algo.policy_loss, str) and algo.policy_loss in SELECTING_LOSSES
+    return loss_of(algo).selects is not None
 
 
 def corrects(algo: AlgoConfig) -> bool:
     return algo.correction.level != "off" or bool(algo.correction.reject)
-
-
-def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch, AlgoConfig], Loss]:
-    return (
-        POLICY_LOSSES[algo.policy_loss] if isinstance(algo.policy_loss, str) else algo.policy_loss
-    )
 
 
 def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -205,11 +202,6 @@ def value_objective(
     return objective
 
 
-def process_reward(prm_logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> Tensor:
-    """beta (log pi_phi - log pi_ref) per token. Source: PRIME, arXiv 2502.01456, eq. 3."""
-    return beta * (prm_logprobs - ref_logprobs)
-
-
 def prm_objective(
     algo: AlgoConfig,
 ) -> Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
@@ -217,12 +209,14 @@ def prm_objective(
 
     -(y log s + (1 - y) log(1 - s)), s = sigmoid(sum_t beta (log pi_phi - log pi_ref)), y the reward
     of the sample, in 0..1. Source: PRIME, arXiv 2502.01456, eq. 4. loss_weights must be those of
-    seq_mean_token_mean, which make it the mean over the mini-batch's samples.
+    seq_mean_token_mean, which make it the mean over the mini-batch's samples. beta is the option of
+    advantage='prime'.
     """
+    beta = advantage_arguments(algo).get("beta", PRIME_BETA)
 
     def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         assert mb.ref_logprobs is not None and mb.loss_weights is not None
-        process = process_reward(logprobs, mb.ref_logprobs, algo.prime_beta) * mb.loss_mask
+        process = beta * (logprobs - mb.ref_logprobs) * mb.loss_mask
         logit = segment_sum(process, mb.seq_lens)
         per_seq = torch.nn.functional.binary_cross_entropy_with_logits(
             logit, mb.rewards.to(logit.dtype), reduction="none"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from spmdrl.cli.function_code import as_text, code_of
 from spmdrl.cli.paths import check_paths
-from spmdrl.config import ConfigError, RunConfig
+from spmdrl.config import MOVED, AlgoConfig, ConfigError, RunConfig
 
 C = TypeVar("C")
 R = TypeVar("R", bound=RunConfig)
@@ -186,9 +186,10 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
     if isinstance(node, Mapping):  # its own field checks the entry; a key may have dots in it
         return {**node, ".".join(names): value}
     known = [f.name for f in dataclasses.fields(node)]
+    if isinstance(node, AlgoConfig) and names[0] in MOVED:
+        raise ConfigError(f"{flag}: it is now --{above_of(flag, names)}{MOVED[names[0]]}")
     if names[0] not in known:
-        above = flag[2:].removesuffix(".".join(names))
-        close = ", ".join(f"{above}{key}" for key in nearest_keys(node, names[0]))
+        close = ", ".join(f"{above_of(flag, names)}{key}" for key in nearest_keys(node, names[0]))
         where = type(node).__name__
         raise ConfigError(f"{flag}: {where} has no field {names[0]!r}; nearest: {close}")
     current = getattr(node, names[0])
@@ -201,6 +202,11 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
         raise ConfigError(f"{flag}: {names[0]} is a value, it has no field {names[1]!r}")
     inner = _replaced(current, names[1:], value, flag)
     return dataclasses.replace(node, **{names[0]: converted(inner, wanted, flag)})
+
+
+def above_of(flag: str, names: list[str]) -> str:
+    """Returns the part of a flag before these names: "algo." of --algo.gamma and ["gamma"]."""
+    return flag[2:].removesuffix(".".join(names))
 
 
 def _default_of(wanted: Any, flag: str) -> Any:

@@ -73,22 +73,31 @@ def config_lines(kind: type) -> list[str]:
 
 
 def field_lines(kind: type) -> list[str]:
-    """Returns the fields with the comments above them and behind them."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    told: dict[str, str] = {}
+    """Returns the fields, each with the comments above it and behind it."""
+    comments: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            own = comments_of(base)
+            comments |= {name: own.get(name) or comments.get(name, "") for name in own}
+    lines = []
+    for field in dataclasses.fields(kind):
+        value = "" if field.default is dataclasses.MISSING else f" = {as_text(field.default)}"
+        lines.append(f"  {field.name}: {field.type}{value}")
+        lines += [f"      {line}" for line in textwrap.wrap(comments[field.name].strip(), 92)]
+    return lines
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """Returns the comments of the fields that stand in the source of this class."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    found: dict[str, str] = {}
     above = ""
     for row in inspect.getsource(kind).splitlines():
         code, _, comment = row.strip().partition("# ")
-        if (name := code.partition(":")[0]) in fields:
-            told[name], above = f"{above} {comment}", ""
+        if (name := code.partition(":")[0]) in names:
+            found[name], above = f"{above} {comment}".strip(), ""
         elif code:
             above = ""
         else:
             above += f" {comment}"
-    lines = []
-    for name, text in told.items():
-        default = fields[name].default
-        value = "" if default is dataclasses.MISSING else f" = {as_text(default)}"
-        lines.append(f"  {name}: {fields[name].type}{value}")
-        lines += [f"      {line}" for line in textwrap.wrap(text.strip(), 92)]
-    return lines
+    return found

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import ConfigError, PpoConfig, RunConfig
+from spmdrl.config import ConfigError, RunConfig, SupervisedConfig
 
 MAX_PATH = 4096  # Linux
 DATA_SUFFIXES = (".parquet", ".jsonl")
@@ -37,7 +37,7 @@ def check_paths(config: RunConfig, sets: tuple[str, ...] = ("train", "eval")) ->
             check_data_files(f"data.{name}", paths)
     check_resume(config.resume)
     check_writable("run_dir", config.run_dir)
-    if not isinstance(config, PpoConfig):
+    if isinstance(config, SupervisedConfig):
         check_out(config.out, config.model)
 
 

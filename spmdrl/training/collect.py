@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
-from spmdrl.config import AlgoConfig, PpoConfig
+from spmdrl.config import PpoConfig
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import check_invalid
@@ -191,7 +192,7 @@ def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sa
 def check_scores(roles: Roles, samples: list[Sample]) -> None:
     """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
     config, algo = roles.config, roles.config.algo
-    check_reward_keys(samples, tuple(algo.reward_keys))
+    check_reward_keys(samples, reward_keys_of(algo))
     for sample in samples if algo.overlong_buffer else ():
         sample.penalty = overlong_penalty(
             len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
@@ -232,13 +233,13 @@ def add_greedy_rewards(samples: list[Sample], baseline: dict[int, tuple[bool, fl
 
 
 def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
-    """Makes samples invalid whose reward function did not give all of algo.reward_keys."""
+    """Makes samples invalid whose reward function did not give all that the estimator reads."""
     for sample in samples:
         missing = [key for key in keys if key not in sample.rewards_by_key]
         if missing and sample.invalid is None:
             got = sorted(sample.rewards_by_key)
             sample.reward = None
-            sample.invalid = f"algo.reward_keys asks for {missing}, the reward function gave {got}"
+            sample.invalid = f"reward_keys asks for {missing}, the reward function gave {got}"
 
 
 def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles: Roles) -> None:
@@ -248,9 +249,9 @@ def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles
     group's samples may lie on several ranks.
     """
     with roles.phases("reward", roles.sampling):
-        rewards = [[s.group, *rewards_of(s, roles.config.algo)] for s in samples]
-        table = torch.tensor(rewards, dtype=torch.float64)
-        table = table.reshape(-1, 2 + max(len(roles.config.algo.reward_keys), 1))
+        keys = reward_keys_of(roles.config.algo)
+        rewards = [[s.group, *rewards_of(s, keys)] for s in samples]
+        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 2 + max(len(keys), 1))
         groups: dict[int, list[float]] = {}
         compared: dict[int, list[list[float]]] = {}  # what the estimator compares
         for group, reward, *others in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
@@ -271,13 +272,13 @@ def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles
         result.num_groups += len(taken)
 
 
-def rewards_of(sample: Sample, algo: AlgoConfig) -> list[float]:
-    """Its reward, nan where it is invalid; then what an estimator compares: the rewards of
-    algo.reward_keys, or without keys the reward with the penalty."""
+def rewards_of(sample: Sample, keys: tuple[str, ...]) -> list[float]:
+    """Its reward, nan where it is invalid; then what an estimator compares: the rewards by these
+    keys, or without keys the reward with the penalty."""
     if sample.reward is None:
-        return [math.nan] * (1 + max(len(algo.reward_keys), 1))
-    keys = [sample.rewards_by_key[key] for key in algo.reward_keys]
-    return [sample.reward, *(keys or [sample.reward + sample.penalty])]
+        return [math.nan] * (1 + max(len(keys), 1))
+    by_key = [sample.rewards_by_key[key] for key in keys]
+    return [sample.reward, *(by_key or [sample.reward + sample.penalty])]
 
 
 class EvalContext(ScoringContext, Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdrl.algo.advantages import (
     Outcomes,
     Tokens,
+    advantage_of,
     estimator_of,
     token_baseline_sums,
     token_moments,
@@ -31,8 +32,16 @@ from spmdrl.algo.correction import (
     weight_moments,
 )
 from spmdrl.algo.kl import above_cut
-from spmdrl.algo.losses import kept_mask, loss_counts, loss_weights, seq_mean_token_mean
-from spmdrl.algo.objectives import has_cut, kl_estimator_of, process_reward
+from spmdrl.algo.losses import (
+    SELECTION_OPTIONS,
+    kept_mask,
+    loss_arguments,
+    loss_counts,
+    loss_of,
+    loss_weights,
+    seq_mean_token_mean,
+)
+from spmdrl.algo.objectives import has_cut, kl_estimator_of
 from spmdrl.algo.selection import (
     clip_cov_candidates,
     covariance_moments,
@@ -112,9 +121,9 @@ def add_advantages(
     Statistics (of a group, of whitening, of the loss's divisor) are over all ranks' samples.
     """
     algo = config.algo
-    estimator = estimator_of(algo)
+    estimator, advantage = estimator_of(algo), advantage_of(algo)
     whole = concatenate(batches)
-    kl, process = kl_penalty(whole, algo), process_rewards(whole, algo)
+    kl, process = kl_penalty(whole, algo), process_log_ratio(whole)
     mini = torch.repeat_interleave(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
     )
@@ -126,13 +135,13 @@ def add_advantages(
     returns = None
     if estimator.sees == "outcomes":
         valid = table.outcomes.valid
-        per_sample = estimator(table.outcomes, algo) * valid
+        per_sample = advantage(table.outcomes) * valid
         moments = sample_moments(per_sample, table.outcomes.lengths)
         if estimator.whiten and algo.whiten_over == "samples":
             per_sample = whiten(per_sample, valid, sample_moments(per_sample, valid))
         advantages = tokens.own(per_sample) * tokens.mask
     else:
-        advantages = estimator(tokens, algo)
+        advantages = advantage(tokens)
         if estimator.critic:
             advantages, returns = advantages
         moments = summed(token_moments(advantages, tokens.mask), topology)
@@ -201,13 +210,15 @@ def num_cut(batch: Batch, algo: AlgoConfig, topology: Topology) -> Tensor:
     return summed(above.sum(dtype=torch.float64), topology)
 
 
-def process_rewards(batch: Batch, algo: AlgoConfig) -> Tensor:
-    """(num_tokens,): the implicit process reward of each unmasked token, 0 without a prm."""
+def process_log_ratio(batch: Batch) -> Tensor:
+    """(num_tokens,): log pi_prm - log pi_ref of each unmasked token, 0 without a prm.
+
+    Times beta it is the implicit process reward. Source: PRIME, arXiv 2502.01456, eq. 3.
+    """
     if batch.prm_logprobs is None:
         return torch.zeros_like(batch.loss_mask)
     assert batch.ref_logprobs is not None
-    reward = process_reward(batch.prm_logprobs, batch.ref_logprobs, algo.prime_beta)
-    return reward * batch.loss_mask
+    return (batch.prm_logprobs - batch.ref_logprobs) * batch.loss_mask
 
 
 def tokens_of(
@@ -331,14 +342,15 @@ def select_tokens(
     """
     assert batch.advantages is not None and batch.old_logprobs is not None
     algo, mask = config.algo, kept_mask(batch)
+    options = loss_arguments(algo)
     moments = covariance_moments(logprobs, batch.advantages, mask)
     covariance = covariances(logprobs, batch.advantages, mask, summed(moments, topology))
-    count = max(int(algo.cov_fraction * float(moments[0])), 1)
+    count = max(int(options["cov_fraction"] * float(moments[0])), 1)
     tickets = token_lottery(batch, config.seed, step, update)
-    if algo.policy_loss == "kl_cov":
+    if loss_of(algo).selects == "highest":
         return largest(covariance, count, batch, topology, tickets)
     ratio = (logprobs - batch.old_logprobs).exp()
-    bounds = (algo.cov_low, algo.cov_high, algo.clip_low, algo.clip_high)
+    bounds = tuple(options[name] for name in SELECTION_OPTIONS["drawn"][1:])
     candidates = clip_cov_candidates(covariance, ratio, batch.advantages, bounds)
     tickets = torch.where(candidates, tickets, -torch.inf)
     return largest(tickets, count, batch, topology) * candidates

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.advantages import estimator_of, reward_keys_of
 from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
@@ -95,7 +95,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             dealt, step_info = receive_deal(roles.sampling.ranks[0], sets, post)
         batches = {
             ranks: receive_batch(
-                own.get(ranks), dealt, ranks, names, len(config.algo.reward_keys), post
+                own.get(ranks), dealt, ranks, names, len(reward_keys_of(config.algo)), post
             )
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
@@ -105,7 +105,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             nothing = torch.zeros(0, dtype=torch.int64)
             has_turns = per_turn and trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
-                empty_batch(nothing, len(config.algo.reward_keys), per_turn=has_turns)
+                empty_batch(nothing, len(reward_keys_of(config.algo)), per_turn=has_turns)
                 for _ in range(dealt.num_minis)
             ]
     return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
@@ -134,7 +134,7 @@ def assign_and_pack(
     samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
     batch = None
     if roles.replay is not None:
-        new = pack_samples(samples, tuple(algo.reward_keys), per_turn)
+        new = pack_samples(samples, reward_keys_of(algo), per_turn)
         batch, metrics["filter/kept"] = resample(
             roles.replay.mix(new), roles.config, step, sampling
         )
@@ -149,7 +149,7 @@ def assign_and_pack(
         mine = (dealt.makers == roles.post.rank).nonzero().flatten()
         order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
         in_order = [samples[i] for i in order.tolist()]
-        batch = pack_samples(in_order, tuple(algo.reward_keys), per_turn)
+        batch = pack_samples(in_order, reward_keys_of(algo), per_turn)
     return batch, dealt, {"metrics": metrics, **rollout.step_info}
 
 

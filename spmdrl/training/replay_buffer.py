@@ -58,7 +58,7 @@ class ReplayBuffer:
         self.past = ages[: self.steps]
         if any(batch.keys.shape[1] != num_keys for batch in self.past):
             raise ConfigError(
-                f"the checkpoint's replayed samples have other algo.reward_keys than these "
+                f"the checkpoint's replayed samples have other reward_keys than these "
                 f"{num_keys}: keep them, or start anew with --resume never"
             )
         if any((batch.turn_rewards is not None) != per_turn for batch in self.past):

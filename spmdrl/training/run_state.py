@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import RankState, Saver, check_metric
 from spmdrl.cli.arguments import as_source
@@ -66,7 +67,7 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
     shares = sorted(folder.glob("replay_*.pt"))
     if roles.replay is not None and shares:
         roles.replay.load(
-            shares, sampling.rank, sampling.world, num_keys=len(algo.reward_keys),
+            shares, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
             per_turn=roles.config.rewards.per_turn,
         )  # fmt: skip
     shares = sorted(folder.glob("leftover_*.pt"))

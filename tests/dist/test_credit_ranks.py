@@ -26,47 +26,52 @@ BASE = PpoConfig(
 )
 SEEDS = range(6)
 
+
+def args(**options):
+    return {"advantage_args": options}
+
+
 ESTIMATORS = {
-    "gae": ({"gamma": 0.97, "lam": 0.9}, lambda t: reference.gae(t, 0.97, 0.9)[0]),
+    "gae": (args(gamma=0.97, lam=0.9), lambda t: reference.gae(t, 0.97, 0.9)[0]),
     "gae decoupled": (
-        {"gamma": 1.0, "lam": 0.95, "lam_critic": 1.0},
+        args(gamma=1.0, lam=0.95, lam_critic=1.0),
         lambda t: reference.gae(t, 1.0, 0.95, 1.0)[0],
     ),
     "gae length-adaptive": (
-        {"lam_alpha": 0.3, "lam_critic": 1.0},
+        args(lam_alpha=0.3, lam_critic=1.0),
         lambda t: reference.gae(t, 1.0, 1.0, 1.0, 0.3)[0],
     ),
     "grpo": ({}, reference.grpo),
     "dr_grpo": ({}, reference.dr_grpo),
     "grpo_passk": ({}, reference.grpo_passk),
     "gdpo": (
-        {"reward_keys": {"format": 0.3, "correct": 1.0}},
+        args(reward_keys={"format": 0.3, "correct": 1.0}),
         lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}),
     ),
     "gdpo of samples": (
-        {"reward_keys": {"format": 0.3, "correct": 1.0}, "whiten_over": "samples"},
+        args(reward_keys={"format": 0.3, "correct": 1.0}) | {"whiten_over": "samples"},
         lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}, over="samples"),
     ),
-    "reinforce": ({"gamma": 0.9}, lambda t: reference.reinforce(t, 0.9)),
-    "reinforce without return": ({"gamma": 0.0}, lambda t: reference.reinforce(t, 0.0)),
+    "reinforce": (args(gamma=0.9), lambda t: reference.reinforce(t, 0.9)),
+    "reinforce without return": (args(gamma=0.0), lambda t: reference.reinforce(t, 0.0)),
     "reinforce of half the reward": (
-        {"gamma": 0.9, "reward_coef": 0.5},
+        args(gamma=0.9) | {"reward_coef": 0.5},
         lambda t: [[x / 2 for x in row] for row in reference.reinforce(t, 0.9)],
     ),
     "remax of half the reward": (
         {"reward_coef": 0.5},
         lambda t: [[x / 2 for x in row] for row in reference.remax(t, 1.0)],
     ),
-    "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
+    "reinforce_plus_plus": (args(gamma=0.9), lambda t: reference.reinforce_plus_plus(t, 0.9)),
     "reinforce_plus_plus_baseline": ({}, reference.reinforce_plus_plus_baseline),
-    "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),
+    "remax": (args(gamma=0.95), lambda t: reference.remax(t, 0.95)),
     "rloo": ({}, reference.rloo),
     "opo": ({}, reference.opo),
     "gpg": ({}, reference.gpg),
     "optimal_token_baseline": ({}, reference.optimal_token_baseline),
     "tir_optimal_token_baseline": ({}, lambda t: reference.optimal_token_baseline(t, True)),
     "tir_optimal_token_baseline zero tail": (
-        {"otb_zero_tail": True},
+        args(zero_tail=True),
         lambda t: reference.optimal_token_baseline(t, True, True),
     ),
     "optimal_token_baseline with weights of tokens": (
@@ -81,7 +86,7 @@ ESTIMATORS = {
             t, True, corrections=reference.rollout_weights(t, "sequence", "mask", 0.5, 1.5, True)
         ),
     ),
-    "prime": ({"gamma": 0.9}, lambda t: reference.prime(t, 0.9)),
+    "prime": (args(gamma=0.9), lambda t: reference.prime(t, 0.9)),
     "win_rate": ({}, reference.win_rate),
 }
 
@@ -396,7 +401,7 @@ def tokens_on(topology, fraction):
     """Which tokens kl_cov takes where all covariances are 0: ties everywhere."""
     from spmdrl.training.credit import select_tokens
 
-    config = replace(BASE, algo=AlgoConfig(policy_loss="kl_cov", cov_fraction=fraction))
+    config = replace(BASE, algo=AlgoConfig(policy_loss="kl_cov", loss_args={"cov_fraction": fraction}))
     trs = random_trajectories(0)
     mine = list(range(topology.rank, len(trs), topology.world))
     batch = batch_of(trs).select(mine)

@@ -9,20 +9,19 @@ that share the tokens of their sequences.
 
 import random
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from ranks import run_ranks
 from tiny import save_qwen3
 
+from spmdrl.algo.advantages import ESTIMATORS
+from spmdrl.algo.losses import POLICY_LOSSES
 from spmdrl.config import (
-    Advantage,
     AlgoConfig,
     ConfigError,
     CorrectionConfig,
     DataConfig,
     OptimConfig,
-    PolicyLoss,
     PpoConfig,
     RewardConfig,
     RolloutConfig,
@@ -57,19 +56,20 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
     per_turn = options.pop("per_turn", False)
     algo = {"advantage": advantage, "policy_loss": policy_loss, "mini_batches": 2} | options
     if advantage == "gdpo":
-        algo["reward_keys"] = {"format": 0.5, "correct": 1.0}
+        algo["advantage_args"] = {"reward_keys": {"format": 0.5, "correct": 1.0}}
+    loss_args = {}
     if policy_loss in ("clip_cov", "kl_cov"):
-        algo["cov_fraction"] = 0.1
+        loss_args["cov_fraction"] = 0.1
     if policy_loss == "clip_cov":
-        algo |= {"cov_low": 0.01, "cov_high": 0.5}
+        loss_args |= {"cov_low": 0.01, "cov_high": 0.5}
     if policy_loss in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean"):
         wide = 3 if policy_loss == "gspo" else 1  # else every sequence would be clipped
-        algo |= {"clip_low": 0.02 * wide, "clip_high": 0.03 * wide}
+        loss_args |= {"clip_low": 0.02 * wide, "clip_high": 0.03 * wide}
     if policy_loss in ("dppo_tv", "dppo_kl"):
-        algo |= {"clip_low": 1e-3, "clip_high": 1e-3}
+        loss_args |= {"clip_low": 1e-3, "clip_high": 1e-3}
     config = replace(
         BASE,
-        algo=AlgoConfig(**algo),
+        algo=AlgoConfig(loss_args=loss_args, **algo),
         rewards=RewardConfig(per_turn=per_turn),
         critic=TRAIN if advantage == "gae" else None,
         prm=TRAIN if advantage == "prime" else None,
@@ -81,8 +81,8 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
 
 def pairs():
     found = {}
-    for advantage in get_args(Advantage):
-        for policy_loss in sorted(set(get_args(PolicyLoss)) - {"vanilla"}):  # an alias of ppo
+    for advantage in ESTIMATORS:
+        for policy_loss in sorted(set(POLICY_LOSSES) - {"vanilla"}):  # an alias of ppo
             try:
                 found[f"{advantage} {policy_loss}"] = config_of(advantage, policy_loss)
             except ConfigError:
@@ -125,11 +125,12 @@ OPTIONS = {
         "advantage": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_cut": 0.01},
     "token baseline with weights": {
         "advantage": "optimal_token_baseline", "correction": CorrectionConfig(level="token")},
-    "per turn": {"advantage": "reinforce_plus_plus", "gamma": 0.9, "per_turn": True},
+    "per turn": {"advantage": "reinforce_plus_plus", "advantage_args": {"gamma": 0.9},
+                 "per_turn": True},
     "per turn by group": {"advantage": "tir_optimal_token_baseline", "per_turn": True},
     "per turn replayed": {
-        "advantage": "gae", "gamma": 0.9, "lam": 0.8, "per_turn": True, "kl_coef": 0.1,
-        "kl_in": "reward", "sample_filter": "max_random", "replay_steps": 1,
+        "advantage": "gae", "advantage_args": {"gamma": 0.9, "lam": 0.8}, "per_turn": True,
+        "kl_coef": 0.1, "kl_in": "reward", "sample_filter": "max_random", "replay_steps": 1,
         "correction": CorrectionConfig(level="token")},
     "two epochs": {"epochs": 2, "policy_loss": "clip_cov"},
 }  # fmt: skip
@@ -299,4 +300,4 @@ def test_every_pair_that_makes_sense_is_held_to_it():
     per_sequence, per_token = 8, 7
     assert len(pairs()) == per_sequence * 12 + per_token * 11 + 1
     words = {word for name in THOROUGH - set(OPTIONS) for word in name.split()}
-    assert words == {*get_args(Advantage), *get_args(PolicyLoss)} - {"vanilla"}
+    assert words == {*ESTIMATORS, *POLICY_LOSSES} - {"vanilla"}

@@ -8,57 +8,20 @@ was set and has no effect is a run that is not what its config says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import Any
 
-from spmdrl.algo.advantages import Estimator, estimator_of
+from spmdrl.algo.advantages import Estimator, advantage_arguments, estimator_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import NO_RATIO, SELECTING_LOSSES, aggregation_of
+from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_arguments, loss_of
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
-
-CLIPPED = ("ppo", "vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl")
-DISCOUNTED = ("gae", "reinforce", "reinforce_plus_plus", "remax", "prime")
+from spmdrl.training.checks.arguments import check_arguments, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
 Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
 
 
-def loss_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
-    """Or a function of the user's, which may read any option of a loss."""
-    return (
-        f"policy_loss {', '.join(names)}",
-        lambda a: not named(a.policy_loss) or a.policy_loss in names,
-    )
-
-
-def advantage_in(*names: str) -> tuple[str, Callable[[AlgoConfig], bool]]:
-    return (
-        f"advantage {', '.join(names)}",
-        lambda a: not named(a.advantage) or a.advantage in names,
-    )
-
-
 READERS: Readers = {
-    "gamma": advantage_in(*DISCOUNTED),
-    "lam": advantage_in("gae"),
-    "lam_critic": advantage_in("gae"),
-    "lam_alpha": advantage_in("gae"),
-    "value_clip": advantage_in("gae"),
-    "reward_keys": advantage_in("gdpo"),
-    "otb_zero_tail": advantage_in("optimal_token_baseline", "tir_optimal_token_baseline"),
-    "prime_beta": advantage_in("prime"),
-    "clip_low": loss_in(*CLIPPED),
-    "clip_high": loss_in(*CLIPPED),
-    "dual_clip": loss_in("ppo", "vanilla"),
-    "sapo_tau_pos": loss_in("sapo"),
-    "sapo_tau_neg": loss_in("sapo"),
-    "cov_fraction": loss_in(*sorted(SELECTING_LOSSES)),
-    "cov_low": loss_in("clip_cov"),
-    "cov_high": loss_in("clip_cov"),
-    "cov_kl_coef": loss_in("kl_cov"),
-    "dppo_ratio_cap": loss_in("dppo_tv", "dppo_kl"),
-    "dro_beta": loss_in("dro"),
-    "sppo_beta": loss_in("sppo"),
+    "value_clip": ("a critic: advantage gae", lambda a: estimator_of(a).critic),
     "norm_length": (
         "aggregation seq_mean_token_sum_norm",
         lambda a: aggregation_of(a) == "seq_mean_token_sum_norm",
@@ -93,6 +56,7 @@ READERS: Readers = {
 def check_algo(config: PpoConfig) -> None:
     """Raises ConfigError with the options, their values and the remedy."""
     algo = config.algo
+    check_arguments(algo)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
@@ -106,13 +70,9 @@ def check_algo(config: PpoConfig) -> None:
 def check_ranges(algo: AlgoConfig) -> None:
     for name in ("epochs", "mini_batches"):
         require(getattr(algo, name) >= 1, f"algo.{name}={getattr(algo, name)}: at least 1")
-    for name in ("gamma", "lam", "lam_critic"):
-        value = getattr(algo, name)
-        require(value is None or 0 <= value <= 1, f"algo.{name}={value} must be in 0..1")
     positive = (
-        "lam_alpha", "prime_beta", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",
-        "cov_kl_coef", "dppo_ratio_cap", "dro_beta", "sppo_beta", "norm_length", "value_clip",
-        "kl_cut", "kl_target", "kl_horizon", "entropy_delta", "overlong_penalty", "filter_power",
+        "norm_length", "value_clip", "kl_cut", "kl_target", "kl_horizon", "entropy_delta",
+        "overlong_penalty", "filter_power",
     )  # fmt: skip
     for name in positive:
         value = getattr(algo, name)
@@ -123,17 +83,9 @@ def check_ranges(algo: AlgoConfig) -> None:
     ):  # fmt: skip
         value = getattr(algo, name)
         require(value is None or value >= 0, f"algo.{name}={value} must not be negative")
-    for name in ("cov_fraction", "top_entropy_fraction"):
-        value = getattr(algo, name)
-        require(0 < value <= 1, f"algo.{name}={value} must be in (0, 1]")
     require(
-        algo.clip_low < 1 or algo.policy_loss not in ("ppo", "vanilla", "gspo", "clip_cov"),
-        f"algo.clip_low={algo.clip_low}: the ratio's lower bound 1 - clip_low would not be above 0",
-    )
-    require(algo.dual_clip > 1, f"algo.dual_clip={algo.dual_clip} must be above 1, e.g. 3")
-    require(
-        algo.cov_low <= algo.cov_high,
-        f"algo.cov_low={algo.cov_low} is above cov_high={algo.cov_high}",
+        0 < algo.top_entropy_fraction <= 1,
+        f"algo.top_entropy_fraction={algo.top_entropy_fraction} must be in (0, 1]",
     )
 
 
@@ -217,44 +169,57 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
             f"rewards.per_turn adds to the reward, which advantage={name} takes as a label in 0..1 "
             "of the whole sample; its rewards within a sample are those of prm",
         )
+    args = algo.advantage_args
+    keys = advantage_arguments(algo).get("reward_keys", {})
     require(
-        algo.lam == AlgoConfig().lam or algo.lam_critic is None or algo.lam_alpha is None,
-        f"algo.lam={algo.lam} would have no effect: lam_alpha={algo.lam_alpha} makes the actor's "
-        f"lambda, lam_critic={algo.lam_critic} is the critic's",
+        "lam" not in args or args.get("lam_critic") is None or args.get("lam_alpha") is None,
+        f"algo.advantage_args: lam={args.get('lam')} would have no effect: lam_alpha="
+        f"{args.get('lam_alpha')} makes the actor's lambda, lam_critic={args.get('lam_critic')} "
+        "is the critic's",
     )
     require(
         algo.advantage != "gdpo" or algo.overlong_buffer == 0,
         "algo.overlong_buffer is added to the reward, and advantage='gdpo' reads only "
-        f"algo.reward_keys={list(algo.reward_keys)}",
+        f"its reward_keys={list(keys)}",
     )
     require(
         algo.advantage != "gdpo" or not config.rewards.per_turn,
         "rewards.per_turn gives turns a part of the reward, and advantage='gdpo' reads only "
-        f"algo.reward_keys={list(algo.reward_keys)}",
+        f"its reward_keys={list(keys)}",
     )
-    weights = list(algo.reward_keys.values())
+    weights = list(keys.values())
     require(
         all(is_number(w) for w in weights) and (not weights or any(weights)),
-        f"algo.reward_keys={dict(algo.reward_keys)} must be numbers, not all 0",
+        f"algo.advantage_args: reward_keys={dict(keys)} must be numbers, not all 0",
     )
     require(
-        algo.advantage != "gdpo" or len(algo.reward_keys) > 0,
-        "algo.advantage='gdpo' needs algo.reward_keys={'key': weight, ...}, keys of what the "
-        "reward function returns; 'score' is the reward itself",
+        algo.advantage != "gdpo" or len(keys) > 0,
+        "algo.advantage='gdpo' needs algo.advantage_args={'reward_keys': {'key': weight, ...}}, "
+        "keys of what the reward function returns; 'score' is the reward itself",
     )
 
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
-    name = algo.policy_loss
-    if named(name) and name in ("geo_mean", "sppo"):
+    name, loss, options = algo.policy_loss, loss_of(algo), loss_arguments(algo)
+    if loss.of_sequences:
         chosen = aggregation_of(algo)
         require(
             chosen == "seq_mean_token_mean" or not named(chosen),
-            f"algo.policy_loss={name!r} is one term per sequence: algo.aggregation must be "
+            f"algo.policy_loss={shown(name)} is one term per sequence: algo.aggregation must be "
             f"'seq_mean_token_mean' (or None), not {shown(algo.aggregation)}",
         )
-    if named(name) and name in ("geo_mean", "sppo"):
         check_one_number_per_sequence(algo, estimator)
+    missing = [n for n in SELECTION_OPTIONS.get(loss.selects or "", ()) if n not in options]
+    require(
+        not missing,
+        f"algo.policy_loss={shown(name)} selects tokens (selects={loss.selects!r}), for which its "
+        f"function needs the options {', '.join(missing)}",
+    )
+    if "cov_low" in options:
+        require(
+            options["cov_low"] <= options["cov_high"],
+            f"algo.loss_args: cov_low={options['cov_low']} is above cov_high={options['cov_high']}",
+        )
     require(
         name != "kl_cov" or algo.epochs * algo.mini_batches > 1,
         "algo.policy_loss='kl_cov' with one update per rollout: the ratio is 1 and the penalty's "
@@ -273,17 +238,17 @@ def check_one_number_per_sequence(algo: AlgoConfig, estimator: Estimator) -> Non
     level, name = algo.correction.level, algo.policy_loss
     require(
         estimator.sees == "outcomes",
-        f"algo.policy_loss={name!r} takes one advantage per sequence, algo.advantage="
+        f"algo.policy_loss={shown(name)} takes one advantage per sequence, algo.advantage="
         f"{shown(algo.advantage)} gives one per token",
     )
     require(
         level != "token",
-        f"algo.policy_loss={name!r} is one term per sequence and takes one weight for it: use "
+        f"algo.policy_loss={shown(name)} is one term per sequence and takes one weight for it: use "
         "algo.correction.level='sequence' or 'geometric'",
     )
     require(
         algo.top_entropy_fraction == 1,
-        f"algo.policy_loss={name!r} is one term per sequence: algo.top_entropy_fraction="
+        f"algo.policy_loss={shown(name)} is one term per sequence: algo.top_entropy_fraction="
         f"{algo.top_entropy_fraction} chooses tokens",
     )
 
@@ -348,8 +313,7 @@ def weighs_the_engine(algo: AlgoConfig) -> bool:
     """Returns True if the loss weighs tokens by the engine's logprobs: by a weight of its own, or
     by the loss's ratio, which with bypass is to the engine.
     """
-    has_ratio = not named(algo.policy_loss) or algo.policy_loss not in NO_RATIO
-    return algo.correction.level != "off" or (algo.correction.bypass and has_ratio)
+    return algo.correction.level != "off" or (algo.correction.bypass and loss_of(algo).has_ratio)
 
 
 def check_bound(name: str, bound: Any) -> None:
@@ -367,16 +331,16 @@ def check_bound(name: str, bound: Any) -> None:
 def check_bypass(algo: AlgoConfig) -> None:
     """Old logprobs are the engine's then: what needs a pass of the trainer's own is not there."""
     correction = algo.correction
-    no_ratio = named(algo.policy_loss) and algo.policy_loss in NO_RATIO
+    no_ratio = not loss_of(algo).has_ratio
     require(
         correction.level == "off" or no_ratio or not named(algo.policy_loss),
-        f"algo.correction: bypass makes the ratio of policy_loss={algo.policy_loss!r} that of the "
-        f"trainer to the engine, so level={correction.level!r} would correct twice; use "
+        f"algo.correction: bypass makes the ratio of policy_loss={shown(algo.policy_loss)} that of "
+        f"the trainer to the engine, so level={correction.level!r} would correct twice; use "
         "level='off', or policy_loss='reinforce'",
     )
     require(
         correction.level != "off" or bool(correction.reject) or not no_ratio,
-        f"algo.correction.bypass with policy_loss={algo.policy_loss!r}, which has no ratio, "
+        f"algo.correction.bypass with policy_loss={shown(algo.policy_loss)}, which has no ratio, "
         "corrects nothing: set level='token'",
     )
     require(
@@ -423,12 +387,3 @@ def check_data(config: PpoConfig) -> None:
 def named(value: Any) -> bool:
     """Chosen by name, not a function of the user's."""
     return isinstance(value, str)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def shown(value: Any) -> str:
-    function = value.function if isinstance(value, Estimator) else value
-    return getattr(function, "__name__", "your function") if callable(value) else repr(value)

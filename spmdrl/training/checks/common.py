@@ -18,6 +18,7 @@ from spmdrl.config import (
     PpoConfig,
     RunConfig,
     SftDataConfig,
+    SupervisedConfig,
     TrainConfig,
     require,
 )
@@ -77,7 +78,7 @@ def check_places(config: RunConfig) -> None:
     keys = {f.name: getattr(config.data, f.name) for f in dataclasses.fields(config.data)
             if f.name.endswith("_key")}  # fmt: skip
     places |= {f"data.{name}": key for name, key in keys.items() if key is not None}
-    if not isinstance(config, PpoConfig):
+    if isinstance(config, SupervisedConfig):
         places |= {"out": config.out}
     for name, text in places.items():
         require(bool(text.strip()) and "\0" not in text, f"{name}={text!r} is no name")

@@ -18,6 +18,7 @@ from spmdrl.algo.objectives import needs_old_logprobs
 from spmdrl.config import (
     CPU_KV_CACHE_MIB,
     PpoConfig,
+    RunConfig,
     SupervisedConfig,
     TrainConfig,
 )
@@ -34,7 +35,7 @@ from spmdrl.engines.fsdp.optimizers import LABELS
 from spmdrl.engines.stored_dtype import DTYPES, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rewards.reward_model import train_config
-from spmdrl.training.checks.algorithms import shown
+from spmdrl.training.checks.arguments import shown
 from spmdrl.training.checks.host_memory import host_lines, process_gib
 from spmdrl.training.checks.memory import GIB, Memory, memory_of, parameter_count
 from spmdrl.training.checks.rl import updates_per_run
@@ -335,12 +336,12 @@ def copy_lines(
     return copies_of_checkpoint(config, most)
 
 
-def copied(config: PpoConfig | SupervisedConfig, saved: float) -> float:
+def copied(config: RunConfig, saved: float) -> float:
     """GiB of the host's memory for the copy that a checkpoint is written from."""
     return 0.0 if config.checkpoint.every_steps == 0 or config.checkpoint.blocking else saved
 
 
-def copies_of_checkpoint(config: PpoConfig | SupervisedConfig, most: float) -> list[str]:
+def copies_of_checkpoint(config: RunConfig, most: float) -> list[str]:
     if not copied(config, most):
         return []
     return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "

@@ -50,23 +50,17 @@ BOUNDS: Bounds = {
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
     "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
     "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
-    "AlgoConfig.reward_keys": (-1e15, None),  # weights of what is added up
-    "AlgoConfig.cov_low": (-1e15, None), "AlgoConfig.cov_high": (-1e15, None),
+    # their ranges are those of the loss and the estimator: arguments.py
+    "AlgoConfig.loss_args": (-1e15, None), "AlgoConfig.advantage_args": (-1e15, None),
     "AlgoConfig.entropy_coef": (-1e15, None),
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
-    "PpoConfig.steps": COUNT, "PpoConfig.seed": (0, 2**63 - 1),
+    "RunConfig.steps": COUNT, "RunConfig.seed": (0, 2**63 - 1),
+    "RunConfig.start_timeout_s": START_S, "RunConfig.stall_timeout_s": STALL_S,
+    "RunConfig.lost_timeout_s": LOST_S,
     "PpoConfig.eval_samples": COUNT, "PpoConfig.eval_top_p": (TINY, 1),
-    "PpoConfig.start_timeout_s": START_S, "SftConfig.start_timeout_s": START_S,
-    "PpoConfig.stall_timeout_s": STALL_S, "PpoConfig.lost_timeout_s": LOST_S,
     "SftDataConfig.batch_size": COUNT, "SftDataConfig.max_tokens": (2, None),
     "SftDataConfig.image_min_pixels": COUNT, "SftDataConfig.image_max_pixels": COUNT,
-    "SftConfig.steps": COUNT, "SftConfig.seed": (0, 2**63 - 1),
-    "SftConfig.stall_timeout_s": STALL_S, "SftConfig.lost_timeout_s": LOST_S,
     "PreferenceDataConfig.batch_size": COUNT, "PreferenceDataConfig.max_tokens": COUNT,
-    "RewardTrainingConfig.steps": COUNT, "RewardTrainingConfig.seed": (0, 2**63 - 1),
-    "RewardTrainingConfig.start_timeout_s": START_S,
-    "RewardTrainingConfig.stall_timeout_s": STALL_S,
-    "RewardTrainingConfig.lost_timeout_s": LOST_S,
 }  # fmt: skip
 
 
@@ -79,7 +73,13 @@ def check_bounds(node: Any, where: str = "") -> None:
             check_bounds(value, f"{name}.")
         else:
             for number in numbers_in(value):
-                check_number(name, number, BOUNDS.get(f"{type(node).__name__}.{field.name}"))
+                check_number(name, number, bounds_of(type(node), field.name))
+
+
+def bounds_of(kind: type, name: str) -> tuple[float, float | None] | None:
+    """Returns the bounds of a field of a config class, or of the class that it has the field of."""
+    keys = (f"{base.__name__}.{name}" for base in kind.__mro__)
+    return next((BOUNDS[key] for key in keys if key in BOUNDS), None)
 
 
 def numbers_in(value: Any) -> list[int | float]:

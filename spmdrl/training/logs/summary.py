@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmdrl.checkpoint.earlier_runs import METRICS, step_of
 from spmdrl.checkpoint.format import steps_in
-from spmdrl.config import PpoConfig, RunConfig
+from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig
 from spmdrl.training.logs.answers import SampleRow, few_answers, one_line, reward_text
 from spmdrl.training.logs.curves import Curve, Points, Row, points
 
@@ -232,7 +232,7 @@ def file_lines(ended: FinishedRun) -> list[str]:
     """Returns lines that say what lies where, of what is there."""
     config, run_dir = ended.config, ended.run_dir
     model: list[tuple[Path, str]] = []
-    if not isinstance(config, PpoConfig):
+    if isinstance(config, SupervisedConfig):
         model = [(Path(config.out), "the trained model, for transformers, vLLM and spmdrl.ppo")]
     entries = [
         *model,
@@ -274,7 +274,7 @@ def model_commands(ended: FinishedRun, rows: Sequence[Row]) -> list[tuple[str, s
     written its model.
     """
     kept, config = folders(ended), ended.config
-    if not isinstance(config, PpoConfig):
+    if isinstance(config, SupervisedConfig):
         return []
     if not kept:
         what = "no checkpoint was saved, so the trained weights are gone. To keep them next time"

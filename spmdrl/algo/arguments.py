@@ -1,0 +1,86 @@
+"""The options of a policy loss or an estimator are the keyword-only parameters of its function.
+
+    def sapo(logprobs, old_logprobs, mb, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05): ...
+
+A run sets them by name: algo.loss_args={"tau_pos": 2.0}, or algo.advantage_args for an estimator.
+So no option can be set that nothing reads. The annotation of a parameter is its type and its range;
+`spmdrl/training/checks/arguments.py` checks both before a run starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may have."""
+
+    text: str  # what an error says that the number must be
+    holds: Callable[[float], bool]
+
+
+Positive = Annotated[float, Range("above 0", lambda x: x > 0)]
+AboveOne = Annotated[float, Range("above 1", lambda x: x > 1)]
+BelowOne = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+UnitInterval = Annotated[float, Range("in 0..1", lambda x: 0 <= x <= 1)]
+Fraction = Annotated[float, Range("in (0, 1]", lambda x: 0 < x <= 1)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword-only parameter of a loss or an estimator."""
+
+    default: Any  # inspect.Parameter.empty where the run has to set it
+    type: Any  # Any where the function does not say
+    range: Range | None
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Option]:
+    """Returns the options of a function by name, in the order in which it has them."""
+    plain, with_ranges = hints_of(function, False), hints_of(function, True)
+    return {
+        name: Option(parameter.default, plain.get(name, Any), range_of(with_ranges.get(name)))
+        for name, parameter in parameters_of(function).items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def takes_any_option(function: Callable[..., Any]) -> bool:
+    """Says whether the function has a parameter `**options`, which takes options of any name."""
+    kinds = [parameter.kind for parameter in parameters_of(function).values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def arguments_of(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of every option: what `args` sets, else the default."""
+    return {name: option.default for name, option in options_of(function).items()} | dict(args)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function; none of a builtin that does not tell them."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:
+        return {}
+
+
+def hints_of(function: Callable[..., Any], with_ranges: bool) -> dict[str, Any]:
+    """Returns the types of the parameters; {} where a type's name is not defined at run time."""
+    try:
+        return typing.get_type_hints(function, include_extras=with_ranges)
+    except (NameError, TypeError):  # a name of `if TYPE_CHECKING`; a functools.partial
+        return {}
+
+
+def range_of(hint: Any) -> Range | None:
+    """Returns the range in an annotation such as Positive or Positive | None."""
+    for part in (hint, *typing.get_args(hint)):
+        for extra in getattr(part, "__metadata__", ()):
+            if isinstance(extra, Range):
+                return extra
+    return None

@@ -1,0 +1,91 @@
+"""Checks the names of the policy loss and the estimator, and the options that a config gives them.
+
+The options of a loss or an estimator are the keyword-only parameters of its function, see
+spmdrl/algo/arguments.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+from spmdrl.algo.advantages import ESTIMATORS, estimator_of
+from spmdrl.algo.arguments import Option, options_of, parameters_of, takes_any_option
+from spmdrl.algo.losses import POLICY_LOSSES, loss_of
+from spmdrl.cli.arguments import converted
+from spmdrl.config import AlgoConfig, require
+
+
+def check_arguments(algo: AlgoConfig) -> None:
+    """Raises ConfigError for an unknown name, and for options that the function does not have or
+    whose values are out of range.
+    """
+    check_name("algo.advantage", algo.advantage, ESTIMATORS)
+    check_name("algo.policy_loss", algo.policy_loss, POLICY_LOSSES)
+    estimator, loss = estimator_of(algo), loss_of(algo)
+    check_options("algo.advantage_args", algo.advantage_args, estimator.function, algo.advantage)
+    check_options("algo.loss_args", algo.loss_args, loss.function, algo.policy_loss)
+    check_inputs("algo.advantage", estimator.function, (estimator.sees,))
+    check_inputs("algo.policy_loss", loss.function, ("logprobs", "old_logprobs", "mb"))
+
+
+def check_name(field: str, value: Any, known: Iterable[str]) -> None:
+    names = list(known)
+    if not isinstance(value, str) or value in names:
+        return
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    require(False, f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")
+
+
+def check_options(
+    field: str, args: Mapping[str, Any], function: Callable[..., Any], chosen: Any
+) -> None:
+    """field: algo.loss_args or algo.advantage_args; chosen: the name or function of the config."""
+    options = options_of(function)
+    what = f"{'policy_loss' if 'loss' in field else 'advantage'}={shown(chosen)}"
+    for name, value in args.items():
+        if name in options:
+            check_option(f"{field}[{name!r}]", value, options[name])
+            continue
+        has = f"it has {', '.join(options)}" if options else "it has none"
+        require(takes_any_option(function), f"{field}: {what} has no option {name!r}; {has}")
+    missing = [n for n, o in options.items() if o.default is inspect.Parameter.empty]
+    missing = [name for name in missing if name not in args]
+    require(not missing, f"{field}: {what} needs the option {', '.join(missing)}")
+
+
+def check_option(place: str, value: Any, option: Option) -> None:
+    converted(value, option.type, place)  # raises for a wrong type
+    if not is_number(value):
+        return
+    holds = option.range is None or option.range.holds(value)
+    require(holds, f"{place}={value} must be {option.range.text if option.range else ''}")
+
+
+def check_inputs(field: str, function: Callable[..., Any], inputs: tuple[str, ...]) -> None:
+    """Raises ConfigError for a function of the user's that takes other inputs than these."""
+    parameters = list(parameters_of(function).values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    require(
+        not parameters
+        or len(required) <= len(inputs) <= (len(inputs) if takes_all else len(positional)),
+        f"{field}: {shown(function)} must be f({', '.join(inputs)}, *, options), and its inputs "
+        f"are {', '.join(p.name for p in positional) or 'none'}; what it reads of the config "
+        "belongs to its options, which are keyword-only",
+    )
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def shown(value: Any) -> str:
+    """Returns a name as it stands in the config, or the name of a function."""
+    function = getattr(value, "function", value)
+    return getattr(function, "__name__", "your function") if callable(value) else repr(value)
