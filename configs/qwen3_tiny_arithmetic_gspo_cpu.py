@@ -13,7 +13,5 @@ from qwen3_tiny_arithmetic_grpo_cpu import config as grpo
 config = replace(
     grpo,
     run_dir="runs/arithmetic/gspo",
-    algo=replace(
-        grpo.algo, policy_loss="gspo", loss_args={"clip_low": 3e-4, "clip_high": 4e-4}
-    ),
+    algo=replace(grpo.algo, policy_loss="gspo", loss_args={"clip_low": 3e-4, "clip_high": 4e-4}),
 )

@@ -177,8 +177,7 @@ def test_nonsense_is_refused(setting, words):
 SENSE = [
     {},
     {"advantage": "gae", "roles": CRITIC, "rollout": {"n": 1}, "advantage_args": {"lam": 0.95}},
-    {"advantage": "reinforce_plus_plus", "rollout": {"n": 1},
-     "advantage_args": {"gamma": 0.99}},
+    {"advantage": "reinforce_plus_plus", "rollout": {"n": 1}, "advantage_args": {"gamma": 0.99}},
     {"advantage": "remax", "rollout": {"n": 1, "greedy_baseline": True}},
     {"advantage": "prime", "roles": PRM},
     {"advantage": "win_rate", "policy_loss": "sppo"},
@@ -192,8 +191,7 @@ SENSE = [
         "kl_in": "reward",
     },
     {"advantage": "remax", "rollout": {"greedy_baseline": True}, "roles": PER_TURN},
-    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean",
-     "loss_args": {"clip_low": 3e-4}},
+    {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "loss_args": {"clip_low": 3e-4}},
     {"rollout": {"top_p": 0.9}, "correction": on()},
     {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},
     {"correction": on(bypass=True), "policy_loss": "reinforce"},
@@ -225,7 +223,8 @@ def test_sense_is_not_refused(setting):
 def test_every_option_of_one_algorithm_alone_has_its_reader():
     """An option that some built-in algorithm does not read is in READERS, so none is silent."""
     for_all = {
-        "advantage", "advantage_args", "policy_loss", "loss_args", "aggregation", "kl_coef", "entropy_coef", "entropy_target",
+        "advantage", "advantage_args", "policy_loss", "loss_args", "aggregation", "kl_coef",
+        "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
     }  # fmt: skip

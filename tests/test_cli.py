@@ -259,13 +259,13 @@ def test_only_what_differs_from_the_defaults_is_shown():
         actor=TrainConfig(optim=OptimConfig(lr=0.5)),
     )  # fmt: skip
     assert changed_fields(config) == [
-        "model='m'", "data.train='t'", "reward='gsm8k'", "actor.optim.lr=0.5",
+        "model='m'", "data.train='t'", "actor.optim.lr=0.5", "reward='gsm8k'",
         "critic=TrainConfig()", "prm.fsdp=2",
     ]  # fmt: skip
     sft = SftConfig("m", SftDataConfig("t"), "o")
     assert changed_fields(sft) == ["model='m'", "data.train='t'", "out='o'"]
     assert changed_fields(dataclasses.replace(sft, actor=TrainConfig())) == [
-        "model='m'", "data.train='t'", "out='o'", "actor.optim.lr=1e-06",
+        "model='m'", "data.train='t'", "actor.optim.lr=1e-06", "out='o'",
     ]  # fmt: skip
 
 

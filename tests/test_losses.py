@@ -329,7 +329,7 @@ def test_objective_is_the_sum_of_its_terms():
     batch.nll_weights = torch.rand(batch.num_tokens, generator=g).double() * batch.loss_mask
     algo = AlgoConfig(kl_coef=0.1, kl_estimator="k3", positive_nll_coef=0.2, entropy_coef=0.3)
     loss, _ = objectives.policy_objective(algo)(new, entropy, batch)
-    policy, _ = losses.ppo(new, batch.old_logprobs, batch, algo)
+    policy, _ = losses.ppo(new, batch.old_logprobs, batch)
     per_token = policy * batch.policy_weights - 0.3 * entropy
     per_token = per_token + 0.1 * kl.k3(new, batch.ref_logprobs)
     want = (per_token * batch.loss_weights).sum() - 0.2 * (new * batch.nll_weights).sum()

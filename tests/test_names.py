@@ -12,6 +12,7 @@ from golden import batch_of, random_trajectories
 
 from spmdrl import config as names
 from spmdrl.algo import advantages, correction, kl, losses, selection
+from spmdrl.algo.arguments import options_of
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.cli.arguments import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
@@ -89,6 +90,27 @@ def test_keywords_of_the_doc_are_options():
     assert given and given <= known, f"no such option: {sorted(given - known)}"
 
 
+TABLES = {
+    "loss_args": (3, {name: loss.function for name, loss in losses.POLICY_LOSSES.items()}),
+    "advantage_args": (2, {n: e.function for n, e in advantages.ESTIMATORS.items()}),
+}
+
+
+@pytest.mark.parametrize("group", TABLES)
+def test_the_doc_sets_options_that_the_row_has_and_names_them_all(group):
+    number, functions = TABLES[group]
+    section = DOC.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    for row in rows:
+        names_of_row = re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        for given in re.findall(group + r"=(\{[^`]*\})`", row):
+            for name in names_of_row:
+                assert ast.literal_eval(given).keys() <= options_of(functions[name]).keys(), row
+    words = set(re.findall(r"\w+", section))
+    known = {option for function in functions.values() for option in options_of(function)}
+    assert known <= words, f"not in section {number}: {sorted(known - words)}"
+
+
 def package_strings():
     """Every string in the package's source that is exactly a metric's name, or a part of one."""
     found = set()
@@ -115,12 +137,15 @@ def test_metrics_of_the_doc_exist():
 @pytest.mark.parametrize("option", PAIRS)
 def test_an_unknown_name_is_answered_with_the_known_ones(option):
     with pytest.raises(ConfigError) as error:
-        override(CONFIG, f"algo.{option}", "no_such_name")
+        check_algo(override(CONFIG, f"algo.{option}", "no_such_name"))
     assert "no_such_name" in str(error.value)
     assert all(repr(name) in str(error.value) for name in PAIRS[option][0]), str(error.value)
 
 
-@pytest.mark.parametrize("option", [option for option in PAIRS if "." not in option])
+LITERALS = ("aggregation", "kl_estimator", "sample_filter")
+
+
+@pytest.mark.parametrize("option", LITERALS)
 def test_an_unknown_name_in_a_file_is_answered_too(option):
     wrong = replace(CONFIG, algo=AlgoConfig(**{option: "no_such_name"}))
     with pytest.raises(ConfigError) as error:
@@ -160,13 +185,13 @@ def run_example(algo):
         batch.rewards, batch.loss_mask, batch.seq_lens, torch.zeros_like(batch.loss_mask)
     )
     tokens = advantages.Tokens(rewards, batch.loss_mask, batch.seq_lens, outcomes, every_seq)
-    estimator = advantages.estimator_of(algo)
-    if estimator.sees == "outcomes":
-        per_sample = estimator(outcomes, algo)
+    estimate = advantages.advantage_of(algo)
+    if advantages.estimator_of(algo).sees == "outcomes":
+        per_sample = estimate(outcomes)
         assert per_sample.shape == (n,) and per_sample.dtype == torch.float64
         batch.advantages = tokens.own(per_sample) * batch.loss_mask
     else:
-        batch.advantages = estimator(tokens, algo)
+        batch.advantages = estimate(tokens)
     assert batch.advantages.shape == (batch.num_tokens,)
     assert batch.advantages.dtype == torch.float32
     assert batch.advantages.any() and not batch.advantages[batch.loss_mask == 0].any()

@@ -22,7 +22,9 @@ SETTINGS = {
     "ppo": {"dual_clip": 1.4}, "gspo": {"clip_low": 0.03, "clip_high": 0.05},
     "dro": {"beta": 0.7}, "sppo": {"beta": 0.4}, "kl_cov": {"cov_kl_coef": 0.7},
 }  # fmt: skip
-NAMES = sorted(POLICY_LOSSES)
+NAMES = sorted(
+    name for name in POLICY_LOSSES if policy_loss.ALIASES.get(name, name) in policy_loss.CONSTANTS
+)
 KLS = sorted(ESTIMATORS)
 
 
@@ -116,10 +118,10 @@ else:
     def test_every_loss_estimator_and_constant_has_its_place():
         assert set(KLS) == policy_loss.KL_ESTIMATORS
         known = set(policy_loss.CONSTANTS)
-        assert {policy_loss.ALIASES.get(n, n) for n in POLICY_LOSSES} == known
-        for name, loss in POLICY_LOSSES.items():
+        assert known == {policy_loss.ALIASES.get(name, name) for name in NAMES}
+        for name in NAMES:
             constants = policy_loss.CONSTANTS[policy_loss.ALIASES.get(name, name)]
-            assert set(constants) <= set(options_of(loss.function))
+            assert set(constants) <= set(options_of(POLICY_LOSSES[name].function))
 
     @pytest.mark.parametrize("kl", KLS)
     @pytest.mark.parametrize("name", NAMES)
@@ -253,6 +255,11 @@ else:
         alone = logprobs.clone().requires_grad_()
         (found,) = torch.autograd.grad(objective(alone, entropy, batch)[0], alone)
         assert torch.equal(found, grad[:, 0])
+
+    def test_a_named_loss_that_the_kernel_has_not_got_stays_on_the_plain_form(monkeypatch):
+        monkeypatch.setitem(POLICY_LOSSES, "mine", POLICY_LOSSES["ppo"])
+        assert kernel_terms(AlgoConfig(policy_loss="mine"), 0.0, 0.0) is None
+        assert kernel_terms(AlgoConfig(policy_loss="ppo"), 0.0, 0.0) is not None
 
     def test_functions_of_the_users_stay_on_the_plain_form(monkeypatch):
         def mine(logprobs, old_logprobs, mb):

@@ -401,7 +401,8 @@ def tokens_on(topology, fraction):
     """Which tokens kl_cov takes where all covariances are 0: ties everywhere."""
     from spmdrl.training.credit import select_tokens
 
-    config = replace(BASE, algo=AlgoConfig(policy_loss="kl_cov", loss_args={"cov_fraction": fraction}))
+    algo = AlgoConfig(policy_loss="kl_cov", loss_args={"cov_fraction": fraction})
+    config = replace(BASE, algo=algo)
     trs = random_trajectories(0)
     mine = list(range(topology.rank, len(trs), topology.world))
     batch = batch_of(trs).select(mine)

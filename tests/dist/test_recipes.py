@@ -115,9 +115,9 @@ def test_a_teacher_alone_teaches(folder, tmp_path):
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 8  # a teacher with a mind of its own
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    args = ["--algo.advantage", "reinforce", "--algo.advantage_args.gamma", "0", "--algo.reward_coef", "0",
-            "--algo.kl_coef", "1", "--algo.kl_in", "reward", "--algo.kl_estimator", "k1",
-            "--ref.dtype", "float32", "--rollout.n", "1"]  # fmt: skip
+    args = ["--algo.advantage", "reinforce", "--algo.advantage_args.gamma", "0",
+            "--algo.reward_coef", "0", "--algo.kl_coef", "1", "--algo.kl_in", "reward",
+            "--algo.kl_estimator", "k1", "--ref.dtype", "float32", "--rollout.n", "1"]  # fmt: skip
     Path(folder, "twin").symlink_to("model")
     own = run(folder, 2, "own_teacher", *args, "--steps", "1", "--ref.model", "twin")[1]
     assert own["reward/std"] > 0

@@ -60,10 +60,11 @@ def check_options(
 
 def check_option(place: str, value: Any, option: Option) -> None:
     converted(value, option.type, place)  # raises for a wrong type
-    if not is_number(value):
+    if not isinstance(value, int | float):
         return
-    holds = option.range is None or option.range.holds(value)
-    require(holds, f"{place}={value} must be {option.range.text if option.range else ''}")
+    require(isfinite(value), f"{place}={value} is not a finite number")
+    if option.range is not None:
+        require(option.range.holds(value), f"{place}={value} must be {option.range.text}")
 
 
 def check_inputs(field: str, function: Callable[..., Any], inputs: tuple[str, ...]) -> None:
