@@ -180,13 +180,13 @@ def test_metrics_are_the_same_on_every_rank_and_for_any_number_of_them(estimates
 
 
 PER_TURN = {
-    "gae": ({"gamma": 0.9, "lam": 0.8}, lambda t: reference.gae(t, 0.9, 0.8)[0]),
-    "reinforce_plus_plus": ({"gamma": 0.9}, lambda t: reference.reinforce_plus_plus(t, 0.9)),
+    "gae": (args(gamma=0.9, lam=0.8), lambda t: reference.gae(t, 0.9, 0.8)[0]),
+    "reinforce_plus_plus": (args(gamma=0.9), lambda t: reference.reinforce_plus_plus(t, 0.9)),
     "reinforce of half the reward": (
-        {"gamma": 0.5, "reward_coef": 0.5},
+        args(gamma=0.5) | {"reward_coef": 0.5},
         lambda t: [[x / 2 for x in row] for row in reference.reinforce(t, 0.5)],
     ),
-    "remax": ({"gamma": 0.95}, lambda t: reference.remax(t, 0.95)),
+    "remax": (args(gamma=0.95), lambda t: reference.remax(t, 0.95)),
     "optimal_token_baseline": ({}, reference.optimal_token_baseline),
     "tir_optimal_token_baseline": ({}, lambda t: reference.optimal_token_baseline(t, True)),
     "grpo": ({}, reference.grpo),  # sees R alone, which is the sum
