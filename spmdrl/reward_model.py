@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from spmdrl.engines.base import TrainEngine
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
 
 
@@ -57,7 +57,7 @@ def main(
     from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.supervised import check_reward_training
     from spmdrl.training.runtime import started
-    from spmdrl.training.supervised_loop import show_plan, train
+    from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -73,7 +73,7 @@ def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.data.preferences import PreferenceDataset
     from spmdrl.hub.hf_folder import load_hf_config
     from spmdrl.training.logs.curves import ACCURACY
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
 
     padding = load_hf_config(config.model).get_text_config().pad_token_id
     return Task(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from spmdrl.engines.base import TrainEngine
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
 
 
@@ -58,7 +58,7 @@ def main(
         check_sft,  # torch comes in here, see spmdrl/ppo.py
     )
     from spmdrl.training.runtime import started
-    from spmdrl.training.supervised_loop import show_plan, train
+    from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -72,7 +72,7 @@ def main(
 def task() -> Task:
     from spmdrl.data.sft import SftDataset
     from spmdrl.training.logs.curves import LOSS
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
 
     return Task(
         name="sft", kind="policy", load=SftDataset.load, loss_fn=cross_entropy,

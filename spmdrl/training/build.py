@@ -53,7 +53,6 @@ class RlRun:
     held_out: list[tuple[int, Prompt]]  # the same on every rank
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-    identity: dict[str, Any] | None = None  # see spmdrl/training/run_identity.py; for checkpoints
     asked: StepRequests | None = (
         None  # of the next step, where it is asked while this one is scored
     )
