@@ -1,4 +1,4 @@
-"""Reinforcement learning in the loop (`loop.py`): its steps, evaluations, and what is saved of it."""
+"""Reinforcement learning in the loop (`loop.py`): steps, evaluations, what is saved of them."""
 
 from __future__ import annotations
 
