@@ -25,6 +25,7 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spmdrl.data.images import BatchImages
     from spmdrl.engines.base import TrainEngine
     from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
@@ -97,10 +98,12 @@ def eos_is_appended(config: RewardTrainingConfig) -> bool:
     return appends_eos(config.model) if asked is None else asked
 
 
-def measure(model: TrainEngine, batch: Batch, center_coef: float) -> dict[str, Tensor]:
+def measure(
+    model: TrainEngine, batch: Batch, images: BatchImages | None, center_coef: float
+) -> dict[str, Tensor]:
     from spmdrl.algo.preference import pair_terms
 
-    found = pair_terms(model.values(batch), batch, center_coef)
+    found = pair_terms(model.values(batch, images), batch, center_coef)
     return {name: values.double().sum() for name, values in found.items()}
 
 

@@ -24,6 +24,7 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spmdrl.data.images import BatchImages
     from spmdrl.engines.base import TrainEngine
     from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
@@ -88,8 +89,11 @@ def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor,
     return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}
 
 
-def negative_logprobs(model: TrainEngine, batch: Batch) -> dict[str, Tensor]:
-    logprobs = model.logprobs(batch, temperature=1.0).logprobs  # 0 where nothing is learnt
+def negative_logprobs(
+    model: TrainEngine, batch: Batch, images: BatchImages | None
+) -> dict[str, Tensor]:
+    found = model.logprobs(batch, temperature=1.0, images=images)
+    logprobs = found.logprobs  # 0 where nothing is learnt
     return {"loss": -logprobs.double().sum()}
 
 

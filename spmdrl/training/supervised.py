@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.cli.arguments import shown_config
 from spmdrl.config import SftDataConfig, SupervisedConfig, require
-from spmdrl.data.images import ImageProcessor
+from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompts import PromptOrder, left_out_lines
 from spmdrl.data.supervised_rows import Rows
@@ -27,8 +27,6 @@ from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.build import build_engine
-from spmdrl.engines.fsdp.engine import FsdpEngine
-from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
@@ -60,7 +58,7 @@ class Task:
     load: Callable[..., Rows]  # what load_data gives it; collective
     loss_fn: LossFn
     # of held-out rows: sums over this rank's unmasked tokens, float64; the same names on all ranks
-    measure: Callable[[TrainEngine, Batch], dict[str, Tensor]]
+    measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]]
     summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
     shown: tuple[str, ...]  # metrics in the line of a step
     curve: Curve  # what is to improve
@@ -117,7 +115,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
         engine = build_engine(task.kind, config.model, config.actor, ranks)
-    actor = Trainer("actor", ranks, engine)
+    actor = Trainer("actor", ranks, engine, rows.images)
     if task.kind == "reward":
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
@@ -178,7 +176,7 @@ def state_of(run: SupervisedRun) -> RunState:
         engines={"actor": actor.model},
         order=run.order,
         tokenizer=run.tokenizer,
-        files=[run.rows.files] if run.rows.sight is not None else [],
+        files=[run.rows.files] if run.rows.images is not None else [],
         log_rank=0,
         pretrained=[*actor.model.pretrained, run.tokenizer],
         updated=lambda metrics: f"{run.task.name}/loss" in metrics,  # else it was passed over
@@ -210,7 +208,7 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
         for first in range(0, len(rows), config.data.batch_size):
             chosen = range(first, min(first + config.data.batch_size, len(rows)))
             batch, count = weighted_batch(rows, list(chosen), run.actor)
-            for name, total in run.task.measure(run.actor.model, batch).items():
+            for name, total in run.task.measure(run.actor.model, batch, rows.images).items():
                 sums[name] = sums.get(name, 0.0) + float(total)
             num_tokens += count
             phases.still_going()
@@ -229,11 +227,10 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
         export(weights, run, Path(config.out))
         if config.actor.ema:
-            assert isinstance(actor, FsdpEngine)  # checks/common.py refuses others
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
             export(weights, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
-            save_adapter(actor, Path(config.out, "adapter"))
+            actor.save_adapter(Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
 
 
@@ -249,9 +246,7 @@ def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
 
 def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
     """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
-    number. From now on the model looks at their images. Collective."""
-    if isinstance(actor.model, FsdpEngine):  # others are refused where there are images
-        actor.model.sight = rows.sight
+    number. Collective."""
     batch = rows.batch(share_of(rows, indices, actor))
     num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
     batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)
