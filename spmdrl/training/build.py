@@ -17,7 +17,7 @@ from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
-from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
+from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
@@ -26,6 +26,7 @@ from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
+from spmdrl.rollout.build import engine_text
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
@@ -116,7 +117,7 @@ def build(
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
-        PROGRESS.detail(engine_text(config.rollout.engine, config.model))
+        PROGRESS.detail(engine_text(config.rollout, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
             load_weights=host is None,

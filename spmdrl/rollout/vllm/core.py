@@ -45,8 +45,6 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
     if not config.engine_args:
         return
     given = f"rollout.engine_args={dict(config.engine_args)}"
-    if config.engine != "vllm":
-        raise ConfigError(f"{given} are vLLM's: set rollout.engine='vllm' or leave them out")
     if strict:
         raise ConfigError(f"{given}: strict sets vLLM up by itself; leave them out")
     for name in config.engine_args:
