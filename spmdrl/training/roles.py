@@ -115,6 +115,11 @@ class Roles:
         return self.config.rollout.sleep and bool(shared)
 
     @property
+    def temperature(self) -> float:
+        """The temperature of the log-probabilities: that at which the policy samples."""
+        return self.config.rollout.temperature
+
+    @property
     def trainers(self) -> list[Trainer]:
         found = (self.actor, self.ref, self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]

@@ -70,8 +70,7 @@ def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
     with roles.phases("ref_logprobs", ref.topology):
         ref.model.onload()
         for batch in PROGRESS.each(batches.of(ref), "mini-batches"):
-            temperature = roles.config.rollout.temperature
-            stats = ref.model.logprobs(batch, temperature, images=ref.images)
+            stats = ref.model.logprobs(batch, roles.temperature, images=ref.images)
             batch.ref_logprobs = stats.logprobs
         ref.model.offload()
 
@@ -103,8 +102,7 @@ def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
         with roles.phases("old_logprobs", actor.topology):
             actor.model.onload()
             for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
-                temperature = roles.config.rollout.temperature
-                stats = actor.model.logprobs(batch, temperature, token_sums, actor.images)
+                stats = actor.model.logprobs(batch, roles.temperature, token_sums, actor.images)
                 batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats
 
 
@@ -171,8 +169,8 @@ def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
     def select(batch: Batch, update: int) -> None:
         logprobs = batch.old_logprobs
         if update > 0 or logprobs is None or config.algo.correction.bypass:
-            temperature = config.rollout.temperature
-            logprobs = actor.model.logprobs(batch, temperature, images=actor.images).logprobs
+            stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
+            logprobs = stats.logprobs
         batch.selected = select_tokens(batch, logprobs, config, step, update, actor.topology)
 
     return select

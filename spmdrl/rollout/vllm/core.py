@@ -27,6 +27,7 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 
+LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 # of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
 # what it computes nor how its weights lie
 MAY_BE_SET = (

@@ -10,11 +10,9 @@ from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec
-from spmdrl.rollout.vllm.core import check_attention, check_engine_args
+from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, check_attention, check_engine_args
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.lora import check_adapter
-
-LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 
 
 def build(
