@@ -55,7 +55,7 @@ from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap
 from spmdrl.training.push_weights import push_weights
-from spmdrl.training.rl_loop import run_step
+from spmdrl.training.rl import run_step
 from spmdrl.training.roles import Trainer
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Sample

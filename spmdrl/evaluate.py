@@ -27,7 +27,7 @@ from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.distributed.env import before_torch
 from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
 from spmdrl.distributed.output import keep_output
-from spmdrl.distributed.progress import LIBRARIES, PROGRESS, engine_text
+from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 if TYPE_CHECKING:
     from spmdrl.data.images import ImageLimits
@@ -231,7 +231,7 @@ def sampler_of(
     """Builds a sampler on all ranks. Collective."""
     from spmdrl.distributed.topology import Topology
     from spmdrl.hub.remote_code import allow_code
-    from spmdrl.rollout.build import build_engine
+    from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.training.build import build_dialogue, build_reward_model, reward_degrees
     from spmdrl.training.roles import Sampler
@@ -242,7 +242,7 @@ def sampler_of(
         if config.trust_remote_code:
             allow_code(model)
         ranks = Topology.build(topology.device, dp=-1, tp=rollout.tensor_parallel)
-        PROGRESS.detail(engine_text(rollout.engine, model))
+        PROGRESS.detail(engine_text(rollout, model))
         engine = build_engine(
             model, rollout, longest, ranks, topology, config.strict, looks=looks
         )  # fmt: skip

@@ -47,7 +47,7 @@ def main(
     from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.rl import check
     from spmdrl.training.dry_run import show_plan
-    from spmdrl.training.rl_loop import train
+    from spmdrl.training.rl import train
     from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):

@@ -25,8 +25,9 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spmdrl.data.images import BatchImages
     from spmdrl.engines.base import TrainEngine
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
 
 
@@ -57,7 +58,7 @@ def main(
     from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.supervised import check_reward_training
     from spmdrl.training.runtime import started
-    from spmdrl.training.supervised_loop import show_plan, train
+    from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -73,7 +74,7 @@ def task(config: RewardTrainingConfig) -> Task:
     from spmdrl.data.preferences import PreferenceDataset
     from spmdrl.hub.hf_folder import load_hf_config
     from spmdrl.training.logs.curves import ACCURACY
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
 
     padding = load_hf_config(config.model).get_text_config().pad_token_id
     return Task(
@@ -97,10 +98,12 @@ def eos_is_appended(config: RewardTrainingConfig) -> bool:
     return appends_eos(config.model) if asked is None else asked
 
 
-def measure(model: TrainEngine, batch: Batch, center_coef: float) -> dict[str, Tensor]:
+def measure(
+    model: TrainEngine, batch: Batch, images: BatchImages | None, center_coef: float
+) -> dict[str, Tensor]:
     from spmdrl.algo.preference import pair_terms
 
-    found = pair_terms(model.values(batch), batch, center_coef)
+    found = pair_terms(model.values(batch, images), batch, center_coef)
     return {name: values.double().sum() for name, values in found.items()}
 
 

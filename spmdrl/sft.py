@@ -24,8 +24,9 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from spmdrl.data.images import BatchImages
     from spmdrl.engines.base import TrainEngine
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
     from spmdrl.types import Batch
 
 
@@ -58,7 +59,7 @@ def main(
         check_sft,  # torch comes in here, see spmdrl/ppo.py
     )
     from spmdrl.training.runtime import started
-    from spmdrl.training.supervised_loop import show_plan, train
+    from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
@@ -72,7 +73,7 @@ def main(
 def task() -> Task:
     from spmdrl.data.sft import SftDataset
     from spmdrl.training.logs.curves import LOSS
-    from spmdrl.training.supervised_loop import Task
+    from spmdrl.training.supervised import Task
 
     return Task(
         name="sft", kind="policy", load=SftDataset.load, loss_fn=cross_entropy,
@@ -88,8 +89,11 @@ def cross_entropy(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor,
     return loss, {"entropy": (entropy.detach() * mb.loss_mask).sum()}
 
 
-def negative_logprobs(model: TrainEngine, batch: Batch) -> dict[str, Tensor]:
-    logprobs = model.logprobs(batch, temperature=1.0).logprobs  # 0 where nothing is learnt
+def negative_logprobs(
+    model: TrainEngine, batch: Batch, images: BatchImages | None
+) -> dict[str, Tensor]:
+    found = model.logprobs(batch, temperature=1.0, images=images)
+    logprobs = found.logprobs  # 0 where nothing is learnt
     return {"loss": -logprobs.double().sum()}
 
 

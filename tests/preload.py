@@ -28,7 +28,7 @@ import spmdrl.distributed.output
 import spmdrl.engines.megatron.engine
 import spmdrl.rollout.hf.engine
 import spmdrl.rollout.vllm.engine
-import spmdrl.training.rl_loop
+import spmdrl.training.rl
 
 if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing can fork
     import vllm.model_executor.models.qwen3

@@ -297,7 +297,7 @@ def test_any_command_line(model, tmp_path_factory, argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo, "exit_config", stop)
         patch.setattr("spmdrl.training.runtime.started", lambda config: Started())
-        patch.setattr("spmdrl.training.rl_loop.train", lambda config, runtime: seen.append(config))
+        patch.setattr("spmdrl.training.rl.train", lambda config, runtime: seen.append(config))
         patch.setattr(
             "spmdrl.training.dry_run.show_plan", lambda config, *others: seen.append(config)
         )

@@ -113,6 +113,11 @@ CASES = [
     ({"checkpoint": CheckpointConfig(keep_best=-1)}, 1, ["keep_best=-1"]),
     ({"rollout": rollout(quantization="fp8")}, 1, ["rollout.quantization='fp8'"]),
     ({"rollout": rollout(quantization="fp8", engine="hf")}, 1, ["set rollout.engine='vllm'"]),
+    (
+        {"rollout": rollout(engine_args={"block_size": 16}, engine="hf")},
+        1,
+        ["are vLLM's: set rollout.engine='vllm' or leave them out"],
+    ),
     ({"steps": 0}, 1, ["steps=0"]),
     (
         {"actor": TrainConfig(lora=LoraConfig(target_modules=()))},

@@ -36,7 +36,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import build_classifier, classifier_config
 from spmdrl.engines.micro_batches import cut
 from spmdrl.training.checks.supervised import check_reward_training
-from spmdrl.training.supervised_loop import name_padding
+from spmdrl.training.supervised import name_padding
 from spmdrl.types import Batch
 
 

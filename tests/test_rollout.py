@@ -527,7 +527,6 @@ def test_what_vllm_refuses_is_a_mistake_in_the_config(
     [
         ({"engine_args": {"max_num_batched_token": 64}}, "did you mean 'max_num_batched_tokens'"),
         ({"engine_args": {"quantization": "fp8"}}, "may be set: async_scheduling, "),
-        ({"engine_args": {"block_size": 16}, "engine": "hf"}, "are vLLM's"),
     ],
 )
 def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:

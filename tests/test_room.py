@@ -18,12 +18,12 @@ from spmdrl.checkpoint.disk_space import (
     check_room,
     check_room_for_checkpoint,
     nearest,
-    shared_bytes,
     writing,
 )
 from spmdrl.config import ConfigError
 from spmdrl.distributed.exit import FAILED, leave_word, write_story
 from spmdrl.distributed.phases import Phases
+from spmdrl.rollout.build import shared_bytes
 from spmdrl.training.logs.metrics import RunLog, write_rows
 from spmdrl.training.logs.trace import SpanLog, TraceFile
 from spmdrl.training.logs.trackers import Tensorboard
@@ -81,7 +81,9 @@ def test_shared_memory_and_checkpoints_must_fit(tmp_path, monkeypatch):
     )  # fmt: skip
     assert shared_bytes(config, [0, 1, 2, 3], 4, threads=3) == 2 * 3 * (4 << 20)
     assert shared_bytes(config, [0, 1], 4, threads=3) == 0
-    rollout.tensor_parallel = 1
+    rollout.engine = "hf"
+    assert shared_bytes(config, [0, 1, 2, 3], 4, threads=3) == 0
+    rollout.engine, rollout.tensor_parallel = "vllm", 1
     assert shared_bytes(config, [0, 1, 2, 3], 4, threads=3) == 0
     assert shared_bytes(SimpleNamespace(), [0], 1, threads=1) == 0  # of fine-tuning
     monkeypatch.setattr(room, "SHARED_MEMORY", tmp_path)

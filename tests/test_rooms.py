@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import permutations
 from pathlib import Path
+from typing import get_args, get_type_hints
+
+from spmdrl.config import RolloutConfig
+from spmdrl.rollout.build import ENGINES
 
 PACKAGE = Path(__file__).parents[1] / "spmdrl"
 # A room imports itself and those before it. The files at the top that are not named here are
@@ -95,3 +99,26 @@ def test_no_phase_stands_for_a_barrier() -> None:
             empty = isinstance(node, ast.With) and isinstance(node.body[0], ast.Pass)
             if empty and "phases" in ast.unparse(node.items[0].context_expr):
                 raise AssertionError(f"{file}:{node.lineno}")
+
+
+def test_an_engine_is_known_by_its_protocol_and_its_spec() -> None:
+    """No code compares the name of a rollout engine, or asks for the class of an engine."""
+    own = (PACKAGE / "rollout" / "vllm", PACKAGE / "rollout" / "hf")
+    assert get_args(get_type_hints(RolloutConfig)["engine"]) == tuple(ENGINES)
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent in own:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare):
+                compared = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                assert not {*ENGINES} & {*compared}, f"{file}:{node.lineno}"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                assert not ast.unparse(node.args[1]).endswith("Engine"), f"{file}:{node.lineno}"
+
+
+def test_every_program_that_trains_has_the_same_loop() -> None:
+    loops = {name for name, found in graph().items() if "training.stop" in found}
+    assert loops == {"training.loop"}
+    assert {name for name, found in graph().items() if "training.loop" in found} == {
+        "training.rl", "training.supervised",
+    }  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spmdrl.data.packing import sequence_work
-from spmdrl.training.supervised_loop import share_of
+from spmdrl.training.supervised import share_of
 
 
 def test_ranks_are_given_equal_work():

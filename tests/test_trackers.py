@@ -88,5 +88,5 @@ def test_options_by_their_names(tmp_path, qwen3):
 
 
 def test_wandb_is_imported_only_where_it_is_asked_for():
-    told = "import sys, spmdrl.training.rl_loop; sys.exit('wandb' in sys.modules)"
+    told = "import sys, spmdrl.training.rl; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], timeout=60).returncode == 0

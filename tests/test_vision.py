@@ -18,7 +18,7 @@ from PIL import Image
 from tiny import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from spmdrl.config import ConfigError, DataConfig, RolloutConfig
+from spmdrl.config import ConfigError, DataConfig, RolloutConfig, TrainConfig
 from spmdrl.data import images
 from spmdrl.data.images import (
     BatchImages,
@@ -35,6 +35,7 @@ from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.engines.megatron.engine import MegatronEngine
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
@@ -303,7 +304,7 @@ def packed(prompts: list[Prompt], answers: list[list[int]]) -> Batch:
     return batch
 
 
-def logprobs_packed(model: Any, sight: BatchImages, batch: Batch) -> torch.Tensor:
+def logprobs_packed(model: Any, batch_images: BatchImages, batch: Batch) -> torch.Tensor:
     """Of every token but each sequence's first."""
     lens = batch.seq_lens.tolist()
     rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
@@ -311,7 +312,7 @@ def logprobs_packed(model: Any, sight: BatchImages, batch: Batch) -> torch.Tenso
     packing = attention.Packing.build(batch.seq_lens, torch.device("cpu"))
     found, *_ = TokenPolicy(model)(
         batch.token_ids, positions, packing, rows - 1, batch.token_ids[rows], 1.0,
-        scene=sight.scene(batch),
+        scene=batch_images.scene(batch),
     )  # fmt: skip
     return found
 
@@ -378,9 +379,11 @@ def test_an_answer_may_have_the_image_token(models: dict[str, str]) -> None:
     with torch.no_grad():
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             weight[twin] = weight[vision.token_id]
-    sight = BatchImages(vision, prompts.__getitem__)
+    batch_images = BatchImages(vision, prompts.__getitem__)
     answers = [[12, token, 13, token, token] for token in (vision.token_id, twin)]
-    got, want = (logprobs_packed(model, sight, packed(prompts, [answer])) for answer in answers)
+    got, want = (
+        logprobs_packed(model, batch_images, packed(prompts, [answer])) for answer in answers
+    )
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -419,8 +422,8 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     model: Any = build_model(models[kind], full=True)
     with torch.no_grad():
         for prompt, answer in zip(asked, whole, strict=True):
-            sight = BatchImages(vision, {prompt.id: prompt}.__getitem__)
-            right = logprobs_packed(model, sight, packed([prompt], [answer.token_ids]))
+            batch_images = BatchImages(vision, {prompt.id: prompt}.__getitem__)
+            right = logprobs_packed(model, batch_images, packed([prompt], [answer.token_ids]))
             got = torch.tensor(answer.logprobs)
             torch.testing.assert_close(got, right[-12:], rtol=1e-4, atol=1e-5)
     begun = [
@@ -452,8 +455,8 @@ def test_new_weights_of_the_tower_are_looked_through(
         engine.load_weights((name, p.data) for name, p in model.named_parameters())
         engine.check_weights((name, p.data) for name, p in model.named_parameters())
         answer = engine.generate([request], params)[0]
-        sight = BatchImages(vision, lambda id: prompt)
-        right = logprobs_packed(model, sight, packed([prompt], [answer.token_ids]))
+        batch_images = BatchImages(vision, lambda id: prompt)
+        right = logprobs_packed(model, batch_images, packed([prompt], [answer.token_ids]))
     torch.testing.assert_close(torch.tensor(answer.logprobs), right[-4:], rtol=1e-4, atol=1e-5)
     engine.shutdown()
 
@@ -469,3 +472,17 @@ def test_the_largest_image_is_what_memory_is_measured_with(models: dict[str, str
     item = processor.get_dummy_mm_inputs({"image": 1}, cache=None)["mm_kwargs"]["image"][0]
     assert item["pixel_values"].data.shape == (64, 96)
     assert processor.info.get_mm_max_tokens_per_item(200, {"image": 1}) == {"image": 16}
+
+
+def test_megatron_says_that_it_sees_no_images(models: dict[str, str], topology: Topology) -> None:
+    parts: Any = SimpleNamespace(pretrained=[])
+    engine = MegatronEngine(parts, TrainConfig(engine="megatron"), topology)
+    batch_images = BatchImages(vision_of(models["qwen2_vl"]), lambda id: pytest.fail("looked"))
+    batch: Any = None
+    for call in (
+        lambda: engine.logprobs(batch, 1.0, images=batch_images),
+        lambda: engine.values(batch, batch_images),
+        lambda: engine.update(batch, lambda *_: pytest.fail("ran"), 1.0, batch_images),
+    ):
+        with pytest.raises(ConfigError, match=r"'megatron' has no models that see images: use"):
+            call()

@@ -108,7 +108,6 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
     check_fp8(Hf(), replace(CONFIG, tensor_parallel=4))
     for changes, what in (
-        ({"engine": "hf"}, "rollout.engine"),
         ({"dtype": "float32"}, "bfloat16"),
         ({"dtype": "float16"}, "CPU computes in bfloat16"),
         ({"tensor_parallel": 5}, "409 rows"),

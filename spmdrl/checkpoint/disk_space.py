@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import ConfigError
-from spmdrl.distributed.placement import place
 
 MIB = 1 << 20
 PROBE_BYTES = MIB
 WRITTEN_IN = ("samples", "checkpoints", "errors", "trace", "profile")  # folders of a run's folder
 SHARED_MEMORY = Path("/dev/shm")
 UNKNOWN_BYTES = 1 << 62  # of file systems that do not say how large they are
-SHARED_BYTES = 4 * MIB  # of each rank of a tensor-parallel group on CPUs and each of its threads
 
 
 def check_encodable(paths: dict[str, Any]) -> None:
@@ -55,17 +53,6 @@ def check_room(run_dir: Path, shared_bytes: int = 0) -> None:
             "(docker run --shm-size, mount -o remount,size=...), remove what others have left "
             "in it, or lower rollout.tensor_parallel"
         )
-
-
-def shared_bytes(config: Any, ranks: list[int], world: int, threads: int) -> int:
-    """Returns the bytes of /dev/shm that these ranks, of one host, need for vLLM on CPUs. config:
-    of any program.
-    """
-    rollout = getattr(config, "rollout", None)
-    if rollout is None or rollout.engine != "vllm" or rollout.tensor_parallel == 1:
-        return 0
-    sampling = set(place(config, world).roles["rollout"])
-    return len(sampling & set(ranks)) * threads * SHARED_BYTES
 
 
 def check_room_for_checkpoint(run_dir: Path, least_bytes: int) -> None:

@@ -154,7 +154,7 @@ class PairReader:
 class PreferenceDataset:
     """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
 
-    sight: BatchImages | None = None
+    images: BatchImages | None = None
 
     def __init__(self, files: Files, measured: Measured, reader: PairReader) -> None:
         self.files, self.measured, self.reader = files, measured, reader

@@ -81,7 +81,7 @@ class SftDataset:
     ) -> None:  # fmt: skip
         self.files, self.measured, self.reader, self.config = files, measured, reader, config
         vision = reader.vision if measured.num_illustrated else None
-        self.sight = None if vision is None else BatchImages(vision, self.by_id)
+        self.images = None if vision is None else BatchImages(vision, self.by_id)
 
     @classmethod
     def load(

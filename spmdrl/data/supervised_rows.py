@@ -28,7 +28,7 @@ class Rows(Protocol):
 
     files: Files
     measured: Measured
-    sight: BatchImages | None  # of their images, where any row has one
+    images: BatchImages | None  # those of the rows, where the model sees any
 
     def __len__(self) -> int: ...
 

@@ -299,10 +299,6 @@ def model_text(model: str) -> str:
     return f"{model}, {size / 1e6:.1f} MB" if size else model
 
 
-def engine_text(engine: str, model: str) -> str:
-    return f"{'vLLM' if engine == 'vllm' else 'transformers'}, {model_text(model)}"
-
-
 def columns() -> int:
     """Returns the columns of the terminal; 80 where it does not say."""
     try:

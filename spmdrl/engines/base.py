@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.checkpoint.format import Staged
+from spmdrl.data.images import BatchImages
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.shards import Shards
@@ -24,21 +25,28 @@ LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 class TrainEngine(Protocol):
     """One model under training, or a frozen one, on the ranks of its topology.
 
-    Every method is collective over these ranks.
+    Every method is collective over these ranks. images: those of the prompts in the batch, where
+    the run's data has any; None: the model is given text alone. An engine raises ConfigError for
+    what no model of its library has: images, adapters, a moving average.
     """
 
     topology: Topology
     pretrained: list[Any]  # configs with save_pretrained, written beside the weights
 
-    def logprobs(self, batch: Batch, temperature: float, pi_squared: bool = False) -> PolicyStats:
+    def logprobs(
+        self, batch: Batch, temperature: float, pi_squared: bool = False,
+        images: BatchImages | None = None,
+    ) -> PolicyStats:  # fmt: skip
         """Log-probability and entropy of every unmasked token; sums of squares where wanted."""
         ...
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
         """(num_tokens,) float32 value of the state before every unmasked token, 0 elsewhere."""
         ...
 
-    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+    def update(
+        self, batch: Batch, loss_fn: LossFn, temperature: float, images: BatchImages | None = None
+    ) -> dict[str, float]:
         """One optimizer step on the mini-batch that all ranks hold together.
 
         Returns loss, grad_norm (before clipping), lr, and the loss function's metrics as means over
@@ -63,6 +71,20 @@ class TrainEngine(Protocol):
 
         Takes the memory of one tensor and bucket_bytes. Collective until it is exhausted.
         """
+        ...
+
+    def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The moving average of the weights (config.ema), as named_weights gives the weights; those
+        that are not trained are as they are.
+        """
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the adapters (config.lora) as peft has them."""
+        ...
+
+    def base(self) -> TrainEngine:
+        """The same model without its adapters (config.lora), frozen, in the same memory."""
         ...
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -37,15 +37,3 @@ def build_engine(
         engine = FsdpEngine(kind, model, config, topology, frozen, strict, load_weights)
     level_group_count(job.control if job is not None else None)
     return engine
-
-
-def base_of(engine: TrainEngine | None) -> TrainEngine | None:
-    """Returns the same model without its adapters, frozen, in the same memory; None outside its
-    ranks.
-    """
-    from spmdrl.engines.fsdp.engine import FsdpEngine
-
-    if engine is None:
-        return None
-    assert isinstance(engine, FsdpEngine)
-    return engine.base()

@@ -1,16 +1,21 @@
-"""Builds the engine that a config names; only its library is imported."""
+"""The rollout engines by name, and the one that a config names."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, require
+from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.collectives import level_group_count
+from spmdrl.distributed.placement import place
+from spmdrl.distributed.progress import model_text
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import RolloutEngine
+from spmdrl.rollout.hf.spec import SPEC as HF
+from spmdrl.rollout.spec import EngineSpec
+from spmdrl.rollout.vllm.spec import SPEC as VLLM
 
-if TYPE_CHECKING:
-    from spmdrl.config import LoraConfig, RolloutConfig
-    from spmdrl.data.images import ImageLimits
-    from spmdrl.distributed.topology import Topology
-    from spmdrl.rollout.base import RolloutEngine
+ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (VLLM, HF)}
 
 
 def build_engine(
@@ -20,8 +25,8 @@ def build_engine(
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
-    lora: vLLM keeps an adapter beside its weights, which are then the base's. looks: which images
-    prompts have, where the model sees any.
+    lora: the engine keeps an adapter beside its weights, which are then the base's. looks: which
+    images prompts have, where the model sees any.
 
     Collective over the job: ranks outside of `topology`, whose axes are dp and tp, get None. job:
     all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
@@ -29,15 +34,60 @@ def build_engine(
     the model's config is read, and weights must be given before anything is sampled.
     """
     engine: RolloutEngine | None = None
-    if topology.here and config.engine == "hf":
-        from spmdrl.rollout.hf.engine import HfEngine
-
-        engine = HfEngine(model, config, max_model_len, topology, strict, looks, load_weights)
-    elif topology.here:
-        from spmdrl.rollout.vllm.engine import VllmEngine
-
-        engine = VllmEngine(
+    if topology.here:
+        engine = ENGINES[config.engine].build(
             model, config, max_model_len, topology, strict, lora, looks, load_weights
-        )  # fmt: skip
+        )
     level_group_count(job.control if job is not None else None)
     return engine
+
+
+def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> None:
+    """hf: the model's config. Raises ConfigError for options of another engine, and for what the
+    engine cannot do with the model.
+    """
+    spec = ENGINES[config.engine]
+    other = next(s for s in ENGINES.values() if s.quantizes)
+    require(
+        config.quantization is None or spec.quantizes,
+        f"rollout.quantization={config.quantization!r} is {other.title}'s: set "
+        f"rollout.engine={other.name!r} or leave it out",
+    )
+    other = next(s for s in ENGINES.values() if s.takes_engine_args)
+    require(
+        not config.engine_args or spec.takes_engine_args,
+        f"rollout.engine_args={dict(config.engine_args)} are {other.title}'s: set "
+        f"rollout.engine={other.name!r} or leave them out",
+    )
+    spec.check_model(model, hf, config, strict)
+
+
+def check_adapter(lora: LoraConfig | None, config: RolloutConfig, hf: Any) -> None:
+    """hf: the text model's config. Raises ConfigError where an adapter cannot be sent by itself."""
+    asked = "weights.lora='adapter'"
+    if lora is None:
+        raise ConfigError(f"{asked} has no effect without actor.lora: leave it out")
+    check = ENGINES[config.engine].check_adapter
+    if check is None:
+        other = next(spec for spec in ENGINES.values() if spec.check_adapter is not None)
+        raise ConfigError(
+            f"{asked} is of rollout.engine={other.name!r}; weights.lora='merge' sends weights with "
+            "the adapter in them"
+        )
+    check(lora, config, hf)
+
+
+def engine_text(config: RolloutConfig, model: str) -> str:
+    """What is built, for people: as in "vLLM, Qwen3-8B"."""
+    return f"{ENGINES[config.engine].title}, {model_text(model)}"
+
+
+def shared_bytes(config: Any, ranks: list[int], world: int, threads: int) -> int:
+    """Returns the bytes of /dev/shm that the engines on these ranks, of one host, need on CPUs.
+    config: of any program.
+    """
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.tensor_parallel == 1:
+        return 0
+    sampling = set(place(config, world).roles["rollout"])
+    return len(sampling & set(ranks)) * threads * ENGINES[rollout.engine].shared_bytes

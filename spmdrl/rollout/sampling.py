@@ -53,14 +53,7 @@ def training_params(config: RolloutConfig) -> SamplingParams:
 
 def greedy_params(config: RolloutConfig) -> SamplingParams:
     """Returns the same stops and lengths, with the most likely token each time."""
-    return SamplingParams(
-        temperature=0.0,
-        min_tokens=config.min_tokens,
-        max_tokens=config.max_tokens,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-        ignore_eos=config.ignore_eos,
-    )
+    return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=0)
 
 
 def evaluation_params(config: PpoConfig) -> SamplingParams:

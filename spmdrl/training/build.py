@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,16 +17,16 @@ from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompts import PromptDataset, PromptOrder
 from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
-from spmdrl.distributed.progress import PROGRESS, engine_text, model_text
+from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import TrainEngine
-from spmdrl.engines.build import base_of, build_engine
-from spmdrl.engines.fsdp.engine import FsdpEngine
+from spmdrl.engines.build import build_engine
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
+from spmdrl.rollout.build import engine_text
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
@@ -53,7 +53,6 @@ class RlRun:
     held_out: list[tuple[int, Prompt]]  # the same on every rank
     order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-    identity: dict[str, Any] | None = None  # see spmdrl/training/run_identity.py; for checkpoints
     asked: StepRequests | None = (
         None  # of the next step, where it is asked while this one is scored
     )
@@ -107,10 +106,10 @@ def build(
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
     places = TopologyCache(topology)
-    trainers = build_trainers(config, runtime, places, placement, host)
+    has_images = looks is not None and looks.per_prompt > 0
+    images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
+    trainers = build_trainers(config, runtime, places, placement, images, host)
     actor = trainers["actor"]
-    if looks is not None and looks.per_prompt:
-        give_sight(trainers.values(), BatchImages(looks.vision, prompts.by_id))
     with phases("build reward model"):
         scoring = places.of(placement.roles["reward"], **reward_degrees(config))
         reward_model = build_reward_model(config, scoring, topology)
@@ -118,7 +117,7 @@ def build(
         ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
-        PROGRESS.detail(engine_text(config.rollout.engine, config.model))
+        PROGRESS.detail(engine_text(config.rollout, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
             load_weights=host is None,
@@ -213,28 +212,23 @@ def load_dataset(
     return dataset
 
 
-def give_sight(trainers: Iterable[Trainer], sight: BatchImages) -> None:
-    for trainer in trainers:
-        if trainer.engine is not None:
-            assert isinstance(trainer.engine, FsdpEngine)  # plan_shared.check_vision
-            trainer.engine.sight = sight
-
-
 def build_trainers(
     config: PpoConfig,
     runtime: Runtime,
     places: TopologyCache,
     placement: Placement,
+    images: BatchImages | None,
     host: Trainer | None,
 ) -> dict[str, Trainer]:
     """Builds the models that are trained, and the reference; by the role's name. Collective."""
-    trainers = {} if host is None else {"actor": host}
+    trainers = {} if host is None else {"actor": replace(host, images=images)}
     for name, role in training_roles(config).items():
         if name in trainers:
             continue
         if name == "ref" and reference_is_base(config, placement):
             actor = trainers["actor"]
-            trainers[name] = Trainer(name, actor.topology, base_of(actor.engine))
+            base = actor.engine.base() if actor.engine is not None else None
+            trainers[name] = Trainer(name, actor.topology, base, images)
             continue
         with runtime.phases(f"build {name}"):
             ranks = places.of(placement.roles[name], **train_degrees(role))
@@ -245,7 +239,7 @@ def build_trainers(
                 strict=config.strict and name == "actor",
                 load_weights=host is None or role.model is not None,
             )  # fmt: skip
-            trainers[name] = Trainer(name, ranks, engine)
+            trainers[name] = Trainer(name, ranks, engine, images)
             if host is not None and role.model is None:
                 bucket_bytes = config.weights.bucket_mib << 20
                 trainers[name].started_from = start_from(host.model, engine, bucket_bytes)

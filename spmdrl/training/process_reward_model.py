@@ -23,7 +23,7 @@ def update_process_reward_model(roles: Roles, batches: TrainBatches) -> None:
         with roles.phases("update_prm", prm.topology):
             prm.model.onload()
             for batch in batches.of(prm):
-                stats = prm.model.logprobs(batch, config.rollout.temperature)
+                stats = prm.model.logprobs(batch, roles.temperature, images=prm.images)
                 batch.prm_logprobs = stats.logprobs
             outcomes = [with_outcome_weights(batch, prm.topology) for batch in batches.of(prm)]
             updates = train(prm, outcomes, prm_objective(config.algo), config, epochs=1)

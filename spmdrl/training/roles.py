@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config import PpoConfig
+from spmdrl.data.images import BatchImages
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.progress import PROGRESS
@@ -35,6 +36,7 @@ class Trainer:
     name: str
     topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
+    images: BatchImages | None = None  # of the run's data, where there are any
     started_from: str | None = None  # digest of weights that another engine gave it at the start
     skipped: int = 0  # updates, for a loss or a gradient that is not finite
     skipped_in_a_row: int = 0
@@ -113,6 +115,11 @@ class Roles:
         return self.config.rollout.sleep and bool(shared)
 
     @property
+    def temperature(self) -> float:
+        """The temperature of the log-probabilities: that at which the policy samples."""
+        return self.config.rollout.temperature
+
+    @property
     def trainers(self) -> list[Trainer]:
         found = (self.actor, self.ref, self.critic, self.prm)
         return [trainer for trainer in found if trainer is not None]
@@ -161,7 +168,7 @@ def update(
     Raises FloatingPointError on every rank, with the weights as they were, where it may not.
     """
     try:
-        found = trainer.model.update(batch, loss_fn, temperature)
+        found = trainer.model.update(batch, loss_fn, temperature, trainer.images)
     except FloatingPointError as error:
         trainer.skipped += 1
         trainer.skipped_in_a_row += 1

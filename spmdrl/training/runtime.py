@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.checkpoint.disk_space import check_encodable, check_room, shared_bytes
+from spmdrl.checkpoint.disk_space import check_encodable, check_room
 from spmdrl.config import ConfigError
 from spmdrl.distributed.exit import GUARD, REQUEUE, exit_config, leave, leave_for_torchrun
 from spmdrl.distributed.faults.rendezvous import FOREVER, StartupBarrier
@@ -35,6 +35,7 @@ from spmdrl.distributed.process import (
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.signals import Stopping
 from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.build import shared_bytes
 
 
 @dataclass

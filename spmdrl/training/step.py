@@ -70,7 +70,7 @@ def compute_ref_logprobs(roles: Roles, batches: TrainBatches) -> None:
     with roles.phases("ref_logprobs", ref.topology):
         ref.model.onload()
         for batch in PROGRESS.each(batches.of(ref), "mini-batches"):
-            stats = ref.model.logprobs(batch, roles.config.rollout.temperature)
+            stats = ref.model.logprobs(batch, roles.temperature, images=ref.images)
             batch.ref_logprobs = stats.logprobs
         ref.model.offload()
 
@@ -83,7 +83,7 @@ def compute_values(roles: Roles, batches: TrainBatches) -> None:
     with roles.phases("values", critic.topology):
         critic.model.onload()
         for batch in PROGRESS.each(batches.of(critic), "mini-batches"):
-            batch.values = critic.model.values(batch)
+            batch.values = critic.model.values(batch, critic.images)
 
 
 def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
@@ -102,7 +102,7 @@ def compute_old_logprobs(roles: Roles, batches: TrainBatches) -> None:
         with roles.phases("old_logprobs", actor.topology):
             actor.model.onload()
             for batch in PROGRESS.each(batches.of(actor), "mini-batches"):
-                stats = actor.model.logprobs(batch, roles.config.rollout.temperature, token_sums)
+                stats = actor.model.logprobs(batch, roles.temperature, token_sums, actor.images)
                 batch.old_logprobs, batch.old_entropy, batch.pi_squared = stats
 
 
@@ -169,7 +169,8 @@ def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
     def select(batch: Batch, update: int) -> None:
         logprobs = batch.old_logprobs
         if update > 0 or logprobs is None or config.algo.correction.bypass:
-            logprobs = actor.model.logprobs(batch, config.rollout.temperature).logprobs
+            stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
+            logprobs = stats.logprobs
         batch.selected = select_tokens(batch, logprobs, config, step, update, actor.topology)
 
     return select

@@ -106,8 +106,8 @@ def test_fine_tuning_that_goes_on_amid_the_window(rows):
 
 
 FAILING_UPDATE = """
-import spmdrl.training.supervised_loop
-true_update, calls = spmdrl.training.supervised_loop.update, []
+import spmdrl.training.supervised
+true_update, calls = spmdrl.training.supervised.update, []
 
 def update(*args):
     calls.append(true_update(*args))
@@ -115,7 +115,7 @@ def update(*args):
         raise FloatingPointError("the second one")
     return calls[-1]
 
-spmdrl.training.supervised_loop.update = update
+spmdrl.training.supervised.update = update
 """
 
 

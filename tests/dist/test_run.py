@@ -172,7 +172,7 @@ def test_export_loads_and_is_what_was_trained(folder, uninterrupted):
 
 
 def test_critic_reference_and_tensor_parallel_rollout(folder):
-    known = "import spmdrl.training.measurements as t\nt.peak_tflops = lambda device: 1e-3\n"
+    known = "import spmdrl.training.rl as t\nt.peak_tflops = lambda device: 1e-3\n"
     known += "import spmdrl.distributed.progress as p\n"
     known += "p.TICK_S = p.PATIENCE_S = p.LONG_S = 0.01\n"  # talkative
     Path(folder, "known.py").write_text(VLLM + known)  # as if the device's peak were known

@@ -35,7 +35,14 @@ from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
 from spmdrl.engines.fsdp.classifier import build_classifier
-from spmdrl.engines.fsdp.lora import BASE_FILE, Adapters, adapters_off, add_adapters, check_base
+from spmdrl.engines.fsdp.lora import (
+    BASE_FILE,
+    Adapters,
+    adapters_off,
+    add_adapters,
+    check_base,
+    save_adapter,
+)
 from spmdrl.engines.fsdp.model import (
     TokenPolicy,
     TokenReward,
@@ -111,7 +118,6 @@ class FsdpEngine:
         self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
         if sees_images(hf.config):
             self.pretrained.append(ProcessorFiles(model))
-        self.sight: BatchImages | None = None  # of the images in a run's data, where there are any
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
@@ -157,17 +163,18 @@ class FsdpEngine:
 
     @torch.no_grad()
     def logprobs(
-        self, batch: Batch, temperature: float, pi_squared: bool = False
+        self, batch: Batch, temperature: float, pi_squared: bool = False,
+        images: BatchImages | None = None,
     ) -> PolicyStats:  # fmt: skip
         columns = 3 if pi_squared else 2
         table = self._per_token(
-            batch, columns, lambda mb: self._policy(mb, temperature, pi_squared)[:columns]
+            batch, columns, lambda mb: self._policy(mb, images, temperature, pi_squared)[:columns]
         )
         return PolicyStats(*table)
 
     @torch.no_grad()
-    def values(self, batch: Batch) -> Tensor:
-        return self._per_token(batch, 1, lambda mb: (self._value(mb),))[0]
+    def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
+        return self._per_token(batch, 1, lambda mb: (self._value(mb, images),))[0]
 
     def _per_token(
         self, own: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
@@ -186,7 +193,9 @@ class FsdpEngine:
 
     # ---- training
 
-    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+    def update(
+        self, batch: Batch, loss_fn: LossFn, temperature: float, images: BatchImages | None = None
+    ) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen engine is not trained"
         group = self.topology.group
         num_tokens = batch.loss_mask.sum(dtype=torch.float64)
@@ -199,9 +208,9 @@ class FsdpEngine:
             set_replica_sync(self.module, last=i == len(parts) - 1)
             with self.offloaded:
                 if isinstance(self.module, TokenPolicy):
-                    logprobs, entropy, _ = self._policy(mb, temperature)
+                    logprobs, entropy, _ = self._policy(mb, images, temperature)
                 else:
-                    logprobs = self._value(mb)
+                    logprobs = self._value(mb, images)
                     entropy = torch.zeros_like(logprobs)
             loss, metrics = loss_fn(logprobs, entropy, mb)
             loss.backward()
@@ -227,30 +236,27 @@ class FsdpEngine:
         return result
 
     def _policy(
-        self, mb: Batch, temperature: float, pi_squared: bool = False
+        self, mb: Batch, images: BatchImages | None, temperature: float, pi_squared: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
         mine, packing = self._inputs(mb)
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mb.token_ids[mine.rows],
-            temperature, pi_squared, self._scene(mb),
+            temperature, pi_squared, image_inputs(mb, images),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
 
-    def _value(self, mb: Batch) -> Tensor:
+    def _value(self, mb: Batch, images: BatchImages | None) -> Tensor:
         mine, packing = self._inputs(mb)
         values = self.module(
-            mine.token_ids, mine.positions, packing, mine.states, self._scene(mb)
+            mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
     def _inputs(self, mb: Batch) -> tuple[TokenShard, Packing]:
         mine = share_of(mb, self.team)
         return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
-
-    def _scene(self, mb: Batch) -> ImageInputs | None:
-        return None if self.sight is None else self.sight.scene(mb)
 
     def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
         batch = shared(own, self.team, self.topology.device)
@@ -260,7 +266,6 @@ class FsdpEngine:
     # ---- weights and memory
 
     def base(self) -> FsdpEngine:
-        """The model without its adapters, frozen, in the same memory."""
         assert self.adapters is not None
         view = copy.copy(self)
         view.optimizer, view.without_adapters = None, True
@@ -279,12 +284,14 @@ class FsdpEngine:
         yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """Yields the moving average as named_weights does the weights; those that are not trained
-        are as they are.
-        """
         weights = dict(self.module.named_parameters()) | self.average
         shards = self._shards_of(weights, merged=True)
         yield from gathered(shards, dtype, bucket_bytes, self.topology)
+
+    def save_adapter(self, folder: Path) -> None:
+        assert self.adapters is not None
+        parameters = dict(self.module.named_parameters())
+        save_adapter(self.adapters, parameters, self.topology, folder)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))
@@ -375,6 +382,10 @@ class FsdpEngine:
             self.optimizer.set_step(self.num_updates)
         if "ema" not in state:
             ema.restart(self.average, self.trained)
+
+
+def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
+    return None if images is None else images.scene(mb)
 
 
 def shard(

@@ -363,17 +363,20 @@ def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dic
     return weights
 
 
-def save_adapter(engine: Any, folder: Path) -> None:
-    """Writes an FsdpEngine's adapter as peft has it. Collective over the engine's ranks."""
-    adapters: Adapters = engine.adapters
-    found = {n.removeprefix("hf."): p for n, p in engine.module.named_parameters()}
+def save_adapter(
+    adapters: Adapters, parameters: Mapping[str, Any], topology: Topology, folder: Path
+) -> None:
+    """Writes the adapters as peft has them. parameters: of the engine's module, by name. Collective
+    over the topology.
+    """
+    found = {n.removeprefix("hf."): p for n, p in parameters.items()}
     named = {
         layer + part: shards_of(found[f"{layer}.{inner}"])
         for layer in adapters.layers
         for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
     }
-    first = engine.topology.rank == 0
-    tensors = gathered(named, torch.float32, 64 << 20, engine.topology)
+    first = topology.rank == 0
+    tensors = gathered(named, torch.float32, 64 << 20, topology)
     kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}
     if first:
         write_adapter(folder, kept, adapters.config, adapters.layers, adapters.model)

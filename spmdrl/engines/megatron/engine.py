@@ -23,10 +23,11 @@ from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 
 from spmdrl.checkpoint.format import Staged
-from spmdrl.config import TrainConfig
+from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.data.images import BatchImages
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import LossFn
+from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate
@@ -63,13 +64,16 @@ class MegatronEngine:
     # ---- passes without gradient
 
     def logprobs(
-        self, batch: Batch, temperature: float, pi_squared: bool = False
+        self, batch: Batch, temperature: float, pi_squared: bool = False,
+        images: BatchImages | None = None,
     ) -> PolicyStats:  # fmt: skip
+        refuse_images(images)
         columns = 3 if pi_squared else 2
         look = partial(self.policy, temperature=temperature, pi_squared=pi_squared)
         return PolicyStats(*self._per_token(batch, columns, look))
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
+        refuse_images(images)
         return self._per_token(batch, 1, self.value)[0]
 
     @torch.no_grad()
@@ -94,7 +98,10 @@ class MegatronEngine:
 
     # ---- training
 
-    def update(self, batch: Batch, loss_fn: LossFn, temperature: float) -> dict[str, float]:
+    def update(
+        self, batch: Batch, loss_fn: LossFn, temperature: float, images: BatchImages | None = None
+    ) -> dict[str, float]:
+        refuse_images(images)
         assert self.parts.optimizer is not None, "a frozen engine is not trained"
         num_tokens = batch.loss_mask.sum(dtype=torch.float64)
         dist.all_reduce(num_tokens, group=self.topology.group)
@@ -288,6 +295,15 @@ class MegatronEngine:
         with self.at_hand():
             yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
+    def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        raise unsupported("moving average (ema)")
+
+    def save_adapter(self, folder: Path) -> None:
+        raise unsupported("adapters (lora)")
+
+    def base(self) -> TrainEngine:
+        raise unsupported("adapters (lora)")
+
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         named = self.named_shards()
         with self.at_hand():
@@ -337,6 +353,16 @@ class MegatronEngine:
 
         with self.at_hand(), self.parts.state.active():
             self.num_updates = megatron_checkpoint.load(self.parts, folder)
+
+
+def refuse_images(images: BatchImages | None) -> None:
+    if images is not None:
+        raise unsupported("models that see images")
+
+
+def unsupported(what: str) -> ConfigError:
+    """training/checks/ refuses such a config before anything is built."""
+    return ConfigError(f"engine='megatron' has no {what}: use engine='fsdp'")
 
 
 def causal_mask(token_ids: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 
+LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 # of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
 # what it computes nor how its weights lie
 MAY_BE_SET = (
@@ -45,8 +46,6 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
     if not config.engine_args:
         return
     given = f"rollout.engine_args={dict(config.engine_args)}"
-    if config.engine != "vllm":
-        raise ConfigError(f"{given} are vLLM's: set rollout.engine='vllm' or leave them out")
     if strict:
         raise ConfigError(f"{given}: strict sets vLLM up by itself; leave them out")
     for name in config.engine_args:

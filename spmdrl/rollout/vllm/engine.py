@@ -40,7 +40,13 @@ from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm import strict as vllm_strict
-from spmdrl.rollout.vllm.core import build_core, destroy_vllm_groups, import_vllm, preserved_process
+from spmdrl.rollout.vllm.core import (
+    LEAST_TEMPERATURE,
+    build_core,
+    destroy_vllm_groups,
+    import_vllm,
+    preserved_process,
+)
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
@@ -222,10 +228,10 @@ class VllmEngine:
         """Raises ValueError for a temperature that vLLM would replace by another."""
         from vllm import SamplingParams as VllmSamplingParams
 
-        if 0 < params.temperature < 0.01:
+        if 0 < params.temperature < LEAST_TEMPERATURE:
             raise ValueError(
-                f"temperature={params.temperature} is below 0.01, where vLLM clamps it: use 0 "
-                "(greedy) or at least 0.01"
+                f"temperature={params.temperature} is below {LEAST_TEMPERATURE}, where vLLM clamps "
+                f"it: use 0 (greedy) or at least {LEAST_TEMPERATURE}"
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         return VllmSamplingParams(

@@ -45,8 +45,6 @@ REARRANGING = (
 def check_fp8(hf: Any, config: RolloutConfig) -> None:
     """hf: the text model's config. Raises ConfigError where vLLM has no block FP8 for it."""
     asked = f"rollout.quantization={config.quantization!r}"
-    if config.engine != "vllm":
-        raise ConfigError(f"{asked} is vLLM's: set rollout.engine='vllm' or leave it out")
     if config.dtype == "float32":
         raise ConfigError(f"{asked} computes in half precision: set rollout.dtype='bfloat16'")
     if runs_on_cpu():

@@ -27,14 +27,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory for; smal
 ID = 1  # of the adapter in vLLM
 
 
-def check_adapter_mode(lora: LoraConfig | None, config: RolloutConfig, hf: Any) -> None:
+def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
     """hf: the text model's config. Raises ConfigError where an adapter cannot be sent by itself."""
     asked = "weights.lora='adapter'"
     remedy = "weights.lora='merge' sends weights with the adapter in them"
-    if lora is None:
-        raise ConfigError(f"{asked} has no effect without actor.lora: leave it out")
-    if config.engine != "vllm":
-        raise ConfigError(f"{asked} is of rollout.engine='vllm'; {remedy}")
     if config.quantization is not None:
         raise ConfigError(
             f"{asked} does not go with rollout.quantization={config.quantization!r}: the base "

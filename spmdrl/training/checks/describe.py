@@ -35,6 +35,7 @@ from spmdrl.engines.fsdp.optimizers import LABELS
 from spmdrl.engines.stored_dtype import DTYPES, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rewards.reward_model import train_config
+from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks.arguments import shown
 from spmdrl.training.checks.host_memory import host_lines, process_gib
 from spmdrl.training.checks.memory import GIB, Memory, memory_of, parameter_count
@@ -92,7 +93,7 @@ def describe_supervised(
     most = data.batch_size * data.max_tokens * row_sequences
     written = 4 * memory.parameters / GIB  # at the end, by the first rank
     peak = peak_of([memory], 0.0, 2 * written, copied(config, memory.saved))
-    peak = replace(peak, process=process_gib(False))
+    peak = replace(peak, process=process_gib())
     remedy = "lower actor.micro_batch_tokens, or start fewer ranks"
     holders = "ranks" if sharing == 1 else f"groups of {sharing} ranks"
     budget = actor.micro_batch_tokens * actor.context_parallel * actor.ulysses
@@ -230,6 +231,7 @@ def memory_plan(
         lines.append(memory_line("reward_model", roles["reward_model"]))
     count = parameter_count(load_hf_config(config.model))
     weights = count * DTYPES[config.rollout.dtype].itemsize / config.rollout.tensor_parallel / GIB
+    spec = ENGINES[config.rollout.engine]
     cache = (config.rollout.kv_cache_mib or CPU_KV_CACHE_MIB) / 1024
     sleeps = config.rollout.sleep and set(placement.roles["rollout"]) & set(placement.training)
     asleep = "given back while training" if sleeps else "kept while training"
@@ -237,7 +239,7 @@ def memory_plan(
     kept = f", KV cache {cache:.2f}"
     if config.rollout.kv_cache_mib is None:
         kept += f" (CPU; on a GPU up to {share} of its memory)"
-    kept = kept if config.rollout.engine == "vllm" else ""
+    kept = kept if spec.has_kv_cache else ""
     lines.append(f"  rollout  weights {weights:.2f}{kept}; {asleep}")
     bucket = min(config.weights.bucket_mib / 1024, 4 * count / GIB)
     lines.append(f"  sync     at most {bucket:.2f} beside the weights, while they are sent")
@@ -249,12 +251,12 @@ def memory_plan(
     for rank in range(world):
         mine = [m for name, m in roles.items() if rank in ranks_of[name]]
         samples = rank in placement.roles["rollout"]
-        engine = weights + cache * (config.rollout.engine == "vllm") if samples else 0.0
+        engine = weights + cache * spec.has_kv_cache if samples else 0.0
         beside = weights * samples if sleeps else engine
         saved = sum(m.saved for m in mine if m.trainable)
         peaks.append((peak_of(mine, beside, engine + bucket, copied(config, saved)), rank))
     peak, rank = max(peaks, key=lambda found: (found[0].device + found[0].host, -found[1]))
-    peak = replace(peak, process=process_gib(config.rollout.engine == "vllm"))
+    peak = replace(peak, process=process_gib(spec))
     return lines + peak.lines(f" on rank {rank}, the fullest"), peak
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from spmdrl.rollout.spec import EngineSpec
+
 GIB = 2**30
-VLLM_BYTES = 300 << 20  # its modules, engine and scheduler, once it is imported
 RUN_BYTES = 150 << 20  # FSDP, checkpoints and what else a run imports; oneDNN's code for its shapes
 CGROUPS = (  # limit and use, of version 2 and 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -18,11 +19,13 @@ CGROUPS = (  # limit and use, of version 2 and 1
 )
 
 
-def process_gib(samples_with_vllm: bool) -> float:
-    """Interpreter, libraries and data of a rank: this process, which has loaded the same."""
+def process_gib(engine: EngineSpec | None = None) -> float:
+    """Interpreter, libraries and data of a rank: this process, which has loaded the same. engine:
+    the one that samples there, whose library may not be imported here.
+    """
     taken = psutil.Process().memory_info().rss + RUN_BYTES
-    if samples_with_vllm and "vllm" not in sys.modules:
-        taken += VLLM_BYTES
+    if engine is not None and engine.library not in sys.modules:
+        taken += engine.library_bytes
     return taken / GIB
 
 

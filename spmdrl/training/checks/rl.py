@@ -7,7 +7,6 @@ What it will need: describe.py.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 
 from transformers import PreTrainedConfig
@@ -37,11 +36,9 @@ from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of
 from spmdrl.rewards.workers.caller import arguments_of
+from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
 from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_replies
 from spmdrl.rollout.multi_turn.tools import Toolbox
-from spmdrl.rollout.vllm.core import check_attention, check_engine_args
-from spmdrl.rollout.vllm.fp8 import check_fp8
-from spmdrl.rollout.vllm.lora import check_adapter_mode
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
@@ -195,7 +192,7 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
         )
         check_lora(name, role, load_hf_config(role.model) if role.model else hf)
     if config.weights.lora == "adapter":
-        check_adapter_mode(config.actor.lora, config.rollout, hf.get_text_config())
+        check_adapter(config.actor.lora, config.rollout, hf.get_text_config())
     ref = config.ref
     is_base = config.actor.lora is not None and ref.model in (None, config.model)
     require(
@@ -227,9 +224,11 @@ def check_evaluation(config: PpoConfig) -> None:
         f"eval_samples={n} with eval_temperature={temperature:g} asks {n} times for the greedy "
         "answer: set eval_temperature, e.g. to 1.0, or leave eval_samples at 1",
     )
+    engine = ENGINES[config.rollout.engine]
     require(
-        config.rollout.engine != "vllm" or not 0 < temperature < 0.01,
-        f"eval_temperature={temperature:g}: vLLM would raise it to 0.01; use 0 (greedy) or more",
+        not 0 < temperature < engine.least_temperature,
+        f"eval_temperature={temperature:g}: {engine.title} would raise it to "
+        f"{engine.least_temperature}; use 0 (greedy) or more",
     )
     for name, usual in (("eval_top_p", 1.0), ("eval_top_k", 0)):
         require(
@@ -327,17 +326,7 @@ def check_roles(config: PpoConfig, world: int) -> None:
         "only critic and ref may start from another one",
     )
     tp = config.rollout.tensor_parallel
-    if config.rollout.engine == "hf":
-        require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
-    else:
-        require(
-            config.rollout.temperature >= 0.01,
-            f"rollout.temperature={config.rollout.temperature}: vLLM would raise it to 0.01",
-        )
-        require(
-            importlib.util.find_spec("vllm") is not None,
-            "rollout.engine='vllm', but vLLM is not installed: docs/install.md, or use 'hf'",
-        )
+    ENGINES[config.rollout.engine].check(config.rollout)
     placement = place(config, world)
     here = placement.roles["rollout"]
     try:
@@ -414,11 +403,7 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         not unknown,
         f"rollout.stop_token_ids: the model has {text.vocab_size} tokens, but not {unknown}",
     )
-    if config.rollout.quantization is not None:
-        check_fp8(text, config.rollout)
-    check_engine_args(config.rollout, config.strict)
-    if config.rollout.engine == "vllm":
-        check_attention(config.model, getattr(text, "kv_lora_rank", None) is not None)
+    check_engine(config.model, hf, config.rollout, config.strict)
     for name, role in training_roles(config).items():
         if role.model is not None:
             other = load_hf_config(role.model)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import PpoConfig, require
 from spmdrl.engines.fsdp.strict import require_none, uncovered
 from spmdrl.hub.hf_folder import meta_model
+from spmdrl.rollout.build import ENGINES
 
 
 class LogprobsDiffer(RuntimeError):
@@ -64,12 +65,7 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 def check_strict_model(hf: PreTrainedConfig, engine: str) -> None:
     """Looks at the model without its weights."""
     require_none(uncovered(meta_model(hf)), f"model type {hf.model_type!r}")
-    windows = "sliding_attention" in (getattr(hf.get_text_config(), "layer_types", None) or ())
-    require(
-        engine != "hf" or not windows,
-        "strict=True with rollout.engine='hf' needs a model without sliding windows, since its "
-        "cache drops what has left the window; use rollout.engine='vllm'",
-    )
+    ENGINES[engine].check_strict(hf)
 
 
 def require_equal(metrics: Mapping[str, float], step: int) -> None:

@@ -1,7 +1,7 @@
-"""The loop of programs that learn from rows as they stand: fine-tuning and reward models.
+"""Programs that learn from rows as they stand, in the loop (`loop.py`): fine-tuning, reward models.
 
-Steps over shuffled rows, evaluations on held-out ones, checkpoints, and the model at the end. A
-Task says what tells one program from another.
+Steps over shuffled rows, evaluations on held-out ones, and the model at the end. A Task says what
+tells one program from another.
 """
 
 from __future__ import annotations
@@ -14,42 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.checkpoint import format as checkpoint
-from spmdrl.checkpoint.disk_space import check_room_for_checkpoint
-from spmdrl.checkpoint.writer import Saver, check_metric
-from spmdrl.cli.arguments import as_source, shown_config
+from spmdrl.cli.arguments import shown_config
 from spmdrl.config import SftDataConfig, SupervisedConfig, require
-from spmdrl.data.images import ImageProcessor
+from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompts import PromptOrder, left_out_lines
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
-from spmdrl.distributed.process import Heap, keep_what_stands
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.build import build_engine
-from spmdrl.engines.fsdp.engine import FsdpEngine
-from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
+from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised, least_checkpoint_bytes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
-from spmdrl.training.logs.metrics import RunLog, memory_of_process
-from spmdrl.training.logs.profiler import Profiler
-from spmdrl.training.logs.report import Report
+from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.step_line import of_rows
-from spmdrl.training.logs.trace import SpanLog, TraceFile, phase_metrics
-from spmdrl.training.logs.trackers import open_trackers
-from spmdrl.training.resume import compare, find_start, opening_lines, take_folder
+from spmdrl.training.logs.trace import SpanLog
+from spmdrl.training.loop import TrainingRun
+from spmdrl.training.measurements import reports, timing
 from spmdrl.training.roles import Trainer, update
+from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
-from spmdrl.training.stop import StopController
 from spmdrl.types import Batch
 
 BUCKET_BYTES = 512 << 20  # gathered at once
@@ -66,7 +58,7 @@ class Task:
     load: Callable[..., Rows]  # what load_data gives it; collective
     loss_fn: LossFn
     # of held-out rows: sums over this rank's unmasked tokens, float64; the same names on all ranks
-    measure: Callable[[TrainEngine, Batch], dict[str, Tensor]]
+    measure: Callable[[TrainEngine, Batch, BatchImages | None], dict[str, Tensor]]
     summary: Callable[[dict[str, float]], dict[str, float]]  # means -> what is logged as eval/...
     shown: tuple[str, ...]  # metrics in the line of a step
     curve: Curve  # what is to improve
@@ -88,61 +80,29 @@ class SupervisedRun:
     order: PromptOrder
     tokenizer: Any
     spans: SpanLog
-    identity: dict[str, Any] | None = None  # see spmdrl/training/run_identity.py; for checkpoints
 
 
 def train(task: Task, config: SupervisedConfig, runtime: Runtime) -> None:
-    """Steps over shuffled batches; the loss is a mean over the batch's unmasked tokens."""
-    profiled = Profiler(config, runtime)
-    with runtime.phases("check folders"):
-        if runtime.is_main and config.checkpoint.every_steps > 0:
-            least = least_checkpoint_bytes({"actor": config.actor}, config.model, task.kind)
-            check_room_for_checkpoint(runtime.run_dir, least)
+    """A whole run. The loss is a mean over the batch's unmasked tokens."""
+    least_bytes = partial(least_checkpoint_bytes, {"actor": config.actor}, config.model, task.kind)
+    loop.train(config, runtime, partial(training_run, task, config, runtime), least_bytes)
+
+
+def training_run(task: Task, config: SupervisedConfig, runtime: Runtime) -> TrainingRun:
+    """Builds the run and says what the loop is to call. Collective."""
     run = build(task, config, runtime)
-    steps = config.steps
-    done, log = resume(run)
-    saver = build_saver(run, log)
-    ending = StopController(config, runtime, saver)
-    signs = signs_of_supervised(config, task.name)
-    report = Report(config, runtime, log, f"spmdrl.{task.name}", task.curve, signs)
-    keep_what_stands()
-    heap = Heap()
-    PROGRESS.now("")
-    if run.held_out and done == 0:
-        metrics = evaluate(run, run.held_out, 0, log)
-        log.write(0, metrics)
-        report.after_step(0, metrics)
-    run.spans.report(done)  # of what comes before the first step
-    step = done
-    for step in range(done + 1, steps + 1):
-        with profiled(step), PROGRESS.step(step, steps):
-            metrics = one_step(run, step)
-        heap.after_step()
-        if step % max(steps // 20, 1) == 0 or step == steps:
-            log.step_line(step, metrics, of_rows(metrics, task.shown))
-        ending.vote(step)
-        due = step == steps or (config.eval_every > 0 and step % config.eval_every == 0)
-        if run.held_out and due and not ending.stops:
-            metrics |= evaluate(run, run.held_out, step, log)
-        if saver:
-            metrics |= saver.take_metrics()
-            if ending.failed:
-                saver.wait()  # raises
-        log.write(step, metrics)
-        report.after_step(step, metrics)
-        if saver and ending.saves:
-            log.sync()
-            save(run, saver, step, metrics, ending)
-        run.spans.note(step)
-        if ending.stops:
-            log.line(f"spmdrl: {ending.stop(step)}")
-            break
-    else:
-        finish(run, saver, log)
-    ending.close()
-    run.spans.note(step)
-    log.close()
-    report.at_end(step, ending.stops)
+    return TrainingRun(
+        state=state_of(run),
+        spans=run.spans,
+        program=f"spmdrl.{task.name}",
+        curve=task.curve,
+        signs=signs_of_supervised(config, task.name),
+        line_every=max(config.steps // 20, 1),
+        step=partial(one_step, run),
+        shown=partial(of_rows, names=task.shown),
+        evaluate=partial(evaluate, run, run.held_out) if run.held_out else None,
+        finish=partial(finish, run),
+    )
 
 
 def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedRun:
@@ -155,7 +115,7 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
         engine = build_engine(task.kind, config.model, config.actor, ranks)
-    actor = Trainer("actor", ranks, engine)
+    actor = Trainer("actor", ranks, engine, rows.images)
     if task.kind == "reward":
         name_padding(actor.model.pretrained[0], tokenizer)
     for name, value in task.notes.items():
@@ -206,59 +166,21 @@ def load_data(
     return rows, held_out, PromptOrder(len(rows), data.batch_size, config.seed, data.shuffle)
 
 
-def resume(run: SupervisedRun) -> tuple[int, RunLog]:
-    """Loads the checkpoint that config.resume asks for; the steps it had done, and the logs."""
-    config, runtime, topology, done = run.config, run.runtime, run.runtime.topology, 0
-    with runtime.phases("resume"):
-        start = find_start(config, runtime)
-        seen = [run.rows.files] if run.rows.sight is not None else []
-        same = compare(config, runtime, start, run.tokenizer, seen)
-        run.identity, goes_on = same.identity, True
-        if start.folder is not None:
-            saved = checkpoint.load(start.folder, {"actor": run.actor.model}, runtime.topology)
-            done = saved["step"]
-            accepts = "data" in config.checkpoint.accept_changes
-            goes_on = run.order.load_state_dict(saved["order"], accepts)
-    with runtime.phases("resume"):
-        aside = take_folder(config, runtime, start, done)
-        trackers = open_trackers(config, runtime.run_dir, done) if runtime.is_main else []
-        log = RunLog(
-            runtime.run_dir, runtime.is_main, config.steps, trackers, done, runtime.phases.alone,
-            config.show_metrics,
-        )  # fmt: skip
-        run.spans.trace = TraceFile(
-            runtime.run_dir, topology.rank, topology.host, done, topology.world, aside
-        )
-    for line in opening_lines(config, start, same, done, goes_on):
-        log.line(line)
-    return done, log
-
-
-def build_saver(run: SupervisedRun, log: RunLog) -> Saver | None:
-    config = run.config
-    if config.checkpoint.every_steps <= 0:
-        return None
-
-    def say(step: int, folder: Path) -> None:
-        log.line(f"step {step}/{config.steps} | saved {folder}")
-
-    root = run.runtime.run_dir / "checkpoints"
-    return Saver(root, config.checkpoint, run.runtime.phases, {"actor": run.actor.topology}, say)
-
-
-def save(
-    run: SupervisedRun, saver: Saver, step: int, metrics: dict[str, float], ending: StopController
-) -> None:  # fmt: skip
-    with run.runtime.phases("checkpoint"):
-        updated = f"{run.task.name}/loss" in metrics  # not passed over
-        if run.runtime.is_main and not ending.stops and updated:
-            check_metric(run.config.checkpoint, metrics)
-    facts = {
-        "engines": ["actor"], "order": run.order.state_dict(), "config": as_source(run.config),
-        "identity": run.identity, "metrics": metrics,
-    }  # fmt: skip
-    actor = run.actor.model
-    saver.save(step, {"actor": actor}, facts, [*actor.pretrained, run.tokenizer])
+def state_of(run: SupervisedRun) -> RunState:
+    """What a checkpoint holds of the run."""
+    actor = run.actor
+    return RunState(
+        config=run.config,
+        runtime=run.runtime,
+        trained={"actor": actor.topology},
+        engines={"actor": actor.model},
+        order=run.order,
+        tokenizer=run.tokenizer,
+        files=[run.rows.files] if run.rows.images is not None else [],
+        log_rank=0,
+        pretrained=[*actor.model.pretrained, run.tokenizer],
+        updated=lambda metrics: f"{run.task.name}/loss" in metrics,  # else it was passed over
+    )
 
 
 def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
@@ -273,20 +195,8 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     if nan_updates:
         metrics[f"{task.name}/skipped_updates"] = float(not updated)
     num_tokens = float(run.rows.measured.num_tokens[indices].sum())
-    return metrics | timing(run, step, num_tokens, started_at)
-
-
-def timing(run: SupervisedRun, step: int, num_tokens: float, started_at: float) -> dict[str, float]:
-    """Returns seconds by phase over the ranks, the idle share, and the most memory of a rank."""
-    topology = run.runtime.topology
-    everyone: list[Any] = [None] * topology.world
-    mine = run.spans.report(step), memory_of_process()
-    dist.all_gather_object(everyone, mine, group=topology.control)
-    step_s = time.perf_counter() - started_at
-    metrics = phase_metrics([spans for spans, _ in everyone])
-    for what in mine[1]:
-        metrics[f"memory/{what}"] = max(memory[what] for _, memory in everyone)
-    return metrics | {"time/step_s": step_s, "throughput/tokens_per_s": num_tokens / step_s}
+    everyone = reports(run.spans, step, run.runtime.topology, moved_bytes={})
+    return metrics | timing(everyone, num_tokens, time.perf_counter() - started_at)
 
 
 def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
@@ -298,7 +208,7 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
         for first in range(0, len(rows), config.data.batch_size):
             chosen = range(first, min(first + config.data.batch_size, len(rows)))
             batch, count = weighted_batch(rows, list(chosen), run.actor)
-            for name, total in run.task.measure(run.actor.model, batch).items():
+            for name, total in run.task.measure(run.actor.model, batch, rows.images).items():
                 sums[name] = sums.get(name, 0.0) + float(total)
             num_tokens += count
             phases.still_going()
@@ -309,21 +219,18 @@ def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str
     return {f"eval/{name}": value for name, value in found.items()}
 
 
-def finish(run: SupervisedRun, saver: Saver | None, log: RunLog) -> None:
+def finish(run: SupervisedRun, log: RunLog) -> None:
     """Writes the model, and its average where there is one."""
     config, actor = run.config, run.actor.model
-    if saver:
-        saver.wait()
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
         export(weights, run, Path(config.out))
         if config.actor.ema:
-            assert isinstance(actor, FsdpEngine)  # checks/common.py refuses others
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
             export(weights, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
-            save_adapter(actor, Path(config.out, "adapter"))
+            actor.save_adapter(Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
 
 
@@ -339,9 +246,7 @@ def share_of(rows: Rows, indices: list[int], actor: Trainer) -> list[int]:
 
 def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batch, float]:
     """This rank's share of the rows, weighted by one over the unmasked tokens of all ranks; their
-    number. From now on the model looks at their images. Collective."""
-    if isinstance(actor.model, FsdpEngine):  # others are refused where there are images
-        actor.model.sight = rows.sight
+    number. Collective."""
     batch = rows.batch(share_of(rows, indices, actor))
     num_tokens = sum_over_ranks(float(batch.loss_mask.sum()), actor.topology)
     batch.loss_weights = batch.loss_mask / max(num_tokens, 1.0)

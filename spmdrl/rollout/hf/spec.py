@@ -1,0 +1,45 @@
+"""What is known of the engine 'hf' before it is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmdrl.config import LoraConfig, RolloutConfig, require
+from spmdrl.data.images import ImageLimits
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import RolloutEngine
+from spmdrl.rollout.spec import EngineSpec
+
+
+def build(
+    model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
+    lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+) -> RolloutEngine:  # fmt: skip
+    from spmdrl.rollout.hf.engine import HfEngine
+
+    assert lora is None  # build.check_adapter
+    return HfEngine(model, config, max_model_len, topology, strict, looks, load_weights)
+
+
+def check(config: RolloutConfig) -> None:
+    tp = config.tensor_parallel
+    require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
+
+
+def check_strict(hf: Any) -> None:
+    windows = "sliding_attention" in (getattr(hf.get_text_config(), "layer_types", None) or ())
+    require(
+        not windows,
+        "strict=True with rollout.engine='hf' needs a model without sliding windows, since its "
+        "cache drops what has left the window; use rollout.engine='vllm'",
+    )
+
+
+SPEC = EngineSpec(
+    name="hf",
+    title="transformers",
+    library="transformers",
+    build=build,
+    check=check,
+    check_strict=check_strict,
+)

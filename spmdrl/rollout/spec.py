@@ -1,0 +1,49 @@
+"""What the rest of the program knows of a rollout engine before its library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spmdrl.config import LoraConfig, RolloutConfig
+from spmdrl.data.images import ImageLimits
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import RolloutEngine
+
+
+class EngineBuilder(Protocol):
+    """Imports the engine's library and builds this rank's engine; see build.build_engine."""
+
+    def __call__(
+        self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
+        strict: bool, lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+    ) -> RolloutEngine: ...  # fmt: skip
+
+
+def accept(*_: Any) -> None:
+    """A check that refuses nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One engine. Each check raises ConfigError for what the engine cannot do."""
+
+    name: str  # as in rollout.engine
+    title: str  # of its library, for people
+    library: str  # the module that must be importable
+    build: EngineBuilder
+    library_bytes: int = 0  # that a process takes more once the library is imported
+    shared_bytes: int = 0  # of /dev/shm on CPUs: of each thread of each tensor-parallel rank
+    has_kv_cache: bool = False  # as large as rollout.kv_cache_mib says
+    least_temperature: float = 0.0  # that it samples with as it stands; 0 is greedy
+    quantizes: bool = False  # takes rollout.quantization
+    takes_engine_args: bool = False  # takes rollout.engine_args
+    # what it says of rollout by itself
+    check: Callable[[RolloutConfig], None] = accept
+    # of the model: its folder, its whole config; rollout; strict
+    check_model: Callable[[str, Any, RolloutConfig, bool], None] = accept
+    # of an adapter that is kept beside the weights, and the text model's config; None: it has none
+    check_adapter: Callable[[LoraConfig, RolloutConfig, Any], None] | None = None
+    # of a model whose logprobs are to be equal in every bit, by its config
+    check_strict: Callable[[Any], None] = accept

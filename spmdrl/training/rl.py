@@ -1,0 +1,247 @@
+"""Reinforcement learning in the loop (`loop.py`): steps, evaluations, what is saved of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdrl.algo.advantages import reward_keys_of
+from spmdrl.checkpoint.disk_space import writing
+from spmdrl.checkpoint.writer import RankState
+from spmdrl.config import PpoConfig
+from spmdrl.distributed.placement import training_roles
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.multi_turn.conversation import has_replies
+from spmdrl.training import loop
+from spmdrl.training.build import RlRun, build, close
+from spmdrl.training.checks.describe import least_checkpoint_bytes
+from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
+from spmdrl.training.dispatch import TrainBatches
+from spmdrl.training.logs.curves import REWARD
+from spmdrl.training.logs.flops import peak_tflops
+from spmdrl.training.logs.learning_signs import signs_of_rl
+from spmdrl.training.logs.metrics import RunLog, write_samples
+from spmdrl.training.logs.step_line import of_evaluation, of_sampling
+from spmdrl.training.loop import TrainingRun
+from spmdrl.training.measurements import RankReport, reports, timing
+from spmdrl.training.overlap import can_overlap, collect_overlapping
+from spmdrl.training.push_weights import push_weights, take_weights
+from spmdrl.training.run_state import RunState
+from spmdrl.training.runtime import Runtime
+from spmdrl.training.step import train_step
+from spmdrl.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: PpoConfig, runtime: Runtime) -> None:
+    """A whole run. Every rank runs it from the first line to the last."""
+    trained = {name: role for name, role in training_roles(config).items() if name != "ref"}
+    least_bytes = partial(least_checkpoint_bytes, trained, config.model)
+    loop.train(config, runtime, partial(training_run, config, runtime), least_bytes)
+
+
+def training_run(config: PpoConfig, runtime: Runtime) -> TrainingRun:
+    """Builds the run and says what the loop is to call. Collective."""
+    run = build(config, runtime)
+    return TrainingRun(
+        state=state_of(run),
+        spans=run.spans,
+        program="spmdrl.ppo",
+        curve=REWARD,
+        signs=signs_of_rl(config),
+        line_every=1,
+        begin=partial(begin, run),
+        step=partial(run_step, run),
+        shown=partial(of_sampling, with_tools=bool(config.tools)),
+        lag=config.async_steps,
+        catch_up=partial(take_weights, run.roles),
+        evaluate=partial(held_out_metrics, run) if run.held_out else None,
+        saves_first=True,
+        close=partial(end, run),
+    )
+
+
+def begin(run: RlRun, done: int) -> None:
+    """Gives the rollout engine the actor's weights, before the first step. Collective."""
+    run.roles.policy_version = done - 1  # of what the engine was built with: not to be sampled from
+    push_weights(run.roles, version=done)
+    take_weights(run.roles, done)
+    write_transfers(run)
+
+
+def end(run: RlRun) -> None:
+    PROGRESS.now("ending the run")
+    run.roles.post.wait_until_delivered()
+    close(run.roles)
+    PROGRESS.now("")
+
+
+def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
+    """Runs one training step, and measures it.
+
+    push: see train_step. Returns the step's metrics; {} on ranks that sample only.
+    """
+    roles, started_at = run.roles, time.perf_counter()
+    ahead = run.config.async_steps > 0
+    batches = train_step(roles, partial(generate_and_score, run), step, push)
+    # ranks that sample ahead have reported with their answers: they are elsewhere in time
+    everyone = [] if ahead else rank_reports(run, step, roles.topology)
+    if batches is None:
+        return {}
+    run.order.load_state_dict(batches.step_info["order"])
+    if ahead:
+        everyone = batches.step_info["reports"] + rank_reports(run, step, roles.training)
+    metrics = batches.metrics
+    metrics |= timing(everyone, metrics["response/tokens"], time.perf_counter() - started_at)
+    return metrics | utilisation(run, batches, metrics)
+
+
+def rank_reports(run: RlRun, step: int, topology: Topology) -> list[RankReport]:
+    """Gathers what each rank of `topology` did since its last report. Collective over it."""
+    roles = run.roles
+    moved = {"samples": roles.post.moved_bytes, "weights": roles.weight_bytes}
+    roles.post.moved_bytes = roles.weight_bytes = 0
+    return reports(run.spans, step, topology, moved)
+
+
+def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
+    """Model FLOP/s of the actor's updates over what its GPUs can do; {} where that is not known, as
+    on a CPU, or nothing was updated."""
+    peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
+    if peak is None or not seconds:
+        return {}
+    flops = run.config.algo.epochs * run.flops.of(batches.assignment.seq_lens)
+    gpus = len(run.roles.actor.topology.ranks)
+    return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}
+
+
+def generate_and_score(run: RlRun, step: int) -> RolloutResult:
+    """Makes this rank's answers of a step, with rewards, and writes some of them to samples/.
+
+    On the ranks that sample or score. step_info["order"] says where the data stood for this step.
+    """
+    roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
+    if can_overlap(roles):
+        rollout, run.asked = collect_overlapping(
+            roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
+        )
+    else:
+        rollout = collect(roles, source, step)
+        rollout.step_info = {"order": run.order.state_dict()}
+    run.samples = rollout.asked
+    show_samples(run, f"step_{step}", rollout.asked)
+    if run.config.async_steps > 0:
+        rollout.step_info["reports"] = rank_reports(run, step, roles.sampling)
+    return rollout
+
+
+def ends_here(run: RlRun, step: int) -> bool:
+    """Whether all ranks meet after this step, so that none may be ahead of it: at the end, and
+    where the run evaluates or saves."""
+    config = run.config
+    evaluates = bool(run.held_out) and loop.is_due(step, config.eval_every)
+    return step == config.steps or evaluates or loop.is_due(step, config.checkpoint.every_steps)
+
+
+def write_transfers(run: RlRun) -> None:
+    """run_dir/weights.txt: which ranks send how much to which when the engine gets new weights."""
+    if run.is_log:
+        path = Path(run.runtime.run_dir, "weights.txt")
+        with writing(path):
+            path.write_text("\n".join([*run.roles.weights.describe(), ""]))
+
+
+def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
+    roles = run.roles
+    told: list[Any] = [None]
+    if roles.sampling.here:
+        show = partial(show_samples, run, f"eval_{step}")
+        told[0] = evaluate(roles, run.held_out, step, show)
+    # the rank that logs may not sample
+    with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
+        dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
+    metrics = told[0]
+    log.held_out_line(step, of_evaluation(metrics), f"{len(run.held_out)} prompts")
+    return metrics
+
+
+def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
+    if run.config.log_samples == 0:
+        return
+    path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
+    with run.roles.phases("log samples", run.roles.sampling):
+        write_samples(
+            path, samples, run.config.log_samples, run.roles.sampling, has_replies(run.config)
+        )
+
+
+def state_of(run: RlRun) -> RunState:
+    """What a checkpoint holds of the run."""
+    roles, actor = run.roles, run.roles.actor
+    of_rank: dict[str, RankState] = {}
+    if roles.sampling.here and roles.replay is not None:
+        of_rank["replay"] = roles.replay
+    if roles.sampling.here and roles.leftover is not None:
+        of_rank["leftover"] = roles.leftover
+    return RunState(
+        config=run.config,
+        runtime=run.runtime,
+        trained={t.name: t.topology for t in roles.trainers if t.name != "ref"},
+        engines=run.engines,
+        order=run.order,
+        tokenizer=roles.tokenizer,
+        files=[run.prompts.files] if run.prompts.vision is not None else [],
+        log_rank=actor.topology.ranks[0],
+        pretrained=[*actor.model.pretrained, roles.tokenizer] if run.is_log else [],
+        facts=partial(adaptive, run),
+        of_rank=of_rank,
+        restore=partial(restore, run),
+    )
+
+
+def adaptive(run: RlRun) -> dict[str, Any]:
+    """The coefficients that adapt, for run.json."""
+    roles = run.roles
+    found = {
+        "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
+        "entropy_coef": roles.entropy_coef if roles.entropy is not None else None,
+        "entropy": roles.entropy,
+    }
+    return {"adaptive": found}
+
+
+def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) -> None:
+    """Restores what the algorithm carries from step to step; a coefficient where it did and does
+    adapt. Answers that were begun are gone on with where the prompts are the same.
+    """
+    roles = run.roles
+    algo, sampling = roles.config.algo, roles.sampling
+    adaptive = saved.get("adaptive", {})
+    if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
+        roles.kl_coef = adaptive["kl_coef"]
+    if algo.entropy_target is not None and adaptive.get("entropy") is not None:
+        roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
+    if not sampling.here:
+        return
+    shares = sorted(folder.glob("replay_*.pt"))
+    if roles.replay is not None and shares:
+        roles.replay.load(
+            shares, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
+            per_turn=roles.config.rewards.per_turn,
+        )  # fmt: skip
+    shares = sorted(folder.glob("leftover_*.pt"))
+    if shares and not same_data:
+        logger.warning("the data is not what it was: what %s had begun is not asked again", folder)
+    elif roles.leftover is not None and shares:
+        roles.leftover.load(
+            shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world
+        )
+    elif shares and sampling.rank == 0:
+        logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)
