@@ -193,7 +193,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
-# The names that algo/*.py define; tests/test_names.py holds both lists together.
+# The names that algo/*.py define; tests/algo/test_algorithm_names.py holds both lists together.
 Advantage = Literal[
     "grpo", "gae", "dr_grpo", "grpo_passk", "gdpo", "reinforce", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "optimal_token_baseline",

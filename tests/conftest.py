@@ -14,7 +14,7 @@ for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
 
 import torch  # noqa: E402  it reads OMP_NUM_THREADS
-from tiny import save_qwen3  # noqa: E402
+from tiny_models import save_qwen3  # noqa: E402
 
 torch.set_num_threads(1)
 

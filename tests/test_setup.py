@@ -19,7 +19,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tiny import save_qwen3
+from tiny_models import save_qwen3
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import CHARS, save_qwen3
+from tiny_models import CHARS, save_qwen3
 
 pytestmark = [
     pytest.mark.skipif(
