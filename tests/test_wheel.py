@@ -14,6 +14,8 @@ import pytest
 from programs import ROOT, environment, metrics_of, set_up
 from tiny_models import save_qwen3
 
+pytestmark = pytest.mark.ranks
+
 PACKAGES = {"spmdrl": ROOT / "spmdrl", "spmdrl_kernels": ROOT / "kernels" / "spmdrl_kernels"}
 REPORT = """
 import pathlib

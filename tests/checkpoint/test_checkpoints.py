@@ -150,6 +150,7 @@ def kill_one(folder, call, chance):
         time.sleep(0.2 * (len(victims) == 1))  # the other one goes on as long as it can
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("same_step", [False, True])
 def test_a_kill_at_any_moment_leaves_the_previous_or_the_new_one(tmp_path, qwen3, same_step):
     """same_step: each save replaces the one before, under the same name."""
@@ -397,6 +398,7 @@ def runs(tmp_path_factory, qwen3):
     return found
 
 
+@pytest.mark.ranks
 def test_what_is_written_is_the_copy(runs):
     for stood, found, written in runs["meanwhile"]:
         assert stood == [1, 2]
@@ -404,10 +406,12 @@ def test_what_is_written_is_the_copy(runs):
         assert written["checkpoint/write_s"] > 0
 
 
+@pytest.mark.ranks
 def test_replicas_and_shards_load_each_others_checkpoints(runs):
     assert runs["replicas"] == [[True] * 4] * 2
 
 
+@pytest.mark.ranks
 def test_a_failure_while_training_goes_on_is_everyones_and_says_why(runs):
     for rank, phase, cause, said, names in runs["too_large"]:
         assert (rank, phase, said) == (1, "checkpoint", [1, 3])
@@ -415,11 +419,13 @@ def test_a_failure_while_training_goes_on_is_everyones_and_says_why(runs):
         assert names == ["step_00000001", "step_00000003"]
 
 
+@pytest.mark.ranks
 def test_the_newest_and_the_best_are_kept(runs):
     # by number the seventh; of the others 0.9 twice, or 0.1 and 0.5: no value and nan are unranked
     assert runs["kept"] == [[[2, 6, 7], [1, 4, 7]]] * 2
 
 
+@pytest.mark.ranks
 def test_what_is_damaged_is_named_and_the_one_before_is_used(runs):
     words = ["actor/__1_0.distcp does not have the checksum", "run.json is missing",
              "rng_1.pt has 0 bytes", "manifest.json: "]  # fmt: skip
@@ -432,6 +438,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_used(runs):
             assert f"step_{5 - i:08d}: {word}" in named
 
 
+@pytest.mark.ranks
 def test_no_code_runs_that_stands_in_a_checkpoint(runs):
     files = {"rng": "rng_0.pt", "metadata": ".metadata", "number": "__0_0.distcp"}
     said = runs["forged"][0]

@@ -9,6 +9,8 @@ from programs import CONFIG, metrics_of, set_up, train
 
 from spmdrl.checkpoint import format as checkpoint
 
+pytestmark = pytest.mark.ranks
+
 SFT = """
 from spmdrl.config import *
 

@@ -15,6 +15,8 @@ from tiny_models import save_tokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RewardConfig
 
+pytestmark = pytest.mark.ranks
+
 WORLD = 3
 
 

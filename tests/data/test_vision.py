@@ -43,6 +43,7 @@ from spmdrl.types import Batch, Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
+NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
 
 
 @pytest.fixture(scope="session")
@@ -400,7 +401,7 @@ def test_data_that_changed_meanwhile_is_told(models: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     models: dict[str, str], topology: Topology, name: str, kind: str
 ) -> None:
@@ -434,6 +435,7 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     engine.shutdown()
 
 
+@pytest.mark.vllm
 def test_new_weights_of_the_tower_are_looked_through(
     models: dict[str, str], topology: Topology
 ) -> None:

@@ -26,6 +26,8 @@ from programs import (
 )
 from ranks import free_port
 
+pytestmark = pytest.mark.ranks
+
 ENDLESS = ("--config", "cfg.py", "--steps", "1000")
 
 SITES = {
@@ -142,6 +144,7 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
     assert f"its process {victim} ended without a word" in told[0]
 
 
+@pytest.mark.vllm
 def test_a_vllm_that_cannot_be_imported_is_the_story(folder):
     """And not what cleans up after it, which must not import it again."""
     Path(folder, "vllm").mkdir()

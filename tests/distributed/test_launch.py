@@ -41,6 +41,7 @@ def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("how", "code", "said"), [
     ("works", 0, []),
     ("speaks", 2, ["spmdrl: config error: no"]),
@@ -57,6 +58,7 @@ def test_what_is_said_is_the_ranks_own_word(tmp_path, how, code, said):
     assert (tmp_path / "tempdir").read_text() == f"{tmp_path / 'tmp'}\n"  # of a rank: the user's
 
 
+@pytest.mark.ranks
 def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path):
     with socket.socket() as other:
         other.bind(("", free_port()))

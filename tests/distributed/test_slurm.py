@@ -13,6 +13,8 @@ import pytest
 from programs import CONFIG, ROOT, metrics_of, write_task
 from slurm_cluster import Slurm, why_no_slurm
 
+pytestmark = pytest.mark.ranks
+
 SBATCH = str(ROOT / "launch/ppo.sbatch")
 # slow until a file appears, so that there is time to do harm, and none is lost afterwards
 SLOW = CONFIG.replace(

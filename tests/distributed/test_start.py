@@ -16,6 +16,8 @@ import pytest
 from programs import metrics_of, pids_of, set_up
 from ranks import free_port
 
+pytestmark = pytest.mark.ranks
+
 LIMIT_S = 60
 
 

@@ -17,6 +17,8 @@ import pytest
 from programs import CONFIG, ROOT, metrics_of, write_task
 from virtual_hosts import Host, Network, why_not
 
+pytestmark = pytest.mark.ranks
+
 LOST_S = 5
 RANKS = {"left": 2, "right": 1}
 STEPS = 20

@@ -9,6 +9,8 @@ from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, OptimConfig
 
+pytestmark = pytest.mark.ranks
+
 
 def update_on(topology, kind, model, config, order):
     """Two updates on this rank's stride of the batch; metrics and all weights afterwards."""

@@ -215,8 +215,9 @@ def test_selective_checkpointing_keeps_less_than_none_and_more_than_full():
 # ---- torch.compile
 
 
+@pytest.mark.compiles
 def test_inductor_computes_the_same():
-    """One layer, in float32; that other sizes need no other code is tests/dist's to show."""
+    """One layer, in float32; test_layer_options.py shows that other sizes need no other code."""
     shape = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1,

@@ -10,6 +10,8 @@ from ranks import run_calls
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
 
+pytestmark = pytest.mark.ranks
+
 CONFIG = TrainConfig(dtype="float32", micro_batch_tokens=60, optim=OptimConfig(clip_norm=1e9))
 OPTIONS = {
     "full": {"activation_checkpointing": True},

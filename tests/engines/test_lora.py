@@ -11,6 +11,8 @@ from training_batches import CONFIG, whole_batch
 
 from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, OptimConfig
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 LORA = LoraConfig(
     rank=5, alpha=7, use_rslora=True
 )  # an odd rank, and a scale that is no power of 2

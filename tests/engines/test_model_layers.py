@@ -98,6 +98,7 @@ def patched(model):
 
 if not READY:
 
+    @pytest.mark.compiles
     def test_interpreted():
         run_interpreted(__file__)
 

@@ -15,6 +15,8 @@ from training_batches import engine_on, whole_batch
 
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 
+pytestmark = pytest.mark.ranks
+
 NAMES = ("adamw", "adamw8bit", "muon")
 LR, DECAY = 2e-3, 0.8
 # of 3 ranks one holds less of 128 rows and nothing of 4 experts

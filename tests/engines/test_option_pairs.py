@@ -105,6 +105,7 @@ def results(qwen3: Any, pytestconfig: pytest.Config) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 def test_numbers_are_those_of_one_plain_rank(results: dict[Any, Any], pair: Any) -> None:
     [(want, sequences, _)] = results[1, learnt(pair)]

@@ -1,6 +1,6 @@
 """Strict engines against the strict trainer's model, bit for bit; what cannot be strict is refused.
 
-One process; whole runs are in dist/test_strict_runs.py.
+One process; whole runs are in training/test_strict_runs.py.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def interrupted(engine: Any, asked: list[Request]) -> list[Completion]:
     return [ended[id] for id in ids]
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("save", [save_qwen3, save_qwen2])
 def test_vllm_gives_the_trainers_bits(save: Any, tmp_path: Path, topology: Topology) -> None:
     """Whatever is computed with a sequence: few or many others, its prefix from the cache or not, a
@@ -134,6 +135,7 @@ def test_vllm_gives_the_trainers_bits(save: Any, tmp_path: Path, topology: Topol
     engine.shutdown()
 
 
+@pytest.mark.vllm
 def test_bfloat16_and_greedy_answers(qwen3: Path, topology: Topology) -> None:
     asked, greedy = requests(5), replace(PARAMS, temperature=0.0)
     engine = VllmEngine(str(qwen3), replace(CONFIG, dtype="bfloat16"), 200, topology, strict=True)

@@ -19,6 +19,8 @@ from tiny_models import save_qwen3, save_qwen_vl
 from vision_task import IMAGE_CONFIG, image_question
 
 pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.vllm,
     pytest.mark.skipif(
         not torch.cuda.is_available() or find_spec("vllm") is None,
         reason="needs an NVIDIA GPU and vLLM",

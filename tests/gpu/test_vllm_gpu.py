@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tiny_models import CHARS, save_qwen3
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(
         not torch.cuda.is_available() or find_spec("vllm") is None,
         reason="needs an NVIDIA GPU and vLLM",

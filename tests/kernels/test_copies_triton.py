@@ -13,6 +13,8 @@ from spmdrl_kernels import copies, fp8
 from torch import Tensor
 from triton_tests import DEVICE, READY, run_interpreted
 
+pytestmark = pytest.mark.compiles
+
 if READY:
     from spmdrl_kernels import copies_triton
 
@@ -460,6 +462,7 @@ else:
                 lambda x: copies.scatter_ragged(x, starts, cu_seqlens, 10), few, fast_mode=True
             )
 
+    @pytest.mark.ranks
     @pytest.mark.skipif(DEVICE == "cuda", reason="gloo carries what a CPU has")
     def test_weights_on_their_way_through_the_kernels():
         """Handed over, gathered and kept, cast and in FP8: the engine's bytes, and those beside."""

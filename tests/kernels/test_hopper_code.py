@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.compiles
+
 MOST_SHARED = 227 << 10  # bytes a program may have on an H100
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
+pytestmark = pytest.mark.compiles
+
 if READY:
     from spmdrl_kernels.invariant_triton import attention, product
 

@@ -5,6 +5,8 @@ import torch
 from spmdrl_kernels import norm, scan
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
+pytestmark = pytest.mark.compiles
+
 if READY:
     from spmdrl_kernels import norm_triton, scan_triton
     from spmdrl_kernels.norm_triton import plain_rms_norm, rms_norm

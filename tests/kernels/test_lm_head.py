@@ -148,6 +148,7 @@ def test_what_must_not_pass_in_silence():
     assert entropy.isnan().nonzero().flatten().tolist() == [5]
 
 
+@pytest.mark.ranks
 def test_vocabulary_split_over_three_ranks():
     """Shares of 5, 700 and 295 rows, then of 1000, none and none; ties across the cuts."""
     hidden, weight = torch.randint(-2, 3, (9, 8)).float(), torch.randint(-2, 3, (1000, 8)).float()

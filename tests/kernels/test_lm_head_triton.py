@@ -8,6 +8,8 @@ from ranks import run_calls
 from torch.nn import functional as F
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
+pytestmark = pytest.mark.compiles
+
 if READY:
     from spmdrl_kernels import lm_head
     from spmdrl_kernels.lm_head_triton import (
@@ -251,6 +253,7 @@ else:
         hidden, weight, *_ = case(0, 5, 16, 40, torch.bfloat16, False)
         assert tiles_for(hidden, weight) == tiles_for(hidden[:1], weight)
 
+    @pytest.mark.ranks
     def test_vocabulary_split_over_two_ranks():
         inputs = case(3, 20, 24, 100, torch.float32, True)
         truth = run(plain, torch.float64, *inputs, temperature=0.8, softcap=4.0)

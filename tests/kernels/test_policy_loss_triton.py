@@ -16,6 +16,8 @@ from spmdrl.config import AlgoConfig, CorrectionConfig, PolicyLoss
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import segment_expand
 
+pytestmark = pytest.mark.compiles
+
 SETTINGS = {
     "dppo_tv": {"clip_low": 0.02, "clip_high": 0.03, "dppo_ratio_cap": 1.2},
     "dppo_kl": {"clip_low": 0.002, "clip_high": 0.003, "dppo_ratio_cap": 1.2},

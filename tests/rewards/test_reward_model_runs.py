@@ -18,6 +18,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+pytestmark = pytest.mark.ranks
+
 JUDGED = CONFIG.replace(
     "reward=reward,",
     """reward="model",
@@ -66,6 +68,7 @@ def right_score(judge: Path, prompt: str, response: str, end: str) -> float:
     return float(model(input_ids=ids).logits)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("ranks", "judge", "args"),
     [

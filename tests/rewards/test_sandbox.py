@@ -41,7 +41,7 @@ from spmdrl.rewards.sandbox.sandbox import (
 )
 from spmdrl.types import Prompt, Sample
 
-pytestmark = pytest.mark.clock
+pytestmark = [pytest.mark.sandbox, pytest.mark.clock]
 
 TIGHT = Limits(wall_s=3.0, cpu_s=1.0, memory_mib=128, processes=4, file_mib=2, output_kib=16)
 

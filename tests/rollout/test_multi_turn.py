@@ -374,6 +374,7 @@ def test_a_template_without_tools_is_refused_or_told(
             assert "does not show tools to the model" in caplog.text
 
 
+@pytest.mark.sandbox
 def test_the_sandbox_is_a_tool(talk: Any, tokenizer: Any) -> None:
     assert schema_of(talk(tools=("python",)).by.toolbox.functions["python"])
     round = talk(tools=("python",), multi_turn=MultiTurnConfig(timeout_s=30, workers=1))

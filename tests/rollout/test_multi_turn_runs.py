@@ -15,6 +15,8 @@ from programs import CONFIG, ROOT, metrics_of, train, write_task
 
 from spmdrl.rollout.answer_codec import unpack
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 # A turn ends with a digit or a small letter, which a random model soon says. The environment lets
 # a sample go on until it has had three turns, but one whose index is 3 only once.
 TALK = CONFIG.replace('engine="hf"', 'engine="vllm", stop_token_ids=tuple(range(4, 44))').replace(

@@ -9,6 +9,8 @@ import pytest
 from ranks import run_calls
 from tiny_models import CHARS, save_qwen3
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 NUM_PROMPTS, SAMPLES = 5, 2
 
 

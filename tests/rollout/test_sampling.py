@@ -36,11 +36,12 @@ from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.types import Prompt
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
+NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
 MAX_MODEL_LEN = 400
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf"])
+@pytest.fixture(scope="module", params=NAMES)
 def engine(request: pytest.FixtureRequest, qwen3: Path, topology: Topology) -> Iterator[Any]:
     built = ENGINES[request.param](str(qwen3), CONFIG, MAX_MODEL_LEN, topology)
     yield built
@@ -362,7 +363,7 @@ def test_sleep_gives_the_kv_cache_back_and_changes_no_answer(engine: Any) -> Non
     assert engine.generate(some_requests(12), params) == before
 
 
-@pytest.mark.parametrize("name", ["vllm", "hf"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology: Topology) -> None:
     import llvmlite.binding  # by way of numba, which the scans use: vLLM stumbles over it
 
@@ -382,6 +383,7 @@ def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology
     assert sys.modules["llvmlite.binding.ffi"] is llvmlite.binding.ffi
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("family", ["qwen3 untied", "qwen2", "llama"])
 def test_other_architectures(family: str, tmp_path: Path, topology: Topology) -> None:
     """Untied heads, biases on q, k and v, an odd vocabulary, one KV head."""
@@ -396,6 +398,7 @@ def test_other_architectures(family: str, tmp_path: Path, topology: Topology) ->
     engine.shutdown()
 
 
+@pytest.mark.vllm
 def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: Topology) -> None:
     config = RolloutConfig(tensor_parallel=2)
     for engine_class in ENGINES.values():
@@ -403,6 +406,7 @@ def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: To
             engine_class(str(qwen3), config, 64, topology)
 
 
+@pytest.mark.vllm
 def test_what_else_vllm_is_told_changes_no_answer(
     qwen3: Path, model: Any, topology: Topology
 ) -> None:
@@ -420,6 +424,7 @@ def test_what_else_vllm_is_told_changes_no_answer(
         told.shutdown()
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -457,6 +462,7 @@ def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:
         check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=True)
 
 
+@pytest.mark.vllm
 def test_vllm_with_latent_attention_is_refused(tmp_path: Path, topology: Topology) -> None:
     """vLLM multiplies with products of weights, made once."""
     import tiny_megatron_models

@@ -9,6 +9,8 @@ import pytest
 from ranks import run_calls, run_ranks
 from tiny_models import save_qwen3
 
+pytestmark = pytest.mark.ranks
+
 SUBSETS = {  # name: (ranks of the job, engine, tp)
     "alone": ((0,), "vllm", 1),
     "one and three": ((1, 3), "vllm", 1),
@@ -121,6 +123,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3(tmp_path_factory.mktemp("other"), seed=1)
 
 
+@pytest.mark.vllm
 def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) -> None:
     import torch
     from rollout_checks import forward_logprobs, load_hf

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from programs import CONFIG, metrics_of, train, write_task
 
+pytestmark = pytest.mark.ranks
+
 # A turn ends with a digit or a small letter. A sample has two turns, one whose index is 3 only one.
 # Of a sample whose index is 2 the function forgets a turn. `first`: tokens of the first turn.
 TALK = CONFIG.replace('engine="hf"', 'engine="hf", stop_token_ids=tuple(range(4, 44))').replace(

@@ -21,6 +21,8 @@ from spmdrl.rollout.base import SamplingParams, WeightMismatch
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.fp8 import check_fp8
 
+pytestmark = pytest.mark.vllm
+
 CONFIG = RolloutConfig(quantization="fp8", max_num_seqs=32, kv_cache_mib=32)
 needs_amx = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM multiplies FP8 with AMX"

@@ -4,6 +4,8 @@ import pytest
 import torch
 from ranks import run_calls
 
+pytestmark = pytest.mark.ranks
+
 
 def make_sample(group, index):
     from spmdrl.types import Prompt, Sample

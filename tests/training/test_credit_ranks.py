@@ -21,6 +21,8 @@ from spmdrl.config import (
 from spmdrl.data.packing import pack_samples
 from spmdrl.types import Prompt, Sample
 
+pytestmark = pytest.mark.ranks
+
 BASE = PpoConfig(
     model="-", data=DataConfig(train="-"), reward="gsm8k", rollout=RolloutConfig(n=4, max_tokens=12)
 )

@@ -74,6 +74,7 @@ def evaluated(folder, ranks, *args, program=train):
     return done.output
 
 
+@pytest.mark.ranks
 def test_the_metrics_are_those_of_the_samples(folder, trained):
     got = held_out(trained[0])
     samples = rows_of(folder / "run/samples/eval_0.jsonl")
@@ -111,6 +112,7 @@ def test_the_metrics_are_those_of_the_samples(folder, trained):
         )
 
 
+@pytest.mark.ranks
 def test_one_rank_with_the_model_alone_gives_what_two_gave_while_training(folder, trained):
     output = evaluated(folder, 1, "--out", "alone")
     row = metrics_of(folder / "alone")[0]
@@ -122,6 +124,7 @@ def test_one_rank_with_the_model_alone_gives_what_two_gave_while_training(folder
     ]
 
 
+@pytest.mark.ranks
 def test_a_checkpoint_gives_what_the_run_gave(folder, trained):
     before = sorted(folder.joinpath("run").rglob("*"))
     args = ("--checkpoint", "run/checkpoints/step_00000001")
@@ -142,6 +145,8 @@ def test_a_checkpoint_gives_what_the_run_gave(folder, trained):
     assert sorted(folder.joinpath("run").rglob("*")) == before
 
 
+@pytest.mark.vllm
+@pytest.mark.ranks
 def test_vllm_on_one_and_on_two_ranks(folder):
     args = ("--rollout.engine", "vllm", "--eval_top_p", "0.9", "--out", "by_vllm")
     evaluated(folder, 1, *args)
@@ -154,6 +159,7 @@ def test_vllm_on_one_and_on_two_ranks(folder):
     )
 
 
+@pytest.mark.ranks
 def test_a_damaged_checkpoint_and_what_a_dry_run_says(folder, trained, tmp_path):
     dry = evaluated(folder, 1, "--dry-run", "--out", str(tmp_path / "dry"))
     assert "10 held-out prompts, 40 answers" in dry
@@ -193,6 +199,7 @@ def test_an_evaluation_has_a_folder_of_its_own(tmp_path, monkeypatch, checkpoint
         evaluation_of(without, checkpoint, out)
 
 
+@pytest.mark.ranks
 def test_rewards_that_fail_on_held_out_prompts_end_a_run_as_they_do_in_a_step(folder):
     done = torchrun(folder, 2, "--config", "worse.py", "--run_dir", "ended")
     assert done.code == 1, done.output[-4000:]
@@ -201,6 +208,7 @@ def test_rewards_that_fail_on_held_out_prompts_end_a_run_as_they_do_in_a_step(fo
     assert all("not for these" in s["invalid"] for s in samples) and len(samples) == 10
 
 
+@pytest.mark.ranks
 def test_where_that_is_allowed_a_run_saves_without_its_best_metric(folder):
     done = train(
         folder, 2, "--config", "worse.py", "--run_dir", "allowed", "--eval_every", "1",

@@ -283,6 +283,7 @@ def steps(tmp_path_factory):
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
     want = steps[name, SPLITS[0]][0]

@@ -7,6 +7,8 @@ three seeds.
 import pytest
 from programs import ROOT, make_arithmetic, metrics_of, train
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 GRPO, PPO = (ROOT / f"configs/qwen3_tiny_arithmetic_{name}_cpu.py" for name in ("grpo", "ppo"))
 ALGORITHMS = {
     "grpo": [GRPO],

@@ -7,6 +7,8 @@ import pytest
 import torch
 from programs import CONFIG, metrics_of, train, write_task
 
+pytestmark = pytest.mark.ranks
+
 LORA = CONFIG.replace(
     "    actor=TrainConfig(",
     '    algo=AlgoConfig(advantage="gae", kl_coef=0.01),\n'
@@ -85,6 +87,7 @@ def test_an_evaluation_alone_is_that_of_the_run(folder, whole):
     assert got["eval/reward"] == pytest.approx(whole[-1]["eval/reward"])
 
 
+@pytest.mark.vllm
 def test_vllm_takes_adapters_while_it_samples_ahead(folder):
     rows = run(
         folder, "ahead", 2, "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",

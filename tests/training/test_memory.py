@@ -13,6 +13,8 @@ import pytest
 from programs import ROOT
 from tiny_models import save_qwen3
 
+pytestmark = pytest.mark.ranks
+
 SFT = """
 from spmdrl.config import *
 

@@ -74,6 +74,7 @@ def load_weights(folder):
     return load_file(Path(folder, "model.safetensors"))
 
 
+@pytest.mark.ranks
 def test_the_average_of_a_run_is_exported(run_folder, monkeypatch):
     from spmdrl.engines.hf_export import load_full
     from spmdrl.export import main
@@ -92,6 +93,7 @@ def test_the_average_of_a_run_is_exported(run_folder, monkeypatch):
         assert not torch.equal(value, plain[name])
 
 
+@pytest.mark.ranks
 def test_a_run_does_not_resume_with_another_optimizer(run_folder):
     resume = ["--resume", "auto", "--critic.optim.name", "adamw", "--steps", "3"]
     done = train(run_folder, 2, *RUN, *resume)
@@ -100,6 +102,7 @@ def test_a_run_does_not_resume_with_another_optimizer(run_folder):
     assert "critic was written with optim.name='adamw8bit', and this run has 'adamw'" in done.output
 
 
+@pytest.mark.ranks
 def test_an_average_that_is_not_there(run_folder, tmp_path):
     from spmdrl.checkpoint import format as checkpoint
     from spmdrl.engines.hf_export import load_full
@@ -115,6 +118,7 @@ def test_an_average_that_is_not_there(run_folder, tmp_path):
         check_flags({"ema": "0.9"})
 
 
+@pytest.mark.ranks
 def test_the_dry_run_shows_what_is_kept(run_folder):
     from spmdrl.cli.arguments import load_config
     from spmdrl.config import PpoConfig
@@ -148,6 +152,7 @@ config = SftConfig(
 """
 
 
+@pytest.mark.ranks
 def test_fine_tuning_writes_the_average_beside_the_weights(run_folder):
     rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
     Path(run_folder, "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

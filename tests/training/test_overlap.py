@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from programs import CONFIG, metrics_of, set_up, train
 
-pytestmark = pytest.mark.clock
+pytestmark = [pytest.mark.ranks, pytest.mark.clock]
 
 JUDGE_S, STEP_S = 1.5, 0.025  # 60 tokens: an answer takes as long as the judge
 SLOW = f"""

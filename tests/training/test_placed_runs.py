@@ -10,6 +10,8 @@ import pytest
 from fault_script import FAULT, LIMIT_S
 from programs import CONFIG, finish, metrics_of, pids_of, start, train, wait_for, write_task
 
+pytestmark = pytest.mark.ranks
+
 # every role: critic, reference, two mini-batches, an evaluation after every step
 ALL_ROLES = CONFIG.replace("    eval_every=0,\n", "    eval_every=1,\n").replace(
     "config = PpoConfig(",
@@ -117,6 +119,7 @@ config = PpoConfig(""",
     assert row["idle/share"] > 0.5 and row["idle/share_max"] > 0.8
 
 
+@pytest.mark.vllm
 def test_vllm_samples_ahead_and_another_placement_goes_on(folder):
     """Steps that do not meet, a rank for rewards alone; then from the checkpoint with shared ranks.
     weights.check proves that the engines hold the trainers' weights after every push."""

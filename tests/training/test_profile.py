@@ -60,6 +60,8 @@ def sft(folder, *args):
     return train(folder, 1, "--config", "cfg.py", *args, program="spmdrl.sft")
 
 
+@pytest.mark.vllm
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_the_steps_and_ranks_that_were_asked_for(tmp_path, qwen3, engine):
     folder = set_up(tmp_path, qwen3)
@@ -83,6 +85,7 @@ def test_the_steps_and_ranks_that_were_asked_for(tmp_path, qwen3, engine):
         assert operators(trace, *found["rollout"])
 
 
+@pytest.mark.ranks
 def test_fine_tuning_that_goes_on_amid_the_window(rows):
     window = ("--profile.steps", "2-3", "--profile.ranks", "all")
     more = ("--profile.shapes", "True", "--profile.memory", "True", "--profile.stacks", "True")
@@ -119,6 +122,7 @@ spmdrl.training.supervised_loop.update = update
 """
 
 
+@pytest.mark.ranks
 def test_a_step_that_fails_leaves_what_was_recorded(rows):
     with Path(rows, "cfg.py").open("a") as file:
         file.write(FAILING_UPDATE)
@@ -131,6 +135,7 @@ def test_a_step_that_fails_leaves_what_was_recorded(rows):
     assert {"aten::mm", "_OneDnnLinear"} & operators(trace, *found["update"])
 
 
+@pytest.mark.ranks
 def test_a_trace_that_cannot_be_written_is_no_failure(rows):
     Path(rows, "run").mkdir()
     Path(rows, "run/profile").write_text("a file")
@@ -139,12 +144,14 @@ def test_a_trace_that_cannot_be_written_is_no_failure(rows):
     assert "no trace of step 2 on rank 0: [Errno 17] File exists" in done.output
 
 
+@pytest.mark.ranks
 def test_nothing_but_marks_for_nsys_is_nothing_on_a_cpu(rows):
     done = sft(rows, "--profile.trace", "False")
     assert done.code == 2 and "profile.trace=False leaves it to nsys" in done.output
     assert not Path(rows, "run/profile").exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [("steps", "2-9", r"profile.steps='2-9' names step 9, but the run has steps=2: 1-2"),
@@ -162,6 +169,7 @@ def test_what_the_run_does_not_have(tmp_path, qwen3, monkeypatch, field, value, 
         check(load_config("cfg.py", PpoConfig, asked), 2)
 
 
+@pytest.mark.ranks
 def test_steps_by_any_spelling_and_signs_of_life(tmp_path, qwen3):
     folder = set_up(tmp_path, qwen3)
     config = load_config(str(folder / "cfg.py"), PpoConfig, {"steps": 7})

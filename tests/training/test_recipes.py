@@ -10,6 +10,8 @@ from programs import CONFIG, ROOT, make_arithmetic, metrics_of, train, write_tas
 from safetensors.torch import load_file, save_file
 from tiny_models import save_qwen3
 
+pytestmark = pytest.mark.ranks
+
 TINY = Path(ROOT, "configs").glob("qwen3_tiny_arithmetic_*_cpu.py")
 RECIPES = {config.stem.split("_")[3]: config for config in sorted(TINY)}
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",

@@ -20,6 +20,8 @@ from spmdrl.engines.hf_export import export
 from spmdrl.rewards.reward_model import RewardModel
 from spmdrl.types import Prompt, Sample
 
+pytestmark = pytest.mark.ranks
+
 CONFIG = """
 from spmdrl.config import *
 

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.training.logs.flops import Flops
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 VLLM = CONFIG.replace('engine="hf"', 'engine="vllm"')
 
 

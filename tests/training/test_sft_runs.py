@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from spmdrl.engines.hf_export import export
 from spmdrl.timeline import read_trace
 
+pytestmark = pytest.mark.ranks
+
 CONFIG = """
 from spmdrl.config import *
 

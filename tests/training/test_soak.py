@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from programs import CONFIG, ROOT, write_task
+
+pytestmark = pytest.mark.ranks
 
 RELIABLE = """
 def reward(response, ground_truth):

@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
 from programs import CONFIG, metrics_of, train, write_task
 from tiny_models import save_qwen3
+
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 SETTINGS = """
 from dataclasses import replace

@@ -48,6 +48,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.ranks
 def test_a_run_and_its_resumption_are_one_entry(tmp_path, qwen3, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = set_up(tmp_path, qwen3)

@@ -9,6 +9,8 @@ from programs import train
 from transformers import AutoModelForImageTextToText
 from vision_task import CLOSE, SAVE_EACH_STEP, run_task, save_task
 
+pytestmark = pytest.mark.ranks
+
 LORA = ("--actor.lora.rank", "4", "--actor.optim.lr", "0.01")
 
 
@@ -31,6 +33,7 @@ def test_numbers_do_not_depend_on_ranks(folder, alone):
         assert one["actor/grad_norm"] > 0
 
 
+@pytest.mark.vllm
 def test_the_engine_samples_from_what_is_trained(folder):
     """vLLM's weights are compared bit by bit after each update; the reference is the base."""
     rows = run_task(folder, "lora_vllm", 2, *LORA, "--rollout.engine", "vllm",

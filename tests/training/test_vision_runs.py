@@ -23,6 +23,8 @@ from transformers import (
 )
 from vision_task import CLOSE, SAVE_EACH_STEP, image_question, run_task, save_task
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -56,6 +58,7 @@ def test_numbers_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
     same(run_task(folder, f"r{ranks}{len(args[0])}", ranks, *SAVE_EACH_STEP, *args), alone)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("model", "ranks", "args"),
     [
@@ -72,6 +75,7 @@ def test_engine_and_trainer_see_the_same(folder, model, ranks, args):
     assert all(row["actor/logprob_diff_max"] < 1e-5 for row in rows[1:])
 
 
+@pytest.mark.vllm
 def test_a_model_that_could_see_trains_on_text(folder):
     text = [image_question(3 * seed) for seed in range(20)]
     pq.write_table(pa.Table.from_pylist(text), folder / "text.parquet")

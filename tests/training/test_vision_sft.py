@@ -124,6 +124,7 @@ def loss_of(model, folder, row):
     return -logprobs[chosen].sum().item(), int(chosen.sum())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["model", "alone/out"])
 def test_the_loss_is_that_of_transformers(folder, alone, name):
     model = AutoModelForImageTextToText.from_pretrained(folder / name, dtype=torch.float32)
@@ -133,6 +134,7 @@ def test_the_loss_is_that_of_transformers(folder, alone, name):
     assert AutoImageProcessor.from_pretrained(folder / name).patch_size == 4
 
 
+@pytest.mark.ranks
 def test_all_of_it_learns(alone, folder):
     assert alone[-1]["eval/loss"] < alone[0]["eval/loss"] - 0.5
     before, after = (
@@ -143,6 +145,7 @@ def test_all_of_it_learns(alone, folder):
     assert sum(not torch.equal(before[name], after[name]) for name in tower) > 0.9 * len(tower) > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "args"),
     [(2, ("--actor.micro_batch_tokens", "48")), (3, ("--actor.activation_checkpointing", "True"))],
@@ -155,12 +158,14 @@ def test_losses_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
             assert one.get(key, 0) == pytest.approx(other.get(key, 0), **CLOSE)
 
 
+@pytest.mark.ranks
 def test_a_stopped_run_goes_on_seeing(folder, alone):
     run(folder, "half", 2, "--steps", "2")
     rows = run(folder, "half", 1, "--resume", "auto")
     assert rows[-1]["sft/loss"] == pytest.approx(alone[-1]["sft/loss"], **CLOSE)
 
 
+@pytest.mark.ranks
 def test_adapters_learn_from_images(folder):
     run(folder, "lora", 2, "--actor.lora.rank", "4", "--actor.freeze_vision", "True")
     base = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
@@ -173,6 +178,7 @@ def test_adapters_learn_from_images(folder):
     assert found == pytest.approx(sum(s for s, _ in sums) / sum(n for _, n in sums), **CLOSE)
 
 
+@pytest.mark.ranks
 def test_the_plan_shows_what_is_seen_and_learnt(folder):
     done = train(folder, 1, "--config", "cfg.py", "--dry-run", program="spmdrl.sft")
     assert done.code == 0, done.output
@@ -277,6 +283,7 @@ def test_marks_without_images_are_counted_in_parts_too(folder, topology):
     assert [reader.read(row, folder).blind for row in rows] == [True, False]
 
 
+@pytest.mark.ranks
 def test_a_model_that_sees_nothing_is_told(folder, qwen3):
     Path(folder, "blind").symlink_to(qwen3)
     for more, error in (

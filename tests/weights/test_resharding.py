@@ -12,6 +12,8 @@ import torch
 from ranks import run_ranks
 from tiny_models import CHARS, save_qwen3, save_tokenizer
 
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
 
 def save_moe(folder: Path) -> Path:
     """Untied, four experts; transformers keeps the experts of a layer in one tensor."""

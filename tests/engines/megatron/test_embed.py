@@ -16,6 +16,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+
 
 def host_updates_on(topology, cases, model, folder):
     """Of each (sizes, per_token, padded vocabulary): this rank's sequences; as fsdp_updates_on.
@@ -226,6 +228,7 @@ def test_a_host_that_computes_something_else_is_refused_with_the_gap(qwen3, tmp_
         assert gap > 3e-4
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
     from programs import write_task

@@ -28,6 +28,7 @@ def run(folder, script, *args):
     return done.output
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("script", ["train.py", "train_rl.py"])
 def test_it_starts_by_itself(script):
     """Where nothing is imported yet, unlike in the ranks of the other test."""
@@ -45,6 +46,8 @@ def test_few_lines_make_it_rl():
     assert 0 < len(changed) <= 40, len(changed)
 
 
+@pytest.mark.megatron
+@pytest.mark.ranks
 @pytest.mark.timeout(420)
 def test_the_program_trains_and_then_learns_from_rewards(folder):
     said = run(folder, "train.py", "--train-iters", "200", "--log-interval", "50")

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks, wait_all
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+
 LIMIT_S = 30  # from the failure until all have ended; torch's own limit is 30 minutes
 
 

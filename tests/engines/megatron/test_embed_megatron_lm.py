@@ -12,10 +12,14 @@ import pytest
 from programs import ROOT, free_port, write_task
 
 LM = os.environ.get("MEGATRON_LM", "")
-pytestmark = pytest.mark.skipif(
-    not Path(LM, "pretrain_gpt.py").is_file(),
-    reason="MEGATRON_LM names no checkout of Megatron-LM core_v0.16.1",
-)
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        not Path(LM, "pretrain_gpt.py").is_file(),
+        reason="MEGATRON_LM names no checkout of Megatron-LM core_v0.16.1",
+    ),
+]
 # Megatron-LM asks for the last one where tensors are parallel
 ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 EXAMPLE = ROOT / "examples" / "embed_megatron" / "pretrain_gpt_rl.py"

@@ -11,6 +11,8 @@ from training_batches import CONFIG, LENS, whole_batch
 
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+
 MEGATRON = replace(CONFIG, engine="megatron")
 
 

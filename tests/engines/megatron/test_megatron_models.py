@@ -12,6 +12,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_megatron_models import Case
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+
 SEQUENCE = {"tensor": 2, "sequence": True}
 TWO_RANKS = [
     Case({"tensor": 2}, ["qwen3", "qwen2", "llama"]),

@@ -149,6 +149,7 @@ def loaded(chunks, hf_config):
     return out
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_sharded_checkpoint_in_half_precision(one_rank, tmp_path, family):
     from spmdrl.engines.megatron.hf_mapping import load_pretrained
@@ -166,6 +167,7 @@ def test_a_sharded_checkpoint_in_half_precision(one_rank, tmp_path, family):
         assert torch.equal(tensor, true[name].to(tensor.dtype)), name
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_a_checkpoint_with_stacked_experts(one_rank, tmp_path, family):
     from spmdrl.engines.megatron.hf_mapping import load_pretrained
@@ -181,6 +183,7 @@ def test_a_checkpoint_with_stacked_experts(one_rank, tmp_path, family):
         assert torch.equal(tensor, true[name]), name
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_in_half_precision_it_is_no_further_from_the_truth_than_transformers(
     one_rank, tmp_path, family
@@ -207,6 +210,7 @@ def test_in_half_precision_it_is_no_further_from_the_truth_than_transformers(
     assert 0 < ours < 1.15 * theirs < 0.05, (ours, theirs)
 
 
+@pytest.mark.megatron
 def test_folders_that_do_not_fit_are_named(one_rank, tmp_path):
     from spmdrl.engines.megatron.hf_mapping import load_pretrained
 

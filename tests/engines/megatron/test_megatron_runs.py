@@ -9,6 +9,8 @@ import pytest
 import torch
 from programs import CONFIG, metrics_of, train, write_task
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+
 # an actor on tensor-parallel ranks, not trained before step 3; a critic in two pipeline stages
 MEGATRON = CONFIG.replace(
     'actor=TrainConfig(dtype="float32",',

@@ -17,6 +17,8 @@ from tiny_models import CHARS, save_tokenizer
 from training_batches import CONFIG as TRAIN
 from training_batches import on_data_ranks, whole_batch
 
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.vllm]
+
 TOKENS = {
     "head_dim": 32, "vocab_size": len(CHARS),
     "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
