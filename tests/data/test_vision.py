@@ -43,7 +43,7 @@ from spmdrl.types import Batch, Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
-NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
+ENGINE_NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
 
 
 @pytest.fixture(scope="session")
@@ -401,7 +401,7 @@ def test_data_that_changed_meanwhile_is_told(models: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     models: dict[str, str], topology: Topology, name: str, kind: str
 ) -> None:

@@ -36,12 +36,12 @@ from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.types import Prompt
 
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
-NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
+ENGINE_NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
 MAX_MODEL_LEN = 400
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=ENGINE_NAMES)
 def engine(request: pytest.FixtureRequest, qwen3: Path, topology: Topology) -> Iterator[Any]:
     built = ENGINES[request.param](str(qwen3), CONFIG, MAX_MODEL_LEN, topology)
     yield built
@@ -363,7 +363,7 @@ def test_sleep_gives_the_kv_cache_back_and_changes_no_answer(engine: Any) -> Non
     assert engine.generate(some_requests(12), params) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENGINE_NAMES)
 def test_an_engine_leaves_the_process_as_it_was(name: str, qwen3: Path, topology: Topology) -> None:
     import llvmlite.binding  # by way of numba, which the scans use: vLLM stumbles over it
 

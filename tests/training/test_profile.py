@@ -151,7 +151,6 @@ def test_nothing_but_marks_for_nsys_is_nothing_on_a_cpu(rows):
     assert not Path(rows, "run/profile").exists()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [("steps", "2-9", r"profile.steps='2-9' names step 9, but the run has steps=2: 1-2"),
@@ -169,7 +168,6 @@ def test_what_the_run_does_not_have(tmp_path, qwen3, monkeypatch, field, value, 
         check(load_config("cfg.py", PpoConfig, asked), 2)
 
 
-@pytest.mark.ranks
 def test_steps_by_any_spelling_and_signs_of_life(tmp_path, qwen3):
     folder = set_up(tmp_path, qwen3)
     config = load_config(str(folder / "cfg.py"), PpoConfig, {"steps": 7})
