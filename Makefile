@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo test lint bench bench-algos bench-kernels verdicts soak clean
+.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-algos bench-kernels verdicts soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -29,6 +29,10 @@ lint: .venv  ## ruff, ruff format and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+check: lint  ## lint, then the tests that start no ranks and no engine: 60 to 90 seconds
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		-m "not ranks and not vllm and not megatron and not sandbox and not compiles and not clock"
 
 test: lint  ## lint, then the whole test suite, two files at a time
 	@failed=0; \

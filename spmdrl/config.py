@@ -193,7 +193,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
-# The names that algo/*.py define; tests hold both lists together.
+# The names that algo/*.py define; tests/algo/test_algorithm_names.py holds both lists together.
 Aggregation = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean",
     "seq_mean_token_sum_norm",

@@ -14,7 +14,7 @@ for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
 
 import torch  # noqa: E402  it reads OMP_NUM_THREADS
-from tiny import save_qwen3  # noqa: E402
+from tiny_models import save_qwen3  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -23,10 +23,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (0)")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start ranks come first, those without any category last: of two workers none has
+    a long file left when the other has ended."""
+
+    def place(marks: set[str]) -> int:
+        return 0 if "ranks" in marks else 1 if marks & {"vllm", "megatron", "compiles"} else 2
+
+    marks: dict[Path, set[str]] = {}
+    for item in items:
+        marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
+    items.sort(key=lambda item: place(marks[item.path]))
+
+
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws depends on its name and --seed, not on the tests before it."""
-    seed = crc32(request.node.nodeid.encode()) ^ request.config.getoption("--seed")
+    """What a test draws depends on its file's name, its own and --seed: not on the folder of the
+    file, nor on the tests before it."""
+    name = f"{request.path.name}::{request.node.nodeid.partition('::')[2]}"
+    seed = crc32(name.encode()) ^ request.config.getoption("--seed")
     random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tiny import save_qwen3
+from tiny_models import save_qwen3
 
 from spmdrl.cli.arguments import load_config
 from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
@@ -199,15 +200,33 @@ def test_bench_figures_from_a_recorded_run() -> None:
     assert figures["peak_rss_gb"] == 3.0
 
 
+GRANDCHILD = """
+import time
+memory = bytearray(200 << 20)
+end = time.process_time() + 0.3
+while time.process_time() < end:
+    pass
+print("ready", flush=True)
+input()
+"""
+
+
 def test_bench_watches_a_process_tree() -> None:
+    """The grandchild keeps its memory until the watch has surely looked at it."""
     bench = load_module("examples/add2/bench.py")
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', CODE])"
-    code = "x = bytearray(200 << 20)\nimport time\nwhile time.process_time() < 0.5: pass"
-    process = subprocess.Popen([sys.executable, "-c", f"CODE = {code!r}\n{child}"])
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', GRANDCHILD], check=True)"
+    command = [sys.executable, "-c", f"GRANDCHILD = {GRANDCHILD!r}\n{child}"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     watch = bench.Watch(process.pid, Path("no such file"))
     watch.start()
-    process.wait(60)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    num_samples = len(watch.trace)
+    while len(watch.trace) < num_samples + 2:  # the next one may have begun before
+        assert watch.is_alive()
+        time.sleep(0.02)
+    process.communicate("\n", timeout=60)
     watch.stop()
+    assert process.returncode == 0
     assert watch.peak_procs == 2
     assert watch.peak_rss > 200 << 20  # the grandchild's
     assert watch.trace[-1][1] > 0.2

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import save_qwen3
+from tiny_models import save_qwen3
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

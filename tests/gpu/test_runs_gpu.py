@@ -15,9 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from programs import CONFIG, ROOT, write_task
-from tiny import save_qwen3, save_qwen_vl
+from tiny_models import save_qwen3, save_qwen_vl
+from vision_task import IMAGE_CONFIG, image_question
 
 pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.vllm,
     pytest.mark.skipif(
         not torch.cuda.is_available() or find_spec("vllm") is None,
         reason="needs an NVIDIA GPU and vLLM",
@@ -107,14 +110,11 @@ def test_it_goes_on_from_a_checkpoint_and_is_evaluated(model: Path, tmp_path: Pa
 
 
 def test_a_model_that_sees_images_learns(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT / "tests/dist"))
-    from test_vision_runs import SEEING, question  # the task of the runs on CPUs
-
     save_qwen_vl(tmp_path / "model")
     for name, seeds in (("train", range(40)), ("eval", range(40, 50))):
-        rows = [question(seed) for seed in seeds]
+        rows = [image_question(seed) for seed in seeds]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-    Path(tmp_path, "cfg.py").write_text(SEEING)
+    Path(tmp_path, "cfg.py").write_text(IMAGE_CONFIG)
     run(tmp_path, "spmdrl.ppo", "--config", "cfg.py", *USUAL)
     for row in rows_of(tmp_path)[-3:]:
         assert row["actor/logprob_diff_mean"] < 0.02, row

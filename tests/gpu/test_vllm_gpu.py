@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import CHARS, save_qwen3
+from tiny_models import CHARS, save_qwen3
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(
         not torch.cuda.is_available() or find_spec("vllm") is None,
         reason="needs an NVIDIA GPU and vLLM",

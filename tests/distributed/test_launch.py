@@ -1,0 +1,95 @@
+"""The launcher: ports that are kept, what it says and what it leaves to the ranks to say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+from torch.distributed import TCPStore
+
+from spmdrl.distributed.launcher import HeldPorts
+
+FIRST_WORDS = "spmdrl: starting the processes of the run\n"
+RANK = """
+import os, signal, sys, tempfile
+print("rank", os.environ["RANK"], flush=True)
+print(tempfile.gettempdir(), file=open("tempdir", "w"))
+how = sys.argv[1]
+if how == "speaks":
+    from spmdrl.distributed.exit import leave, leave_for_torchrun, say
+    leave_for_torchrun("config error: no")
+    say("spmdrl: config error: no")
+    leave(2)
+if how == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(0 if how == "works" else 7)
+"""
+
+
+def launch(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (folder / "rank.py").write_text(RANK)
+    (folder / "tmp").mkdir()
+    return subprocess.run(
+        [sys.executable, "-m", "spmdrl.launch", *arguments], cwd=folder, text=True, timeout=90,
+        capture_output=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")} | env,
+    )  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("how", "code", "said"), [
+    ("works", 0, []),
+    ("speaks", 2, ["spmdrl: config error: no"]),
+    ("dies", 1, ["was ended by signal 9 (SIGKILL), and left no word but what stands above"]),
+    ("fails", 1, ["ended with exit code 7, and left no word but what stands above"]),
+])  # fmt: skip
+def test_what_is_said_is_the_ranks_own_word(tmp_path, how, code, said):
+    done = launch(tmp_path, "--standalone", "--nproc-per-node", "1", "rank.py", how)
+    assert (done.returncode, done.stdout) == (code, f"{FIRST_WORDS}rank 0\n"), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == len(said), done.stderr
+    assert all(part in line for part, line in zip(said, lines, strict=True)), lines
+    assert list((tmp_path / "tmp").iterdir()) == []  # torchrun would leave a folder
+    assert (tmp_path / "tempdir").read_text() == f"{tmp_path / 'tmp'}\n"  # of a rank: the user's
+
+
+@pytest.mark.ranks
+def test_a_port_that_is_taken_is_named_with_who_has_it(tmp_path):
+    with socket.socket() as other:
+        other.bind(("", free_port()))
+        other.listen()
+        port = other.getsockname()[1]
+        done = launch(tmp_path, "--nproc-per-node", "1", "--master-port", str(port), "rank.py", "x")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"port {port} (--master-port" in done.stderr
+    assert f"is taken, where process {os.getpid()} listens (" in done.stderr
+    assert "or name none for a run on this machine alone" in done.stderr
+    assert done.stdout == FIRST_WORDS
+
+
+def test_a_held_port_is_nobody_else_s_and_a_store_may_open_it():
+    """Also where somebody asks the system for all the ports that it has left."""
+    ports = HeldPorts()
+    held = ports()
+    assert held != ports()
+    given = set()
+    others = []
+    for _ in range(300):
+        other = socket.create_server(("", 0))
+        others.append(other)
+        given.add(other.getsockname()[1])
+    assert held not in given
+    with socket.socket() as somebody, pytest.raises(OSError, match="already in use"):
+        somebody.bind(("", held))
+    store = TCPStore("127.0.0.1", held, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", held, wait_for_workers=False)
+    store.set("key", "value")
+    assert client.get("key") == b"value"
+    for each in (*others, *ports.sockets):
+        each.close()

@@ -1,0 +1,100 @@
+"""Packed attention inside real models against transformers' own, one sequence at a time."""
+
+import pytest
+import torch
+from spmdrl_kernels.linear import use_fast_linear
+from spmdrl_kernels.norm import FastRmsNorm, use_fast_rms_norm
+from tiny_models import CHARS
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.model import TokenPolicy
+
+SIZES = {
+    "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=32, **WINDOW, attn_logit_softcapping=0.5)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=32, **WINDOW)),
+}
+
+
+def logprobs_of(model, sequences):
+    """Per sequence, from the model's own attention."""
+    out = []
+    for ids in sequences:
+        logits = model(ids[None]).logits[0].float()
+        out.append(logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_logprobs_and_gradients_match_transformers(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    lens = [5, 40, 1, 13, 38, 2, 21]
+    sequences = [torch.randint(3, len(CHARS), (n,)) for n in lens]
+
+    model.set_attn_implementation("eager")
+    want = logprobs_of(model, [s for s in sequences if len(s) > 1])
+    want.sum().backward()
+    want_grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    model.set_attn_implementation(attention.NAME)
+    seq_lens = torch.tensor(lens)
+    rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
+    positions = torch.cat([torch.arange(n) for n in lens])
+    packing = attention.Packing.build(seq_lens, torch.device("cpu"))
+    use_fast_linear(model)
+    use_fast_rms_norm(model)
+    assert any(isinstance(m, FastRmsNorm) for m in model.modules()) == (
+        not name.startswith("gemma")
+    )
+    tokens = torch.cat(sequences)
+    got, *_ = TokenPolicy(model)(tokens, positions, packing, rows - 1, tokens[rows], 1.0)
+    got.sum().backward()
+
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want_grads[n], rtol=1e-4, atol=1e-4, msg=n)
+
+
+def test_groups_waste_little_padding():
+    lens = torch.randint(1, 500, (64,), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    groups = attention.padded_groups(lens, cu_seqlens, torch.device("cpu"))
+    padded = sum(g.num_seqs * g.length for g in groups)
+    assert padded < 1.25 * int(lens.sum())
+    assert all(len(g.slots) + len(g.holes) == g.num_seqs * g.length for g in groups)
+    tokens = torch.cat([g.tokens for g in groups]).sort().values
+    assert torch.equal(tokens, torch.arange(int(lens.sum())))
+
+
+def test_what_it_cannot_do_is_refused():
+    q = torch.zeros(1, 2, 3, 8)
+    packing = attention.Packing.build(torch.tensor([3]), torch.device("cpu"))
+    with pytest.raises(ValueError, match="s_aux"):
+        attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, s_aux=q)
+    with pytest.raises(ValueError, match=r"softcap=5\.0; flash-attn has it"):
+        attention._flash(q, q, q, packing, None, None, 5.0)
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
+        attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, dropout=0.1)

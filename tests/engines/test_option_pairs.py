@@ -1,0 +1,135 @@
+"""Every pair of a role's options: what is not to change numbers does not, whatever is beside it.
+
+docs/training.md has the table of these pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_calls
+
+from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
+from spmdrl.data.packing import empty_batch
+from spmdrl.engines.fsdp.lora import check_lora
+from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.training.checks.common import check_training_role
+from spmdrl.types import Batch
+
+LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9, 2]
+
+CONFIG = TrainConfig(dtype="float32", micro_batch_tokens=60, optim=OptimConfig(lr=1e-3))
+LEARNING: dict[str, dict[str, Any]] = {  # what is learnt, and how
+    "lora": {"lora": LoraConfig(rank=4)},
+    "adamw8bit": {"optim": replace(CONFIG.optim, name="adamw8bit")},
+    "muon": {"optim": replace(CONFIG.optim, name="muon")},
+}
+NEUTRAL: dict[str, dict[str, Any]] = {  # the same numbers with other means
+    "ulysses": {"ulysses": 2},
+    "replicas": {"fsdp": 1},
+    "checkpointing": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "torch kernels": {"kernels": "torch"},
+    "offload": {"offload_params": True, "offload_optimizer": True},
+    "ema": {"ema": 0.5},
+}
+REFUSED = {("lora", "muon"), ("ulysses", "replicas")}
+ONE_FIELD = {("adamw8bit", "muon"), ("checkpointing", "selective")}
+OPTIONS = LEARNING | NEUTRAL
+PAIRS = [p for p in itertools.combinations(OPTIONS, 2) if p not in REFUSED | ONE_FIELD]
+ALONE: list[tuple[str, ...]] = [(), *((name,) for name in LEARNING), ("lora", "adamw8bit")]
+
+
+def config_of(names: tuple[str, ...]) -> TrainConfig:
+    return replace(CONFIG, **{k: v for name in names for k, v in OPTIONS[name].items()})
+
+
+def learnt(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in LEARNING)
+
+
+def whole_batch(seed: int) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    batch = empty_batch(torch.tensor(LENS))
+    batch.token_ids = torch.randint(3, 60, (batch.num_tokens,), generator=draw)
+    batch.loss_mask = (torch.rand(batch.num_tokens, generator=draw) > 0.2).float()
+    batch.loss_mask[batch.cu_seqlens[:-1]] = 0
+    batch.advantages = torch.randn(batch.num_tokens, generator=draw) * batch.loss_mask
+    batch.rollout_logprobs = -torch.rand(batch.num_tokens, generator=draw) * batch.loss_mask
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    return batch
+
+
+def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: int) -> list[Any]:
+    """Of each case two updates' metrics, the logprobs of this rank's sequences, the average."""
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.config import AlgoConfig
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+
+    whole, results = whole_batch(seed), []
+    for case in cases:
+        config = config_of(case)
+        ranks = Topology.build(topology.device, **train_degrees(config))
+        engine = FsdpEngine("policy", model, config, ranks)
+        engine.offload()
+        mine: list[int] = []
+        if ranks.rank in ranks.data_ranks:
+            first = ranks.data_ranks.index(ranks.rank)
+            mine = list(range(first, len(LENS), len(ranks.data_ranks)))
+        batch = whole.select(mine)
+        engine.onload()
+        loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+        metrics = [engine.update(batch, loss_fn, 0.8) for _ in range(2)]
+        looked = engine.logprobs(batch, 0.8).logprobs
+        found = {int(s): part for s, part in zip(mine, looked.split(batch.seq_lens.tolist()),
+                                                 strict=True)}  # fmt: skip
+        average = dict(engine.named_average(torch.float32, 1 << 20)) if config.ema else {}
+        engine.offload()
+        results.append((metrics, found, {n: t.clone() for n, t in average.items()}))
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(qwen3: Any, pytestconfig: pytest.Config) -> dict[Any, Any]:
+    seed = pytestconfig.getoption("--seed")
+    [alone] = run_calls(1, [(results_on, (str(qwen3), ALONE, seed))])
+    [pairs] = run_calls(2, [(results_on, (str(qwen3), PAIRS, seed))], timeout_s=230)
+    found = {(1, case): [each] for case, each in zip(ALONE, alone[0], strict=True)}
+    for number, case in enumerate(PAIRS):
+        found[2, case] = [rank[number] for rank in pairs]
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
+def test_numbers_are_those_of_one_plain_rank(results: dict[Any, Any], pair: Any) -> None:
+    [(want, sequences, _)] = results[1, learnt(pair)]
+    limit = 2e-4 if "adamw8bit" in pair else 2e-5  # a code may fall on the other side of a rounding
+    seen: dict[int, torch.Tensor] = {}
+    for metrics, found, average in results[2, pair]:
+        for got, one in zip(metrics, want, strict=True):
+            assert got == pytest.approx(one, rel=limit, abs=limit)
+        seen |= found
+        assert bool(average) == ("ema" in pair)
+        assert all(torch.isfinite(tensor).all() for tensor in average.values())
+    assert seen.keys() == sequences.keys()
+    for number, one in sequences.items():
+        torch.testing.assert_close(seen[number], one, rtol=10 * limit, atol=10 * limit)
+
+
+@pytest.mark.parametrize("pair", sorted(REFUSED), ids=" with ".join)
+def test_what_does_not_go_together_is_refused_by_name(pair: Any, qwen3: Any) -> None:
+    words = {"lora": "actor.lora", "muon": "muon", "ulysses": "ulysses=2", "replicas": "fsdp=1"}
+
+    def check() -> None:
+        check_training_role("actor", config_of(pair), (0, 1), 10)
+        check_lora("actor", config_of(pair), load_hf_config(str(qwen3)))
+
+    with pytest.raises(ConfigError) as error:
+        check()
+    assert all(words[name] in str(error.value) for name in pair), error.value

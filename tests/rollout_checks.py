@@ -1,0 +1,123 @@
+"""What tests of rollout engines compare with: plain forward passes, flipped bits, random states."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CHARS, save_qwen3, save_tokenizer
+from training_batches import on_data_ranks
+
+from spmdrl.data.packing import empty_batch
+from spmdrl.rollout.base import Completion, Request, SamplingParams, WeightMismatch
+
+EOS = 2
+
+
+def load_hf(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def some_requests(n: int, longest: int = 9) -> list[Request]:
+    chosen = random.Random(n)
+    return [
+        Request(
+            [chosen.randrange(4, len(CHARS)) for _ in range(2 + i % (longest - 1))], 7**i % 2**63
+        )
+        for i in range(n)
+    ]
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: Any, request: Request, completion: Completion, params: SamplingParams
+) -> torch.Tensor:
+    """One token after the other, with the definitions of top-k and top-p spelt out."""
+    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    logits = model(input_ids=ids).logits[0].float() / (params.temperature or 1.0)
+    result = []
+    for t, token in enumerate(completion.token_ids, start=len(request.prompt_ids) - 1):
+        order = logits[t].argsort(descending=True)
+        kept = order[: params.top_k] if params.top_k else order
+        probs = logits[t][kept].softmax(-1)
+        enough = int((probs.cumsum(-1) < params.top_p).sum()) + 1  # the first set that reaches it
+        kept = kept[:enough]
+        position = (kept == token).nonzero().item()
+        result.append(logits[t][kept].log_softmax(-1)[int(position)])
+    return torch.stack(result)
+
+
+def worst_error(engine: Any, model: Any, params: SamplingParams, n: int = 12) -> float:
+    """Largest difference between the engine's logprobs and those of a forward pass."""
+    requests = some_requests(n)
+    return max(
+        (forward_logprobs(model, r, c, params) - torch.tensor(c.logprobs)).abs().max().item()
+        for r, c in zip(requests, engine.generate(requests, params), strict=True)
+    )
+
+
+def flip_every_parameter(engine: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Changes one bit at the start and one further on of each engine parameter in turn."""
+    for name, parameter in engine.model.named_parameters():
+        bits = parameter.data.view(torch.uint8).view(-1)
+        for place in (0, len(bits) // 4):  # the last rank's vocabulary is padded further on
+            bits[place] ^= 1
+            with pytest.raises(WeightMismatch, match=rf"differs from the engine's {name} in 1 of"):
+                engine.check_weights(iter(weights.items()))
+            bits[place] ^= 1
+    assert engine.check_weights(iter(weights.items())) == len(weights)
+
+
+def rng_states() -> list[bytes]:
+    numpy_state: Any = np.random.get_state()
+    return [
+        torch.get_rng_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+        numpy_state[1].tobytes(),
+    ]
+
+
+def save_family(family: str, folder: Path) -> Any:
+    """A tiny random model of the family with its tokenizer; returns it in float32."""
+    import transformers as hf
+
+    if family == "qwen3 untied":
+        return load_hf(save_qwen3(folder, tie_word_embeddings=False))
+    config, model = {
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+    }[family]
+    torch.manual_seed(0)
+    built = model(
+        config(
+            vocab_size=len(CHARS), hidden_size=128, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=512,
+            tie_word_embeddings=family == "qwen2", eos_token_id=EOS, pad_token_id=0,
+            bos_token_id=1,
+        )
+    )  # fmt: skip
+    built.save_pretrained(folder)
+    save_tokenizer(folder)
+    return built.eval()
+
+
+def rollout_difference(actor: Any, ranks: Any, rollout: Any) -> float:
+    """Of the engine's logprobs from the trainer's. Every engine answers the same."""
+    requests = some_requests(12)
+    answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
+    both = list(zip(requests, answers, strict=True))
+    batch = empty_batch(torch.tensor([len(r.prompt_ids) + len(a.token_ids) for r, a in both]))
+    batch.token_ids = torch.tensor([id for r, a in both for id in r.prompt_ids + a.token_ids])
+    rows = [([0.0] * len(r.prompt_ids), a.logprobs) for r, a in both]
+    batch.rollout_logprobs = torch.tensor([x for none, some in rows for x in none + some])
+    batch.loss_mask = (batch.rollout_logprobs != 0).float()
+    assert batch.loss_mask.sum() > 100
+    batch = on_data_ranks(ranks, batch)
+    away = actor.logprobs(batch, 1.0).logprobs - batch.rollout_logprobs
+    return away.abs().max().item() if len(away) else 0.0

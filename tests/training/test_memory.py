@@ -1,0 +1,81 @@
+"""A rank's memory: it does not grow with the shapes it meets, and --dry-run foretells it."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from programs import ROOT
+from tiny_models import save_qwen3
+
+pytestmark = pytest.mark.ranks
+
+SFT = """
+from spmdrl.config import *
+
+config = SftConfig(
+    model="model",
+    data=SftDataConfig(train="rows.jsonl", batch_size={rows}, max_tokens=256),
+    out="out", run_dir="run", steps={steps},
+    actor=TrainConfig(dtype="float32", micro_batch_tokens={tokens}, optim=OptimConfig(lr=1e-5)),
+    checkpoint=CheckpointConfig(every_steps={every}, keep=1),
+    tensorboard=False,
+)
+"""
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
+LARGER = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "head_dim": 64}
+
+
+def program(folder: Path, *args: str) -> tuple[str, float]:
+    """Output of spmdrl.sft on one rank, and the most memory that it had resident, GiB."""
+    command = [sys.executable, "-m", "spmdrl.sft", "--config", "cfg.py", *args]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with Path(folder, "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    output = Path(folder, "log").read_text()
+    assert process.returncode == 0, output[-4000:]
+    return output, used.ru_maxrss / 2**20
+
+
+def write(folder: Path, shape: dict[str, int], **settings: int) -> None:
+    """Rows of all lengths up to 250 tokens."""
+    save_qwen3(folder / "model", **shape)
+    draw = random.Random(0)
+    rows = [{"prompt": "1" * draw.randint(1, 120), "response": "2" * draw.randint(1, 120)}
+            for _ in range(240)]  # fmt: skip
+    Path(folder, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(folder, "cfg.py").write_text(SFT.format(**settings))
+
+
+def foretold(folder: Path) -> tuple[float, str]:
+    output, _ = program(folder, "--dry-run")
+    return float(re.findall(r"^  peak +(\d+\.\d+)", output, re.M)[0]), output
+
+
+def test_memory_does_not_grow_with_new_shapes(tmp_path):
+    """Packed micro-batches of ever new lengths, all of them nearly full: what a step takes at most
+    is the same from the first steps on, so what is resident must be, too."""
+    write(tmp_path, SMALL, rows=8, steps=60, every=0, tokens=320)
+    planned, _ = foretold(tmp_path)
+    _, peak = program(tmp_path)
+    rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
+    rss = [row["memory/rss_gib"] for row in rows]
+    assert len(rss) == 60
+    # 20 MiB: the soak asks for 2 % of a model of 109 million weights, which is 96 MiB
+    assert median(rss[55:60]) - median(rss[20:25]) < 0.02, rss
+    assert planned == pytest.approx(peak, rel=0.15)
+
+
+def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
+    """47 million weights, whose tensors are mappings of their own."""
+    write(tmp_path, LARGER, rows=8, steps=6, every=0, tokens=1024)
+    planned, _ = foretold(tmp_path)
+    _, peak = program(tmp_path)
+    assert planned == pytest.approx(peak, rel=0.15)

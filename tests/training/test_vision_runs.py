@@ -1,0 +1,168 @@
+"""Whole runs on prompts with images: the same on any ranks, resumed, exported, evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from programs import ROOT, metrics_of, train
+from safetensors.torch import load_file
+from tiny_models import save_tokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
+from vision_task import CLOSE, SAVE_EACH_STEP, image_question, run_task, save_task
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_task(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return run_task(folder, "alone", 1, *SAVE_EACH_STEP)
+
+
+def same(rows, others):
+    assert len(rows) == len(others)
+    for one, other in zip(rows, others, strict=True):
+        one["balance/imbalance"] = other["balance/imbalance"]  # of as many ranks
+        assert one == pytest.approx(other, **CLOSE)
+        assert one["actor/logprob_diff_max"] < 1e-5
+        assert one["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args"),
+    [
+        (2, ("--actor.micro_batch_tokens", "40")),
+        (2, ("--actor.fsdp", "1", "--actor.activation_checkpointing", "True")),
+        (3, ("--placement", '{"actor":"0-1","rollout":"2","reward":"2"}')),
+    ],
+)
+def test_numbers_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
+    """A rank with a micro-batch of text alone passes the tower as the others do."""
+    same(run_task(folder, f"r{ranks}{len(args[0])}", ranks, *SAVE_EACH_STEP, *args), alone)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("model", "ranks", "args"),
+    [
+        ("model", 2, ("--rollout.tensor_parallel", "2")),
+        ("qwen3", 2, ("--algo.advantage", "gae", "--algo.kl_coef", "0.1",
+                      "--critic.dtype", "float32", "--ref.dtype", "float32")),
+    ],
+)  # fmt: skip
+def test_engine_and_trainer_see_the_same(folder, model, ranks, args):
+    """vLLM, its weights proven bit by bit after each sync, with a critic and a reference."""
+    rows = run_task(folder, f"vllm_{model}", ranks, "--rollout.engine", "vllm", "--model", model,
+                    "--weights.check", "True", *args)  # fmt: skip
+    assert len(rows) == 3
+    assert all(row["actor/logprob_diff_max"] < 1e-5 for row in rows[1:])
+
+
+@pytest.mark.vllm
+def test_a_model_that_could_see_trains_on_text(folder):
+    text = [image_question(3 * seed) for seed in range(20)]
+    pq.write_table(pa.Table.from_pylist(text), folder / "text.parquet")
+    rows = run_task(folder, "text", 2, "--rollout.engine", "vllm", "--weights.check", "True",
+                    "--data.train", "text.parquet", "--data.eval", "None",
+                    "--steps", "1")  # fmt: skip
+    assert rows[0]["actor/logprob_diff_max"] < 1e-5
+
+
+def test_a_tower_may_be_left_as_it_is(folder):
+    args = ("--actor.freeze_vision", "True", "--actor.activation_checkpointing", "True")
+    rows = run_task(
+        folder, "frozen", 2, "--checkpoint.every_steps", "2", "--data.eval", "None", *args
+    )
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    command = [sys.executable, "-m", "spmdrl.export", "--out", "half",
+               "--checkpoint", str(folder / "frozen/checkpoints/step_00000002")]  # fmt: skip
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    start, end = (load_file(folder / name / "model.safetensors") for name in ("model", "half"))
+    for name, weight in end.items():
+        assert torch.equal(weight, start[name]) == name.startswith("visual."), name
+
+
+def test_a_resumed_run_sees_what_it_would_have_seen(folder, alone):
+    run_task(folder, "stopped", 1, *SAVE_EACH_STEP, "--steps", "1")
+    rows = run_task(folder, "stopped", 2, *SAVE_EACH_STEP, "--steps", "2")
+    same(rows, alone)
+
+
+def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone):
+    checkpoint = str(folder / "alone/checkpoints/step_00000002")
+    command = [sys.executable, "-m", "spmdrl.export", "--checkpoint", checkpoint, "--out", "out"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120, capture_output=True)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "out", dtype=torch.float32)
+    start = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters())]  # noqa: B905
+    assert sum(moved) > 0.9 * len(moved)
+    assert AutoImageProcessor.from_pretrained(folder / "out").patch_size == 4
+    rows = []
+    for name, ranks, *args in (("a", 1, "--model", "out"), ("b", 2, "--checkpoint", checkpoint)):
+        done = train(folder, ranks, "--config", "cfg.py", "--out", name, *args,
+                     program="spmdrl.evaluate")  # fmt: skip
+        assert done.code == 0, done.output[-6000:]
+        rows.append(metrics_of(folder / name)[0])
+        del rows[-1]["step"], rows[-1]["model"]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--actor.ulysses", "2"), "actor.ulysses: not with 'qwen2_5_vl', a model that sees"),
+        (("--strict",), "strict: not with 'qwen2_5_vl'"),
+        (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
+         "critic.model and the model mark images by different tokens, or one sees none"),
+        (("--critic.model", "other", "--algo.advantage", "gae"),
+         "critic.model and the model have image processors that differ"),
+        (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
+        (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
+        (("--reward_model.model", "judge", "--reward", "model"),
+         "train.parquet has images, which a reward model does not see"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
+    if not Path(folder, "blind").exists():
+        Path(folder, "blind").symlink_to(qwen3)
+        shutil.copytree(folder / "model", folder / "other")
+        settings = Path(folder, "other/preprocessor_config.json")
+        settings.write_text(settings.read_text().replace("0.48145466", "0.5"))
+        hf = Qwen3Config.from_pretrained(folder / "blind", num_labels=1)
+        Qwen3ForSequenceClassification(hf).save_pretrained(folder / "judge")
+        save_tokenizer(folder / "judge")
+    done = train(folder, 2, "--config", "cfg.py", "--run_dir", "refused", *args)
+    assert done.code == 2
+    assert f"spmdrl: config error: {error}" in done.output, done.output
+
+
+def test_a_model_learns_the_names_of_colours(tmp_path):
+    """The example: from random weights, without supervised examples."""
+    script = ROOT / "examples/colours/make_assets.py"
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
+    config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
+    done = train(
+        tmp_path, 2, "--config", config, "--steps", "45", "--eval_every", "45", "--run_dir", "run"
+    )
+    assert done.code == 0, done.output[-6000:]
+    rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
+    right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+    assert right[0] < 0.2, right
+    assert right[45] > 0.4, right

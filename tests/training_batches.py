@@ -1,0 +1,47 @@
+"""A batch of nine ragged sequences, and a training engine, for tests that compare updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.data.packing import empty_batch
+from spmdrl.types import Batch
+
+CONFIG = TrainConfig(
+    dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3, weight_decay=0.0)
+)
+LENS = [20, 33, 7, 12, 41, 3, 18, 25, 9]
+
+
+def whole_batch(seed: int = 0) -> Batch:
+    """Nine ragged sequences with holes in their masks and two invalid ones."""
+    g = torch.Generator().manual_seed(seed)
+    batch = empty_batch(torch.tensor(LENS))
+    n = batch.num_tokens
+    batch.token_ids = torch.randint(3, 60, (n,), generator=g)
+    for i in range(len(LENS)):
+        start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
+        batch.loss_mask[start + 2 : end] = float(i not in (3, 6))
+    batch.loss_mask *= (torch.rand(n, generator=g) > 0.2).float()
+    batch.advantages = torch.randn(n, generator=g) * batch.loss_mask
+    batch.values = torch.randn(n, generator=g) * batch.loss_mask
+    batch.returns = torch.randn(n, generator=g) * batch.loss_mask
+    batch.rollout_logprobs = -torch.rand(n, generator=g) * batch.loss_mask
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    return batch
+
+
+def engine_on(topology: Any, kind: str, model: str, config: TrainConfig) -> Any:
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+
+    ranks = Topology.build(topology.device, **train_degrees(config))
+    return FsdpEngine(kind, model, config, ranks)
+
+
+def on_data_ranks(ranks: Any, batch: Batch) -> Batch:
+    """The batch on ranks that hand an engine data, none of it on the others."""
+    return batch if ranks.rank in ranks.data_ranks else batch.select([])
