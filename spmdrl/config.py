@@ -48,7 +48,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How rewards run; which ones is `PpoConfig.reward`."""
+    """Sets how rewards run; `PpoConfig.reward` says which ones."""
 
     workers: int = 2  # processes per rank for plain functions; async ones share another
     timeout_s: float = 30.0  # per sample, from when its turn has come
@@ -352,7 +352,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
+    """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
 
     model: str = field(kw_only=False)
     data: Any = field(kw_only=False)  # every program has a config class of its own for its rows
@@ -465,7 +465,7 @@ class PreferenceDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(RunConfig):
-    """What runs have that learn from rows as they stand: fine-tuning and reward models."""
+    """Holds what fine-tuning and reward models have, which learn from rows as they stand."""
 
     out: str = field(kw_only=False)  # folder for the trained model, in Hugging Face format
     # of the weights in `out`, which are trained in float32; None: that of `model`

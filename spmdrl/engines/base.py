@@ -84,7 +84,7 @@ class TrainEngine(Protocol):
         ...
 
     def base(self) -> TrainEngine:
-        """The same model without its adapters (config.lora), frozen, in the same memory."""
+        """Returns the model without its adapters (config.lora): frozen, in the same memory."""
         ...
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

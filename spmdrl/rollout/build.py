@@ -78,7 +78,7 @@ def check_adapter(lora: LoraConfig | None, config: RolloutConfig, hf: Any) -> No
 
 
 def engine_text(config: RolloutConfig, model: str) -> str:
-    """What is built, for people: as in "vLLM, Qwen3-8B"."""
+    """Returns a text for people that says what is built, such as "vLLM, Qwen3-8B"."""
     return f"{ENGINES[config.engine].title}, {model_text(model)}"
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the program knows of a rollout engine before its library is imported."""
+"""EngineSpec tells the rest of the program about a rollout engine before its library is imported."""
 
 from __future__ import annotations
 

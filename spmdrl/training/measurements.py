@@ -13,7 +13,7 @@ from spmdrl.training.logs.trace import PhaseSeconds, SpanLog, phase_metrics
 
 
 class RankReport(TypedDict):
-    """What a rank did since its last report; JSON-able."""
+    """Reports what a rank did since its last report; it can be written as JSON."""
 
     spans: tuple[PhaseSeconds, float]  # see SpanLog.report
     memory: dict[str, float]  # see memory_of_process

@@ -183,7 +183,7 @@ def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
 
 
 def state_of(run: RlRun) -> RunState:
-    """What a checkpoint holds of the run."""
+    """Returns the state of the run that a checkpoint holds."""
     roles, actor = run.roles, run.roles.actor
     of_rank: dict[str, RankState] = {}
     if roles.sampling.here and roles.replay is not None:

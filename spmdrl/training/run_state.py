@@ -24,7 +24,7 @@ from spmdrl.training.runtime import Runtime
 
 @dataclass(kw_only=True)
 class RunState:
-    """What a run carries from step to step, and what tells whether it is the same run."""
+    """Holds what a run carries from step to step, and what tells whether it is the same run."""
 
     config: RunConfig
     runtime: Runtime

@@ -167,7 +167,7 @@ def load_data(
 
 
 def state_of(run: SupervisedRun) -> RunState:
-    """What a checkpoint holds of the run."""
+    """Returns the state of the run that a checkpoint holds."""
     actor = run.actor
     return RunState(
         config=run.config,

@@ -1,4 +1,4 @@
-"""What is known of the engine 'hf' before it is built."""
+"""Describes the engine 'hf' before it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the engine 'vllm' before vLLM is imported."""
+"""Describes the engine 'vllm' without an import of vLLM."""
 
 from __future__ import annotations
 
