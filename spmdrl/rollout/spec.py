@@ -1,4 +1,4 @@
-"""EngineSpec tells the rest of the program about a rollout engine before its library is imported."""
+"""EngineSpec describes a rollout engine to the rest of the program, without its library."""
 
 from __future__ import annotations
 
