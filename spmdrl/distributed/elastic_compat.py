@@ -10,7 +10,11 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.elastic.rendezvous.utils import (
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+from torch.distributed.run import parse_args, parse_min_max_nnodes
 
 _monitor_workers = LocalElasticAgent._monitor_workers  # torchrun's own, before it is replaced
 
@@ -62,3 +66,22 @@ def parse_rendezvous_config(text: str) -> dict[str, str]:
     elastic.rendezvous.utils._parse_rendezvous_config.
     """
     return _parse_rendezvous_config(text)
+
+
+def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """Reads torchrun's --rdzv-endpoint: "host:29400" -> (host, port). Calls
+    elastic.rendezvous.utils.parse_rendezvous_endpoint.
+    """
+    return parse_rendezvous_endpoint(text, default_port)
+
+
+def parse_options(arguments: list[str]) -> Any:
+    """Reads torchrun's command line into a namespace. Calls torch.distributed.run.parse_args."""
+    return parse_args(arguments)
+
+
+def parse_num_nodes(text: str) -> tuple[int, int]:
+    """Reads torchrun's --nnodes, "2" or "1:4", into the fewest and the most. Calls
+    torch.distributed.run.parse_min_max_nnodes.
+    """
+    return parse_min_max_nnodes(text)

@@ -22,9 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
-from torch.distributed.run import parse_args, parse_min_max_nnodes
 
 from spmdrl.distributed import elastic_compat
 from spmdrl.distributed import exit as exits
@@ -186,13 +184,13 @@ class HeldPorts:
 
 def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
     """Says why this launcher could not open a store; else what torch said."""
-    options = parse_args(arguments)
+    options = elastic_compat.parse_options(arguments)
     said = f" ({reason_of(error) or error})"
     if "failed to listen" not in str(error):
         return f"the store of the job cannot be reached{said}"
     port = options.master_port or 29500  # torchrun's own
     if options.rdzv_backend != "static":
-        port = parse_rendezvous_endpoint(options.rdzv_endpoint, 29400)[1]
+        port = elastic_compat.parse_endpoint(options.rdzv_endpoint, 29400)[1]
     return (
         f"port {port} (--master-port, or that of --rdzv-endpoint) is taken{owner_of(port)}: choose "
         f"another, or name none for a run on this machine alone, which takes a free one{said}"
@@ -219,11 +217,11 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
     Waits for the node that the rendezvous is on: torchrun would give it a minute, which machines
     that are started by hand, or that pull an image first, do not keep.
     """
-    options = parse_args(arguments)
-    if parse_min_max_nnodes(options.nnodes)[1] == 1 and options.rdzv_backend != "c10d":
+    options = elastic_compat.parse_options(arguments)
+    if elastic_compat.parse_num_nodes(options.nnodes)[1] == 1 and options.rdzv_backend != "c10d":
         return []  # torchrun takes 127.0.0.1
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-    host, port = parse_rendezvous_endpoint(endpoint, 29400)
+    host, port = elastic_compat.parse_endpoint(endpoint, 29400)
     own = options.local_addr or address_towards(host, port)
     interface = interface_of(own) if own else None
     if interface:  # else gloo takes the address of the host's name, which may be a loopback

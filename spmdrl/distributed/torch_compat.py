@@ -156,5 +156,5 @@ def adam_(**settings: Any) -> None:
 
 
 def has_amx_tiles() -> bool:
-    """Returns whether the processor multiplies tiles (AMX). Calls torch.cpu._is_amx_tile_supported."""
+    """Returns whether the processor has AMX tiles. Calls torch.cpu._is_amx_tile_supported."""
     return torch.cpu._is_amx_tile_supported()

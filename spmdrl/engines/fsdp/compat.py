@@ -1,7 +1,7 @@
 """The private APIs of peft and Liger Kernel that the FSDP engine uses.
 
 Checked with peft 0.21.2 and liger-kernel 0.8.5. When one of them moves,
-tests/test_fsdp_compat.py says what broke.
+tests/test_transformers_compat.py says what broke.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ def turn_adapter(layer: Any, off: bool) -> None:
     the public switch would freeze A and B too.
     """
     layer._disable_adapters = off
+
+
+def liger_model_types() -> set[str]:
+    """Returns the model types that Liger has kernels for. Reads
+    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.
+    """
+    from liger_kernel.transformers import monkey_patch
+
+    return set(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 def apply_liger(model: Any, **settings: bool) -> None:

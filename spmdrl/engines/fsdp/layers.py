@@ -33,7 +33,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
-from spmdrl.engines.fsdp.compat import apply_liger
+from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
 from spmdrl.hub.hf_folder import sees_images
 
 BACKEND = "inductor"  # of torch.compile
@@ -243,9 +243,7 @@ def with_globals(function: FunctionType, changed: dict[str, Any]) -> FunctionTyp
 
 def use_liger(hf: PreTrainedModel) -> None:
     """Liger's modules in this model alone; the LM head stays ours."""
-    from liger_kernel.transformers import monkey_patch
-
-    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    known = liger_model_types()
     if hf.config.model_type not in known:
         raise ConfigError(
             f"kernels='liger' has no model type {hf.config.model_type!r}; it has "
