@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from spmdrl.config import OptimConfig, PpoConfig, TrainConfig, require
 from spmdrl.distributed.faults.embedded_watchdog import Guard
@@ -29,6 +28,7 @@ from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import place
 from spmdrl.distributed.process import ENGINE_ENV
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import process_groups
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.megatron.engine import MegatronEngine
 from spmdrl.engines.megatron.external_model import (
@@ -98,7 +98,7 @@ class Attachment:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Our passes drive the host's model; whatever happens, all of it is back afterwards."""
-        before = list(c10d._world.pg_map)
+        before = process_groups()
         roles = self.run.roles
         with self.guard.watching(roles.phases), self.parts.driven_by_us():
             try:
@@ -107,7 +107,7 @@ class Attachment:
                 if roles.sampler.here and roles.sleeps:  # after an evaluation or a failure
                     roles.sampler.engine.sleep()
                 roles.actor.model.onload()
-                self.groups += [g for g in c10d._world.pg_map if g not in before]
+                self.groups += [g for g in process_groups() if g not in before]
 
     @property
     def samples(self) -> list[Sample]:
@@ -167,7 +167,7 @@ class Attachment:
             if failed:
                 return
             dist.barrier(group=self.run.roles.topology.control)
-            standing = c10d._world.pg_map  # an engine takes its own groups away
+            standing = process_groups()  # an engine takes its own groups away
             for group in [g for g in self.groups if g in standing]:
                 dist.destroy_process_group(group)
 
@@ -191,7 +191,7 @@ def attach(
 
     Raises ConfigError where model and config do not fit, with the difference.
     """
-    groups_before = list(c10d._world.pg_map)
+    groups_before = process_groups()
     chunks = chunks_of(model)
     with untouched(), ExitStack() as undo:
         undo.callback(destroy_groups, groups_before)
@@ -215,7 +215,7 @@ def attach(
                 run = build(config, runtime, Trainer("actor", layout, engine), undo)
             run.spans.report(0)  # of what comes before the first step
             engine.onload()
-        groups = [group for group in c10d._world.pg_map if group not in groups_before]
+        groups = [group for group in process_groups() if group not in groups_before]
         rl = Attachment(run, parts, guard, groups)
         with rl.at_work():
             push_weights(run.roles, version=0)

@@ -150,7 +150,7 @@ def serve(connection: Connection, log: str) -> None:
 
 def clean_up(device: torch.device) -> None:
     switch.enabled = True
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

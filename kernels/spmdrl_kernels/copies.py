@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl_kernels import fp8, switch
+from spmdrl_kernels.torch_compat import copy_tensors_
 
 
 def on_triton(*tensors: Tensor) -> bool:
@@ -62,7 +63,7 @@ def plain_copies(
 ) -> None:
     """The reference; shapes are the caller's to check."""
     if to:
-        torch._foreach_copy_(
+        copy_tensors_(
             list(to),
             [
                 s if via is None or via in (s.dtype, t.dtype) else s.to(via)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spmdrl_kernels import copies, fp8, switch
+from spmdrl_kernels.torch_compat import copy_tensors_
 
 Run = tuple[Callable[[], object], float]
 Shapes = dict[str, list[tuple[int, ...]]]
@@ -52,7 +53,7 @@ def cast_pack(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
 
     forms: dict[str, Callable[[], object]] = {
         "ours": lambda: job.run(to, source), "eager": loop,
-        "foreach": lambda: torch._foreach_copy_(to, source),
+        "foreach": lambda: copy_tensors_(to, source),
     }  # fmt: skip
     run = torch.compile(loop, dynamic=False) if form == "compile" else forms[form]
     return run, 6 * flat.numel()

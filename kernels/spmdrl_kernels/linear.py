@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl_kernels.torch_compat import onednn_linear
+
 ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -34,13 +36,13 @@ def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b^T + bias for 2-D float32 CPU tensors of any strides."""
     if torch.compiler.is_compiling():
         return _traced_matmul_nt(a, b, bias)
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return onednn_linear(a, b, bias)
 
 
 # inductor has a rule of its own for oneDNN's operator, which fails where weights are not constants
 @torch.library.custom_op("spmdrl::matmul_nt", mutates_args=())
 def _traced_matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return onednn_linear(a, b, bias)
 
 
 @_traced_matmul_nt.register_fake

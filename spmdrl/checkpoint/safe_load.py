@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from spmdrl.config import ConfigError
+from spmdrl.distributed.torch_compat import CHECKPOINT_INDEX_NAMES
 
 _METADATA = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    "TensorProperties", "TensorStorageMetadata",
 )  # fmt: skip
 # What the metadata of torch.distributed.checkpoint is made of: data without behaviour.
 ADMITTED = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *CHECKPOINT_INDEX_NAMES,
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
     ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
     ("collections", "OrderedDict"),
 }  # fmt: skip

@@ -38,7 +38,8 @@ from spmdrl.checkpoint.format import (
 from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.distributed.collectives import FailedElsewhere, together
 from spmdrl.distributed.phases import Phases
-from spmdrl.distributed.topology import Topology, timeout_of
+from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import timeout_of
 
 PROBE_BYTES = 1 << 20
 

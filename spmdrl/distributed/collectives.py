@@ -9,10 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import (
+    default_group,
+    group_count,
+    set_default_group,
+    set_group_count,
+)
 
 T = TypeVar("T")
 
@@ -129,9 +134,9 @@ def level_group_count(group: dist.ProcessGroup | None = None) -> None:
     torch names a group by a counter, and ranks that disagree on the name of their next common group
     wait for each other for ever.
     """
-    count = torch.tensor([c10d._world.group_count])
+    count = torch.tensor([group_count()])
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-    c10d._world.group_count = int(count)
+    set_group_count(int(count))
 
 
 @contextmanager
@@ -141,9 +146,9 @@ def world_of(group: dist.ProcessGroup) -> Iterator[None]:
     For libraries that take the default group for their world: they see the group's ranks alone,
     and make their own groups among them, whatever other ranks the job has and whatever they do.
     """
-    world = c10d._get_default_group()
-    c10d._update_default_pg(group)
+    world = default_group()
+    set_default_group(group)
     try:
         yield
     finally:
-        c10d._update_default_pg(world)
+        set_default_group(world)

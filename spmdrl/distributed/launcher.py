@@ -18,19 +18,13 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
-from torch.distributed.elastic.rendezvous import api as rendezvous_api
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
-from torch.distributed.elastic.rendezvous.utils import (
-    _parse_rendezvous_config,
-    parse_rendezvous_endpoint,
-)
 from torch.distributed.run import main as torchrun
-from torch.distributed.run import parse_args, parse_min_max_nnodes
 
+from spmdrl.distributed import elastic_compat
 from spmdrl.distributed import exit as exits
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED, INTERRUPTED, REQUEUE
 from spmdrl.distributed.faults.network import address_towards, addresses_of, interface_of
@@ -40,7 +34,6 @@ FINAL = (BAD_CONFIG, REQUEUE, INTERRUPTED)
 HEAD_S = 600.0  # as long as torchrun waits for the nodes to meet
 LAST_WORDS_S = 30.0  # for ranks whose peers on another node have ended: to notice it, and say so
 HELD_UP_S = 4.0  # a launcher looks after its ranks ten times a second
-watch_ranks = LocalElasticAgent._monitor_workers
 
 
 class Watch:
@@ -54,8 +47,7 @@ class Watch:
         self.folder: str | None = None  # see own_folder; None: there is none any more
 
     def __call__(self, agent: Any, group: Any) -> Any:
-        """Stands in place of LocalElasticAgent._monitor_workers. What no restart cures takes them
-        away.
+        """Stands in place of the agent's own monitor. What no restart cures takes restarts away.
 
         Raises RendezvousClosedError where another node's launcher ended some time ago: ranks that
         still wait to meet its ranks would wait for ever.
@@ -65,9 +57,9 @@ class Watch:
             self.guard = threading.Thread(target=self._guard, args=(agent, group), daemon=True)
             self.guard.start()
         self.seen_at = now = time.monotonic()
-        seen = watch_ranks(agent, group)
+        seen = elastic_compat.observe_ranks(agent, group)
         if exit_code_of(seen.failures) in FINAL:
-            agent._remaining_restarts = 0
+            elastic_compat.forbid_restarts(agent)
         several = seen.state == WorkerState.HEALTHY and group.group_world_size > 1
         if several and group.spec.rdzv_handler.is_closed():
             self.closed_at = self.closed_at or now
@@ -79,9 +71,8 @@ class Watch:
         """Returns the exit code of ranks that torchrun has told of the signal, and given time to
         end.
         """
-        context = self.agent._pcontext if self.agent is not None else None
-        ranks = context.subprocess_handlers.values() if context is not None else ()
-        codes = [rank.proc.poll() for rank in ranks]
+        ranks = elastic_compat.rank_processes(self.agent) if self.agent is not None else []
+        codes = [rank.poll() for rank in ranks]
         for code in (BAD_CONFIG, FAILED, REQUEUE, INTERRUPTED):
             if code in codes:
                 return code
@@ -97,8 +88,7 @@ class Watch:
         while True:
             time.sleep(1.0)
             held_up = time.monotonic() - self.seen_at > HELD_UP_S and group.state in running
-            ranks = agent._pcontext.pids().values() if agent._pcontext else ()
-            codes = [exit_status(pid) for pid in ranks]
+            codes = [exit_status(pid) for pid in elastic_compat.rank_pids(agent)]
             if not held_up or None in codes or not any(codes):
                 gone_at = None
             elif gone_at is None:
@@ -194,13 +184,13 @@ class HeldPorts:
 
 def why_not_open(error: DistNetworkError, arguments: list[str]) -> str:
     """Says why this launcher could not open a store; else what torch said."""
-    options = parse_args(arguments)
+    options = elastic_compat.parse_options(arguments)
     said = f" ({reason_of(error) or error})"
     if "failed to listen" not in str(error):
         return f"the store of the job cannot be reached{said}"
     port = options.master_port or 29500  # torchrun's own
     if options.rdzv_backend != "static":
-        port = parse_rendezvous_endpoint(options.rdzv_endpoint, 29400)[1]
+        port = elastic_compat.parse_endpoint(options.rdzv_endpoint, 29400)[1]
     return (
         f"port {port} (--master-port, or that of --rdzv-endpoint) is taken{owner_of(port)}: choose "
         f"another, or name none for a run on this machine alone, which takes a free one{said}"
@@ -227,11 +217,11 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
     Waits for the node that the rendezvous is on: torchrun would give it a minute, which machines
     that are started by hand, or that pull an image first, do not keep.
     """
-    options = parse_args(arguments)
-    if parse_min_max_nnodes(options.nnodes)[1] == 1 and options.rdzv_backend != "c10d":
+    options = elastic_compat.parse_options(arguments)
+    if elastic_compat.parse_num_nodes(options.nnodes)[1] == 1 and options.rdzv_backend != "c10d":
         return []  # torchrun takes 127.0.0.1
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-    host, port = parse_rendezvous_endpoint(endpoint, 29400)
+    host, port = elastic_compat.parse_endpoint(endpoint, 29400)
     own = options.local_addr or address_towards(host, port)
     interface = interface_of(own) if own else None
     if interface:  # else gloo takes the address of the host's name, which may be a loopback
@@ -239,7 +229,7 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
     known = ["--local-addr", own] if own else []
     if options.rdzv_backend != "c10d":
         return known
-    said = _parse_rendezvous_config(options.rdzv_conf).get("is_host")
+    said = elastic_compat.parse_rendezvous_config(options.rdzv_conf).get("is_host")
     is_head = host == socket.gethostname() or any(map(interface_of, addresses_of(host)))
     if said is not None:
         is_head = said.lower() in ("1", "true", "t", "yes", "y")
@@ -252,8 +242,8 @@ def meet_other_nodes(arguments: list[str]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     watch = Watch()
-    LocalElasticAgent._monitor_workers = lambda *args: watch(*args)  # type: ignore[method-assign]
-    rendezvous_api.get_free_port = HeldPorts()
+    elastic_compat.replace_monitor(watch)
+    elastic_compat.replace_free_port(HeldPorts())
     be_quiet()
     arguments = sys.argv[1:] if arguments is None else arguments
     # a locale that lacks a letter of a path or a prompt must not matter to the ranks

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.topology import Topology, timeout_of
+from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import timeout_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one

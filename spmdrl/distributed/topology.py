@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.torch_compat import timeout_of
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,6 @@ class Topology:
     def axis(self, name: str) -> int:
         assert self.mesh.mesh_dim_names is not None
         return self.mesh.mesh_dim_names.index(name)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    device = "cpu" if torch.device("cpu") in group._device_types else "cuda"
-    return group._get_backend(torch.device(device)).options._timeout
 
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:

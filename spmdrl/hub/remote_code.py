@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
 
 from spmdrl.config import ConfigError
+from spmdrl.hub.transformers_compat import model_class
 
 # What transformers raises for files that are not what they should be.
 UNREADABLE = (
@@ -66,8 +67,7 @@ class CodeFiles:
 
 def code_files(config: PreTrainedConfig) -> list[CodeFiles]:
     """Empty where transformers has the model's class itself."""
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    kind = mapping.get(type(config), None)
+    kind = model_class(AutoModelForCausalLM, type(config))
     return [CodeFiles(kind)] if isinstance(kind, type) and is_foreign(kind) else []
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spmdrl.config import RewardConfig
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rewards.runner import TooManyInvalid
 from spmdrl.types import Sample
 
@@ -32,8 +32,7 @@ class InvalidWatch:
         told = torch.tensor([num_samples, nonce], dtype=torch.int64)
         dist.all_reduce(told, group=topology.control)
         self.num_samples, nonce = told.tolist()
-        shared: Any = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"invalid/{nonce}", shared)
+        self.store = dist.PrefixStore(f"invalid/{nonce}", default_store())
 
     def scored(self, sample: Sample) -> None:
         """Raises TooManyInvalid as soon as over max_invalid_fraction of all samples are bad."""

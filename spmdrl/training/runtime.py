@@ -35,6 +35,7 @@ from spmdrl.distributed.process import (
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.signals import Stopping
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rollout.build import shared_bytes
 
 
@@ -75,8 +76,7 @@ def started(config: Any) -> Iterator[Runtime]:
     except ConfigError as error:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
-    connection: Any = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore("watchdog", connection.clone())
+    store = dist.PrefixStore("watchdog", default_store().clone())
     first_here = topology.rank - int(os.environ["LOCAL_RANK"])
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,

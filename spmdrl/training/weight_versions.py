@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import default_store
 
 
 class WeightVersions:
@@ -19,9 +19,10 @@ class WeightVersions:
         # torchrun's store outlives a crash: what an earlier attempt left there has another name
         nonce = torch.tensor(list(secrets.token_bytes(8)))
         dist.broadcast(nonce, group=topology.control, group_src=0)
-        shared: Any = dist.distributed_c10d._get_default_store()
         # a connection of its own, since calls on a store block each other
-        self.store = dist.PrefixStore(f"weights/{bytes(nonce.tolist()).hex()}", shared.clone())
+        self.store = dist.PrefixStore(
+            f"weights/{bytes(nonce.tolist()).hex()}", default_store().clone()
+        )
 
     def announce(self, version: int) -> None:
         self.store.set("version", str(version))

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from spmdrl.config import ConfigError
+from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 from spmdrl.hub.hf_folder import auto_class
 from spmdrl.weights.boxes import Box, box_of, view, whole
 
@@ -82,12 +82,12 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
     with torch.device("meta"), no_init_weights():
         model: Any = auto_class(config).from_config(copy.deepcopy(config))
     given = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+    owners = {storage_id(tensor): name for name, tensor in given.items()}
     with _Views():
         written = revert_weight_conversion(model, dict(given))
     parts: dict[str, list[SubTensor]] = {}
     for name, tensor in written.items():
-        owner = owners.get(tensor.untyped_storage()._cdata)
+        owner = owners.get(storage_id(tensor))
         box = box_of(tensor, given[owner]) if owner is not None else None
         if owner is None or box is None:
             raise ConfigError(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 from spmdrl.weights.boxes import Box, box_of, sizes, whole
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
 
     def give(self, name: str, tensor: Tensor) -> None:
         self.current = name
-        self.given[_storage(tensor)] = (name, tensor)
+        self.given[storage_id(tensor)] = (name, tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -177,11 +177,11 @@ class _Recorder(TorchDispatchMode):
         for tensor in without_data:
             outputs = result if isinstance(result, (tuple, list)) else [result]
             if any(_is_new(output, tensor) for output in outputs):
-                self.opaque.add(self.given.get(_storage(tensor), (self.current,))[0])
+                self.opaque.add(self.given.get(storage_id(tensor), (self.current,))[0])
         return result
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        name, full = self.given.get(_storage(source), (self.current, None))
+        name, full = self.given.get(storage_id(source), (self.current, None))
         owner = self.parameters.get(target.untyped_storage().data_ptr())
         box = None if full is None else box_of(source, full)
         if box is None or owner is None or target.shape != source.shape:
@@ -202,12 +202,10 @@ class _Recorder(TorchDispatchMode):
         return layout
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _is_new(output: Any, tensor: Tensor) -> bool:
     """Returns True if the output is no view of the tensor, so that later copies of it would not be
     understood.
     """
-    return isinstance(output, Tensor) and output.is_meta and _storage(output) != _storage(tensor)
+    return (
+        isinstance(output, Tensor) and output.is_meta and storage_id(output) != storage_id(tensor)
+    )

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from spmdrl.distributed.torch_compat import local_shape_and_offset
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
 from spmdrl.weights.checkpoint_names import Parts, SubTensor
 from spmdrl.weights.plan import Weight
@@ -110,9 +110,7 @@ def held_box(weight: Tensor) -> Box | None:
         return whole(weight.shape)
     assert not any(isinstance(p, Partial) for p in weight.placements), weight.placements
     split = [p.dim for p in weight.placements if isinstance(p, Shard)]
-    sizes, offsets = compute_local_shape_and_global_offset(
-        weight.shape, weight.device_mesh, weight.placements
-    )
+    sizes, offsets = local_shape_and_offset(weight.shape, weight.device_mesh, weight.placements)
     if len(split) != len(set(split)):  # two axes share a dimension: its parts may not be boxes
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} is split as {weight.placements}: two mesh "

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.phases import PhaseError, Phases
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import default_store
 
 SHARED = ("story", "felt", "progress", "told", "claims")  # a watchdog's keys, but beats
 
@@ -35,8 +35,7 @@ class Guard:
         self.topology, self.config = topology, config
         self.folder = Path(config.run_dir, "errors")
         self.prefix, self.calls = f"spmdrl/{Guard.number}", 0
-        store: Any = c10d._get_default_store()
-        self.store = store.clone()  # calls on one connection block each other
+        self.store = default_store().clone()  # calls on one connection block each other
         hosts: list[Any] = [None] * topology.world
         dist.all_gather_object(hosts, topology.host, group=topology.control)
         here = [rank for rank, host in enumerate(hosts) if host == topology.host]

@@ -19,15 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-KEPT = {  # namespace::operator, whatever overload; those that are not installed never come by
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm",
-    "aten::_scaled_mm", "mkldnn::_linear_pointwise",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
-}  # fmt: skip
+from spmdrl.distributed.torch_compat import PRODUCTS, storage_id
 
 
 def use_checkpointing(hf: PreTrainedModel, how: bool | Literal["selective"]) -> None:
@@ -40,7 +32,7 @@ def use_checkpointing(hf: PreTrainedModel, how: bool | Literal["selective"]) -> 
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = getattr(op, "name", lambda: "")().split(".")[0] in KEPT
+    kept = getattr(op, "name", lambda: "")().split(".")[0] in PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -55,10 +47,10 @@ def offloading(module: nn.Module, pinned: bool) -> saved_tensors_hooks:
 
     def note(part: nn.Module, args: Any) -> None:
         mine = [p for p in part.parameters() if not isinstance(p, DTensor)]
-        weights.update(p.untyped_storage()._cdata for p in mine)
+        weights.update(storage_id(p) for p in mine)
 
     def pack(saved: Tensor) -> Any:
-        return saved if saved.untyped_storage()._cdata in weights else tool.pack_hook(saved)
+        return saved if storage_id(saved) in weights else tool.pack_hook(saved)
 
     def unpack(kept: Any) -> Tensor:
         return kept if isinstance(kept, Tensor) else tool.unpack_hook(kept)

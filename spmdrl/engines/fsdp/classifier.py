@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
+from spmdrl.hub.transformers_compat import has_model_class
 
 SUFFIX = "ForSequenceClassification"
 
@@ -26,7 +27,7 @@ def classifier_config(model: str) -> PreTrainedConfig:
     hf = load_hf_config(model)
     if is_classifier(hf):
         return hf
-    if type(hf) not in AutoModelForSequenceClassification._model_mapping:
+    if not has_model_class(AutoModelForSequenceClassification, type(hf)):
         raise ConfigError(
             f"model: {model!r}: transformers has no sequence classifier of type {hf.model_type!r}"
         )

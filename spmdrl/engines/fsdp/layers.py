@@ -12,7 +12,6 @@ and rollout engines share: that is put back, and the model's attention gets a fo
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 import shutil
@@ -32,7 +31,9 @@ from torch.nn.functional import linear, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
 from spmdrl.hub.hf_folder import sees_images
 
 BACKEND = "inductor"  # of torch.compile
@@ -121,8 +122,8 @@ def norm_offset(module: nn.Module) -> float | None:
     """Returns what is added to the weight (0; Gemma: 1); None where it is not RMSNorm's formula."""
     if [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
-    probe, (x, weight) = copy.copy(module), draws((3, 8), (8,))
-    probe._parameters = {"weight": nn.Parameter(weight)}
+    x, weight = draws((3, 8), (8,))
+    probe = copy_with(module, parameters={"weight": nn.Parameter(weight)})
     got = probe(x)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (norm_eps(module) or 0.0))
     fits = [offset for offset in (0.0, 1.0) if close(got, normed * (weight + offset))]
@@ -137,12 +138,13 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def computes_swiglu(module: nn.Module) -> bool:
-    probe, (x, gate, up, down) = copy.copy(module), draws((3, 5), (7, 5), (7, 5), (5, 7))
-    probe._modules = dict(module._modules)
+    x, gate, up, down = draws((3, 5), (7, 5), (7, 5), (5, 7))
+    small_parts: dict[str, nn.Module] = {}
     for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
         small = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         small.weight = nn.Parameter(weight)
-        probe._modules[name] = small
+        small_parts[name] = small
+    probe = copy_with(module, children=small_parts)
     return close(probe(x), linear(silu(linear(x, gate)) * linear(x, up), down))
 
 
@@ -241,9 +243,7 @@ def with_globals(function: FunctionType, changed: dict[str, Any]) -> FunctionTyp
 
 def use_liger(hf: PreTrainedModel) -> None:
     """Liger's modules in this model alone; the LM head stays ours."""
-    from liger_kernel.transformers import monkey_patch
-
-    known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    known = liger_model_types()
     if hf.config.model_type not in known:
         raise ConfigError(
             f"kernels='liger' has no model type {hf.config.model_type!r}; it has "
@@ -252,9 +252,7 @@ def use_liger(hf: PreTrainedModel) -> None:
     shared: ModuleType = sys.modules[type(hf).__module__]
     before = dict(vars(shared))
     try:
-        monkey_patch._apply_liger_kernel_to_instance(
-            hf, fused_linear_cross_entropy=False, cross_entropy=False
-        )
+        apply_liger(hf, fused_linear_cross_entropy=False, cross_entropy=False)
         patched = vars(shared).get(ROTARY)
     finally:
         vars(shared).update(before)

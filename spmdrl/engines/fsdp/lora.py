@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.compat import turn_adapter
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
@@ -185,12 +186,12 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
-        layer._disable_adapters = True
+        turn_adapter(layer, off=True)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            turn_adapter(layer, off=False)
 
 
 # ---- what is known before anything is built

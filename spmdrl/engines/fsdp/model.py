@@ -25,6 +25,7 @@ from spmdrl.data.images import ImageInputs
 from spmdrl.engines.fsdp import attention
 from spmdrl.hub.hf_folder import auto_class, check_files, load_hf_config, sees_images
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
+from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def build_model(
         hf.tie_weights()
     without_dropout(hf)
     if sees_images(hf.config):  # the tower's is neither packed nor causal
-        hf.config.vision_config._attn_implementation = "sdpa"
+        set_attention_name(hf.config.vision_config, "sdpa")
     return hf.train()  # activation checkpointing only works in train mode
 
 
@@ -241,7 +242,7 @@ def without_dropout(hf: PreTrainedModel) -> None:
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks, by the class names the model declares as not to be split."""
-    names = set(hf._no_split_modules or ())
+    names = undivided_layers(hf)
     layers = [m for m in hf.modules() if type(m).__name__ in names]
     if not layers:
         raise ConfigError(f"{type(hf).__name__} does not say which modules are its layers")

@@ -22,6 +22,7 @@ from spmdrl.config import ConfigError
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.micro_batches import scatter_rows
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
+from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 from spmdrl.types import Batch
 
 
@@ -197,8 +198,8 @@ def check_ulysses(hf: PreTrainedConfig, ranks: int) -> None:
             f"ulysses={ranks} deals the model's {heads} attention heads to {ranks} ranks, and "
             f"{heads} % {ranks} = {heads % ranks}; it may be {', '.join(map(str, fit))}"
         )
-    model: Any = AutoModelForCausalLM._model_mapping.get(type(hf), None)
-    if model is not None and not model._supports_attention_backend:
+    model: Any = model_class(AutoModelForCausalLM, type(hf))
+    if model is not None and not takes_attention_functions(model):
         raise ConfigError(
             f"ulysses={ranks}: the layers of model type {hf.model_type!r} compute attention by "
             "themselves, where heads cannot be exchanged; use ulysses=1"

@@ -25,6 +25,7 @@ from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.host_copies import HostCopies, StagedShards
+from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
 from spmdrl.weights.transfer import gathered
@@ -42,13 +43,11 @@ class StagedModel:
     common: bytes  # common.pt
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
-        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
         if group.rank() == 0:
             Path(folder, COMMON).write_bytes(self.common)
         self.shards.write(folder, group)
         if group.rank() == 0:
-            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+            compat.write_format(folder, BACKEND, VERSION)
 
 
 def stage(
@@ -60,20 +59,12 @@ def stage(
     import the main program anew, and ends in a barrier of the job's own group. copies: see
     staging.stage.
     """
-    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
     state = {**facts, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
-    sharded, common = save_preprocess(state)
-    named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-        sharded, keep_only_main_replica=True
-    )
-    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    ready = torch_dist.mcore_to_pyt_state_dict(named, False)
+    ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     return StagedModel(shards, saved_bytes(common))
 
@@ -128,7 +119,7 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
 def show_own_weights(parts: Parts) -> None:
     """The float32 weights of the optimizer in place of the model's, on a single rank: what was
     learnt is often less than the last bit of a bfloat16."""
-    for part in getattr(parts.optimizer, "chained_optimizers", [parts.optimizer]):
+    for part in compat.optimizer_parts(parts.optimizer):
         models = [p for group in getattr(part, "model_float16_groups", []) for p in group]
         for weight, own in zip(models, own_weights(part), strict=True):
             weight.data = own.detach().view(weight.shape)
@@ -164,9 +155,8 @@ def apart(optimizer: Any) -> Iterator[None]:
     """
     parts = [
         part
-        for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if not getattr(part, "is_stub_optimizer", False)
-        and hasattr(part, "get_parameter_state_dp_zero")
+        for part in compat.optimizer_parts(optimizer)
+        if hasattr(part, "get_parameter_state_dp_zero")
     ]
     for part in parts:
         part.get_parameter_state_dp_zero = partial(
@@ -218,16 +208,9 @@ def layout_metadata() -> dict[str, Any]:
 @contextmanager
 def reading_plain() -> Iterator[None]:
     """Meanwhile megatron-core reads with our reader: its own unpickles whatever stands there."""
-    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-
-    before = torch_dist._get_filesystem_reader
-    torch_dist._get_filesystem_reader = lambda folder, cache_metadata=False: ShardReader(
-        str(folder)
-    )
     try:
-        yield
+        with compat.reading_with(ShardReader):
+            yield
     except CheckpointException as error:
         refused = [e for e, _ in error.failures.values() if isinstance(e, ConfigError)]
         raise (refused[0] if refused else error) from error
-    finally:
-        torch_dist._get_filesystem_reader = before

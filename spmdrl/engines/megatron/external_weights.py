@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -22,6 +21,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import require
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import process_groups
 from spmdrl.engines.megatron.external_model import check_host_model
 from spmdrl.engines.megatron.hf_mapping import load_pretrained
 from spmdrl.engines.megatron.inputs import SequenceSplit
@@ -140,7 +140,7 @@ def parts_of(chunks: list[Any], optimizer: Any, hf_config: PreTrainedConfig) -> 
 @contextmanager
 def everyone() -> Iterator[Topology]:
     """All ranks of the program, with process groups that are gone afterwards."""
-    before = list(c10d._world.pg_map)
+    before = process_groups()
     try:
         yield Topology.build(device_here(), hosted=True, dp=-1)
     finally:
@@ -149,7 +149,7 @@ def everyone() -> Iterator[Topology]:
 
 def destroy_groups(standing: list[dist.ProcessGroup]) -> None:
     """Destroys the groups that are not in the list."""
-    for group in [g for g in c10d._world.pg_map if g not in standing]:
+    for group in [g for g in process_groups() if g not in standing]:
         dist.destroy_process_group(group)
 
 

@@ -8,7 +8,6 @@ all that torch.distributed knows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron import patches as mcore_fixes
 
@@ -43,14 +43,12 @@ class RoleState:
         from megatron.core import parallel_state
 
         mcore_fixes.install(adam=not parallel_state.model_parallel_is_initialized())
-        state = cls(topology.group, dict.fromkeys(stored(parallel_state)))
-        assert state.values is not None
-        state.values["_HYBRID_DP_CP_GROUPS"] = {}
+        state = cls(topology.group, compat.blank_parallel_globals())
         with state.active():
             parallel_state.initialize_model_parallel(
                 distributed_timeout_minutes=GROUP_TIMEOUT_MINUTES, **sizes
             )
-            state.values = stored(parallel_state)
+            state.values = compat.parallel_globals()
         return state
 
     @classmethod
@@ -66,21 +64,10 @@ class RoleState:
         if self.values is None or self.group is None:
             yield
             return
-        from megatron.core import parallel_state
-
-        before = stored(parallel_state)
-        vars(parallel_state).update(self.values)
+        before = compat.parallel_globals()
+        compat.set_parallel_globals(self.values)
         try:
             with world_of(self.group), mcore_cpu.scope():
                 yield
         finally:
-            vars(parallel_state).update(before)
-
-
-def stored(module: Any) -> dict[str, Any]:
-    """The globals of parallel_state: its constants in capitals that are not constant."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if re.fullmatch(r"_[A-Z][A-Z_]*|_global_process_group_list", name)
-    }
+            compat.set_parallel_globals(before)

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
@@ -260,9 +261,7 @@ def _device() -> torch.device:
 
 def move_optimizer(optimizer: Any, device: torch.device) -> None:
     """Adam's moments, and the float32 weights where these are not the model's own."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "is_stub_optimizer", False):
-            continue
+    for part in compat.optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim > 0:
@@ -375,14 +374,14 @@ def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
         params_dtype=mega.params_dtype, use_distributed_optimizer=True,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, chunks)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not part.is_stub_optimizer:  # what the first step would make, so that it can be saved
-            part.init_state_fn(part.optimizer, part.config)
-            for group in part.optimizer.param_groups:
-                group.setdefault("step", 0)
-            if isinstance(part.optimizer, torch.optim.AdamW):  # a host's program without Apex
-                for state in part.optimizer.state.values():
-                    state.setdefault("step", torch.tensor(0.0))
+    for part in compat.optimizer_parts(optimizer):
+        # what the first step would make, so that it can be saved
+        part.init_state_fn(part.optimizer, part.config)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+        if isinstance(part.optimizer, torch.optim.AdamW):  # a host's program without Apex
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
     set_hyperparameters(optimizer, optim)
     return optimizer
 

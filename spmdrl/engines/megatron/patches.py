@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from spmdrl.distributed.torch_compat import adam_
+
 
 def install(adam: bool = True) -> None:
     """Idempotent. adam: also what optimizers are made of; not in a program that has its own."""
@@ -59,11 +61,11 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             on_gpu = any(p.is_cuda for p in params)
-            torch.optim._functional.adam(
-                params, [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params], [],
-                [torch.tensor(group["step"] - 1.0) for _ in params], foreach=on_gpu,
+            adam_(
+                params=params, grads=[p.grad for p in params],
+                exp_avgs=[self.state[p]["exp_avg"] for p in params],
+                exp_avg_sqs=[self.state[p]["exp_avg_sq"] for p in params], max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(group["step"] - 1.0) for _ in params], foreach=on_gpu,
                 amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 decoupled_weight_decay=group["adam_w_mode"],

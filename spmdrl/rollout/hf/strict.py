@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from spmdrl.engines.fsdp import strict
+from spmdrl.hub.transformers_compat import attention_name
 
 NAME = "spmdrl_strict_cached"
 
@@ -33,7 +34,7 @@ def padding_of(hf: Any, mask: Tensor) -> dict[str, Tensor]:
     """Returns the argument that the attention below asks for. mask: (num_rows, length), 0 where
     there is no token.
     """
-    if hf.config._attn_implementation != NAME:
+    if attention_name(hf.config) != NAME:
         return {}
     return {"padding": (mask == 0).sum(1)}
 

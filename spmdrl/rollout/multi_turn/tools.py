@@ -18,6 +18,7 @@ from spmdrl.rewards.code import python
 from spmdrl.rewards.sandbox.sandbox import check as check_sandbox
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rewards.workers.stateful_tools import Objects, methods_of
+from spmdrl.rollout.vllm import compat as vllm_compat
 
 OBJECT_TAKES = ("ground_truth", "data_source", "extra_info", "sample_index")
 FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
@@ -153,8 +154,8 @@ class CallParser:
 
     def __init__(self, name: str, tokenizer: Any, toolbox: Toolbox) -> None:
         try:
-            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-            from vllm.tool_parsers import ToolParserManager
+            parsers = vllm_compat.tool_parsers()
+            self.request = vllm_compat.tool_request(toolbox.schemas)
         except ImportError as error:
             raise ConfigError(
                 f"tools need vllm, whose parsers read their calls: {error}"
@@ -163,14 +164,11 @@ class CallParser:
         logger = logging.getLogger("vllm.tool_parsers")
         logger.handlers, logger.propagate = [self.complaints], False
         logger.setLevel(logging.ERROR)  # vLLM's own may be deaf to these
-        self.request = ChatCompletionRequest.model_validate(
-            {"messages": [], "model": "", "tools": toolbox.schemas}
-        )
         try:
-            self.parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+            self.parser = parsers.get_tool_parser(name)(tokenizer)
             self.parser.extract_tool_calls("a word", self.request)
         except KeyError as error:
-            names = sorted(ToolParserManager.list_registered())
+            names = sorted(parsers.list_registered())
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(

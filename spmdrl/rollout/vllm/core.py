@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import gc
-import importlib
 import logging
 import os
 import secrets
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from spmdrl.data.images import ImageLimits
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.rollout.rng import preserved_rng
+from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
@@ -58,7 +57,7 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
 def import_vllm() -> None:
     """Raises ConfigError where vLLM is installed and cannot be imported."""
     try:
-        importlib.import_module("vllm.v1.engine.core")
+        compat.import_engine()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # of a library it loads
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
@@ -80,8 +79,7 @@ def build_core(
     load_weights: bool = True,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core import EngineCore
+    from vllm import EngineArgs
 
     on_cpu = device.type == "cpu"
     blank = {} if load_weights or config.quantization == "fp8" else {"load_format": "dummy"}
@@ -122,7 +120,7 @@ def build_core(
         try:
             vllm_config = args.create_engine_config()
             check_attention(model, vllm_config.model_config.use_mla)
-            return EngineCore(vllm_config, executor, log_stats=False)
+            return compat.engine_core(vllm_config, executor)
         except (ValueError, TypeError) as error:
             if not config.engine_args or isinstance(error, ConfigError):
                 raise
@@ -169,40 +167,17 @@ def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
     shared memory on a CPU: random, so that two engines on one host, be they of one job or of two,
     do not write into each other's.
     """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
     name = [secrets.token_hex(8)]
     dist.broadcast_object_list(name, group=group, group_src=0)
-
-    class RankExecutor(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            return f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0
-
-    return RankExecutor
+    return compat.rank_executor(f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0)
 
 
 def register_architecture(model: str) -> None:
     """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s)."""
     from transformers import AutoConfig
-    from vllm.model_executor.models import ModelRegistry
 
     for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
-        entry = ModelRegistry.models.get(name)
-        if entry is not None:
-            ModelRegistry.register_model(name, entry.load_model_cls())
-
-
-def destroy_vllm_groups() -> None:
-    """vLLM's own process groups, made beside the caller's. Imports nothing: where vLLM could not be
-    imported, that is what the user is to read."""
-    parallel_state: Any = sys.modules.get("vllm.distributed.parallel_state")
-    if parallel_state is None:
-        return
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
-    parallel_state._NODE_COUNT = None
+        compat.load_architecture(name)
 
 
 @contextmanager

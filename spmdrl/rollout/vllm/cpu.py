@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spmdrl.config import ConfigError
 from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.rng import mix
+from spmdrl.rollout.vllm import compat
 
 FP8_ROWS = 5  # from so many on, a row of a product in FP8 does not depend on the others
 NOT_TO_BE_READ = ("llvmlite.binding.ffi",)  # its `lib` answers __dict__ with a function
@@ -50,7 +51,6 @@ def patched_construction() -> Iterator[None]:
     And it replaces `torch.set_num_threads` by a no-op: taken back.
     It reads vars() of everything in every module, which fails on a module that numba imports.
     """
-    import vllm.v1.worker.cpu_worker  # noqa: F401  loads the library behind torch.ops._C
     from vllm.model_executor.kernels.linear.scaled_mm import cpu as kernels
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -59,7 +59,7 @@ def patched_construction() -> Iterator[None]:
     process_experts = experts.process_weights_after_loading
     classes: Any = (kernels.CPUFp8BlockScaledMMKernel, kernels.CPUFp8W8A8BlockScaledMMKernel)
     pack, set_num_threads = utils.dispatch_cpu_unquantized_gemm, torch.set_num_threads
-    library: Any = torch.ops._C
+    library = compat.cpu_operators()
     bind_memory = library.init_cpu_memory_env
 
     def keep(layer: Any, remove_weight: bool) -> None:
@@ -105,7 +105,7 @@ def keep_fp8(kernel: Any, layer: Any) -> None:
     The layer keeps its weight as (out, in) and its scales; the product packs it as it goes. vLLM
     has the flag for layers whose weight somebody else reads too.
     """
-    layer._cpu_skip_gemm_dispatch = True
+    compat.keep_unpacked(layer)
     product = kernel.apply_weights
 
     def by_row(layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -124,10 +124,7 @@ def keep_experts(kernel: Any, layer: Any) -> None:
     The layer keeps w13_weight and w2_weight as they are written, so that they can be written again
     and compared. vLLM's kernel reads copies in an order of its own, which `repack_experts` renews.
     """
-    from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
-
-    kernel._use_zentorch = is_zentorch_moe_supported(layer)
-    if kernel._use_zentorch:  # AMD's, which reads the weights as they are
+    if compat.use_zentorch(kernel, layer):  # AMD's, which reads the weights as they are
         return
     product, kernel.packed = kernel.apply, []
 
@@ -143,7 +140,7 @@ def repack(kernel: Any, layer: Any) -> None:
     weights = [padded_experts(kernel, layer, name) for name in ("w13_weight", "w2_weight")]
     kernel.packed = kernel.packed or [torch.empty_like(weight) for weight in weights]
     for weight, copy in zip(weights, kernel.packed, strict=True):
-        torch.ops._C.prepack_moe_weight(weight, copy, kernel.isa)
+        compat.pack_experts(weight, copy, kernel)
 
 
 def padded_experts(kernel: Any, layer: Any, name: str) -> Tensor:
@@ -151,7 +148,7 @@ def padded_experts(kernel: Any, layer: Any, name: str) -> Tensor:
     of the width."""
     weight = getattr(layer, name).data
     width = layer.w2_weight.shape[-1]
-    missing = kernel._padded_intermediate_size(kernel.moe_config) - width
+    missing = compat.padded_width(kernel) - width
     if not missing:
         return weight
     if kernel.w1_bias is not None:
@@ -209,29 +206,26 @@ class AddressedNoise:
 
         Stands in for TopKTopPSampler.forward. Row i belongs to the i-th request of the batch.
         """
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
         batch = self.runner.input_batch
         if batch.req_ids != self.row_ids:
             self.row_ids = list(batch.req_ids)
             self.row_seeds = mix(torch.tensor([self.seeds[id] for id in self.row_ids]))
         lengths = torch.from_numpy(batch.num_tokens_no_spec[: len(self.row_ids)])
-        logits = apply_top_k_top_p(logits, top_k, top_p)
+        logits = compat.mask_top_k_top_p(logits, top_k, top_p)
         logprobs = self.log_softmax(logits.float())
-        tokens = torch.ops._C.fused_gumbel_argmax(logits, mix(self.row_seeds + lengths))
+        tokens = compat.gumbel_argmax(logits, mix(self.row_seeds + lengths))
         return tokens, logprobs
 
 
 def gather_only_sampled(runner: Any) -> None:
     """Replaces, on this engine's sampler, a top-k of zero and the rank of the sampled token by
     nothing: vLLM computes both per step, the rank through torch.compile (6 s at first use)."""
-    from vllm.v1.outputs import LogprobsTensors
 
-    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    def gather(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
         assert num_logprobs == 0
         ids = token_ids.unsqueeze(-1)  # (num_seqs, 1)
         ranks = torch.zeros_like(token_ids)
-        return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
+        return compat.logprobs_tensors(ids.to(torch.int32), logprobs.gather(-1, ids), ranks)
 
     runner.sampler.gather_logprobs = gather
 

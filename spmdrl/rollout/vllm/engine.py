@@ -35,6 +35,7 @@ from spmdrl.rollout.base import (
     generate,
 )
 from spmdrl.rollout.sampling import seed_of_continuation
+from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
@@ -43,7 +44,6 @@ from spmdrl.rollout.vllm import strict as vllm_strict
 from spmdrl.rollout.vllm.core import (
     LEAST_TEMPERATURE,
     build_core,
-    destroy_vllm_groups,
     import_vllm,
     preserved_process,
 )
@@ -110,7 +110,7 @@ class VllmEngine:
 
     @property
     def runner(self) -> Any:
-        return self.core.model_executor.driver_worker.model_runner
+        return compat.model_runner(self.core)
 
     @property
     def model(self) -> Any:
@@ -120,7 +120,7 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        return len(self.core.scheduler.running)
+        return compat.num_running(self.core)
 
     @property
     def num_waiting(self) -> int:
@@ -149,7 +149,7 @@ class VllmEngine:
             asked = self.engine_request(id, [*request.prompt_ids, *request.response_ids], own)
             if self.looks is not None:
                 asked.mm_features = vllm_vision.features(self.looks, request)
-            self.core.add_request(*self.core.preprocess_add_request(asked))
+            compat.add_request(self.core, asked)
             self.answers[id] = Answer.begin(request, params)
             if params.stop:
                 earlier, turn = request.num_earlier, list(request.response_ids)
@@ -159,19 +159,8 @@ class VllmEngine:
         return ids
 
     def engine_request(self, id: int, prompt_ids: list[int], params: Any) -> Any:
-        from vllm.v1.engine import EngineCoreRequest
-
-        return EngineCoreRequest(
-            request_id=str(id),
-            prompt_token_ids=prompt_ids,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,  # read by statistics, which are off
-            lora_request=self.slots.request if self.slots is not None else None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        adapter = self.slots.request if self.slots is not None else None
+        return compat.engine_request(id, prompt_ids, params, adapter)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Runs one engine step; with asynchronous scheduling (GPU) the tokens are those of an
@@ -182,10 +171,8 @@ class VllmEngine:
         return ended
 
     def forward(self) -> list[tuple[int, Completion]]:
-        outputs, model_executed = self.core.step_fn()
-        self.core.post_step(model_executed)
         ended = []
-        for output in outputs[0].outputs if outputs else ():
+        for output in compat.step(self.core):
             id = int(output.request_id)
             answer = self.answers.get(id)
             if answer is None:  # scheduled once more before it was aborted
@@ -221,8 +208,8 @@ class VllmEngine:
 
     def drain(self) -> None:
         """Once there are no requests: a batch may be under way still, and rows to be cleared."""
-        while not self.answers and (self.core.scheduler.has_requests() or self.core.batch_queue):
-            self.core.step_fn()
+        while not self.answers and compat.has_work(self.core):
+            compat.step_without_outputs(self.core)
 
     def vllm_params(self, params: SamplingParams) -> Any:
         """Raises ValueError for a temperature that vLLM would replace by another."""
@@ -251,13 +238,11 @@ class VllmEngine:
         """vLLM's incremental detokenizer, or None where no stop string is looked for."""
         if not request.sampling_params.stop:
             return None
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
         if self.tokenizer is None:
             from transformers import AutoTokenizer
 
             self.tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=False)
-        return IncrementalDetokenizer.from_new_request(self.tokenizer, request)
+        return compat.detokenizer(self.tokenizer, request)
 
     def forget_prefixes(self) -> None:
         """Empties vLLM's prefix cache, which holds keys and values of the weights before.
@@ -315,14 +300,10 @@ class VllmEngine:
     @torch.no_grad()
     def load_quantized(self) -> None:
         """The model's weights from disk, which are not quantised there."""
-        from vllm.config.load import LoadConfig
-        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-        loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         config = self.core.vllm_config.model_config
-        on_disk = loader.get_all_weights(config, self.model)
+        on_disk = compat.weights_on_disk(config, self.model)
         self.layout({name: tuple(tensor.shape) for name, tensor in on_disk})
-        weights = loader.get_all_weights(config, self.model)
+        weights = compat.weights_on_disk(config, self.model)
         self.load_weights((name, tensor.to(self.topology.device)) for name, tensor in weights)
 
     def require_all(self, loaded: set[str]) -> None:
@@ -415,9 +396,7 @@ class VllmEngine:
 
     def shutdown(self) -> None:
         """Ends the engine. EngineCore.shutdown would destroy the caller's process groups too."""
-        self.core.structured_output_manager.clear_backend()
-        self.core.model_executor.shutdown()
-        self.core.scheduler.shutdown()
+        compat.shutdown(self.core)
         del self.core
         gc.collect()
         self.leave_groups()
@@ -425,4 +404,4 @@ class VllmEngine:
     def leave_groups(self) -> None:
         VllmEngine.live -= 1
         if VllmEngine.live == 0:
-            destroy_vllm_groups()
+            compat.destroy_groups()

@@ -17,6 +17,8 @@ from spmdrl_kernels.fp8 import BLOCK, DTYPE, num_blocks, quantize_blocks
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.distributed.torch_compat import has_amx_tiles, set_parameter
+from spmdrl.rollout.vllm import compat
 from spmdrl.weights.engine_layout import Layout, ParamView
 
 SCALE = "_scale_inv"
@@ -48,7 +50,7 @@ def check_fp8(hf: Any, config: RolloutConfig) -> None:
     if config.dtype == "float32":
         raise ConfigError(f"{asked} computes in half precision: set rollout.dtype='bfloat16'")
     if runs_on_cpu():
-        if not torch.cpu._is_amx_tile_supported():
+        if not has_amx_tiles():
             raise ConfigError(
                 f"{asked} on a CPU needs AMX tiles (Sapphire Rapids or newer), which vLLM's "
                 "kernel multiplies with; this one has none: leave it out or use a GPU"
@@ -105,27 +107,20 @@ def quantized(
 def loadable(model: nn.Module) -> Iterator[None]:
     """Meanwhile FP8 weights and scales are parameters that vLLM's loaders can fill. On GPUs it has
     made plain ones of them, of the same memory, once the first were there."""
-    from vllm.model_executor import parameter
-
-    kinds: dict[str, Any] = {
-        "weight": parameter.ModelWeightParameter,
-        "weight" + SCALE: parameter.BlockQuantScaleParameter,
-    }
+    kinds = {"weight": compat.loadable_weight, "weight" + SCALE: compat.loadable_scales}
     plain: list[tuple[nn.Module, str, Any]] = []
     for module in model.modules():
-        held = module._parameters
-        for name, kind in kinds.items() if held.get("weight" + SCALE) is not None else ():
-            found: Any = held[name]
-            if not isinstance(found, parameter.BasevLLMParameter):
+        held = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, loadable_form in kinds.items() if "weight" + SCALE in held else ():
+            found = held[name]
+            if not compat.is_loadable(found):
                 plain.append((module, name, found))
-                held[name] = kind(
-                    data=found.data, input_dim=1, output_dim=0, weight_loader=found.weight_loader
-                )
+                set_parameter(module, name, loadable_form(found))
     try:
         yield
     finally:
         for module, name, found in plain:
-            module._parameters[name] = found
+            set_parameter(module, name, found)
 
 
 def fp8_layout(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spmdrl.data.images import ImageLimits
 from spmdrl.rollout.base import Request
+from spmdrl.rollout.vllm import compat
 
 
 def engine_args(looks: ImageLimits) -> dict[str, Any]:
@@ -35,8 +36,6 @@ def sizes_of(looks: ImageLimits, max_model_len: int) -> Iterator[None]:
     """While an engine is built: it asks its processor for limits, and for the largest image, by
     which it measures the memory of a pass."""
     import_without_torchvision()
-    from vllm.multimodal import registry
-
     limits, tokens = {"image": max(looks.per_prompt, 1)}, max(looks.tokens, 1)
     info = SimpleNamespace(
         supported_mm_limits=limits,
@@ -52,13 +51,8 @@ def sizes_of(looks: ImageLimits, max_model_len: int) -> Iterator[None]:
         return {"mm_kwargs": {"image": items_of([pixels], grid)}}
 
     own = SimpleNamespace(info=info, get_dummy_mm_inputs=largest)
-    kind: Any = registry.MultiModalRegistry
-    create_processor = kind.create_processor
-    kind.create_processor = lambda *args, **kwargs: own
-    try:
+    with compat.replaced_processor(own):
         yield
-    finally:
-        kind.create_processor = create_processor
 
 
 def features(looks: ImageLimits, request: Request) -> list[Any] | None:
@@ -67,29 +61,17 @@ def features(looks: ImageLimits, request: Request) -> list[Any] | None:
     """
     if not request.images:
         return None
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-
     view = looks.vision.view(request.prompt_ids, request.images)
     items = items_of(view.pixels, view.grids)
     return [
-        MultiModalFeatureSpec(
-            data=item, modality="image", identifier=digest,
-            mm_position=PlaceholderRange(offset=first, length=count),
-        )
+        compat.image_feature(item, digest, first, count)
         for item, digest, (first, count) in zip(items, view.digests, view.spans, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def items_of(pixels: list[Tensor], grids: Tensor) -> Any:
-    from transformers import BatchFeature
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    given = BatchFeature({"pixel_values": torch.cat(pixels), "image_grid_thw": grids})
-    return MultiModalKwargsItems.from_hf_inputs(given, fields)["image"]
+    values = {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
+    return compat.image_items(values, grids.prod(-1))
 
 
 def import_without_torchvision() -> None:

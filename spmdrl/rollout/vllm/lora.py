@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.distributed.torch_compat import set_child
 from spmdrl.engines.fsdp.lora import target_layers
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.rollout.base import WeightMismatch
+from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, box_of, view, whole
 from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
@@ -77,11 +79,9 @@ class AdapterSlots:
 
     def __init__(self, runner: Any, lora: LoraConfig) -> None:
         """Registers an adapter of zeros, so that vLLM finds it when a request names it."""
-        from vllm.lora.request import LoRARequest
-
         self.rank = lora.rank
-        self.manager = runner.lora_manager._adapter_manager
-        self.request = LoRARequest("policy", ID, "in memory")
+        self.manager = compat.adapter_manager(runner)
+        self.request = compat.adapter_request("policy", ID)
         runner.lora_manager.add_dummy_lora(self.request, lora.rank)
         self.manager.activate_adapter(ID)
         for layer in self.manager.modules.values():
@@ -180,22 +180,21 @@ def expected_part(slot: Slot, kind: str, tensor: Tensor, stack: Tensor) -> Tenso
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model has its own layers in place of those with adapters, under their names."""
-    from vllm.lora.layers import BaseLayerWithLoRA
-
+    wrapper = compat.adapter_layer_class()
     found = [
         (parent, name, child)
         for parent in model.modules()
-        if not isinstance(parent, BaseLayerWithLoRA)
+        if not isinstance(parent, wrapper)
         for name, child in parent.named_children()
-        if isinstance(child, BaseLayerWithLoRA)
+        if isinstance(child, wrapper)
     ]
     for parent, name, child in found:
-        parent._modules[name] = child.base_layer
+        set_child(parent, name, child.base_layer)
     try:
         yield
     finally:
         for parent, name, child in found:
-            parent._modules[name] = child
+            set_child(parent, name, child)
 
 
 def split_off(

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.strict import ROPE_TYPES, require_none, require_sound
 from spmdrl.hub.hf_folder import meta_model
+from spmdrl.rollout.vllm import compat
 
 LINEAR = (
     "QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear", "RowParallelLinear",
@@ -291,7 +292,5 @@ def draw(
     sampler: Any, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Stands in for TopKTopPSampler.forward on a GPU."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
-
-    logprobs = invariant.log_softmax(apply_top_k_top_p(logits, top_k, top_p))
-    return random_sample(logprobs.exp(), generators, sampler.use_fp64_gumbel), logprobs
+    logprobs = invariant.log_softmax(compat.mask_top_k_top_p(logits, top_k, top_p))
+    return compat.draw_tokens(logprobs.exp(), generators, sampler.use_fp64_gumbel), logprobs

@@ -1,0 +1,34 @@
+"""The private APIs of peft and Liger Kernel that the FSDP engine uses.
+
+Checked with peft 0.21.2 and liger-kernel 0.8.5. When one of them moves,
+tests/hub/test_transformers_compat.py says what broke.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def turn_adapter(layer: Any, off: bool) -> None:
+    """Has a LoraLayer compute W x alone, or with its adapter again. Writes its _disable_adapters:
+    the public switch would freeze A and B too.
+    """
+    layer._disable_adapters = off
+
+
+def liger_model_types() -> set[str]:
+    """Returns the model types that Liger has kernels for. Reads
+    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.
+    """
+    from liger_kernel.transformers import monkey_patch
+
+    return set(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def apply_liger(model: Any, **settings: bool) -> None:
+    """Gives one model, and for the time being its whole module, Liger's layers. Calls
+    monkey_patch._apply_liger_kernel_to_instance.
+    """
+    from liger_kernel.transformers import monkey_patch
+
+    monkey_patch._apply_liger_kernel_to_instance(model, **settings)

@@ -1,0 +1,104 @@
+"""The internals of megatron-core that the Megatron engine reads, each behind one function.
+
+Checked with megatron-core 0.16.1. When it moves, tests/engines/megatron/test_megatron_compat.py says which of these
+broke. To be imported at any time: megatron.core itself is imported by the functions, after
+cpu_shim.install().
+
+Two files change megatron-core's modules beyond that, and stay what they are, because each change
+makes sense only beside the others:
+    cpu_shim.py   has it run on CPUs and gloo, where there is no CUDA
+    patches.py    has it run without TransformerEngine and Apex, on any device
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# ---- process-wide state
+
+
+def parallel_globals() -> dict[str, Any]:
+    """Returns the process groups and ranks that megatron.core.parallel_state holds now: its globals
+    in capitals that are not constant, and its list of groups.
+    """
+    from megatron.core import parallel_state
+
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if re.fullmatch(r"_[A-Z][A-Z_]*|_global_process_group_list", name)
+    }
+
+
+def blank_parallel_globals() -> dict[str, Any]:
+    """Returns the same as they are before initialize_model_parallel: None, and no groups yet in
+    _HYBRID_DP_CP_GROUPS.
+    """
+    return dict.fromkeys(parallel_globals()) | {"_HYBRID_DP_CP_GROUPS": {}}
+
+
+def set_parallel_globals(values: Mapping[str, Any]) -> None:
+    """Makes these the process groups and ranks that megatron.core.parallel_state holds."""
+    from megatron.core import parallel_state
+
+    vars(parallel_state).update(values)
+
+
+# ---- checkpoints
+
+
+def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+    """Does what megatron-core's dist_checkpointing.save does before it writes. Returns the shards
+    as torch.distributed.checkpoint takes them, a planner for them, and what is common to all ranks.
+
+    Calls save_preprocess of dist_checkpointing.state_dict_utils, and of its strategies.torch
+    _replace_state_dict_keys_with_sharded_keys, mcore_to_pyt_state_dict and MCoreSavePlanner.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    sharded, common = save_preprocess(state)
+    named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+        sharded, keep_only_main_replica=True
+    )
+    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    return torch_dist.mcore_to_pyt_state_dict(named, False), planner, common
+
+
+def write_format(folder: Path, backend: str, version: int) -> None:
+    """Writes metadata.json, by which megatron-core knows the format of a checkpoint. Calls
+    save_config of dist_checkpointing.core.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    save_config(CheckpointingConfig(backend, version), str(folder))
+
+
+@contextmanager
+def reading_with(reader_of: Callable[[str], Any]) -> Iterator[None]:
+    """Meanwhile dist_checkpointing.load reads a folder with reader_of(folder). Replaces
+    _get_filesystem_reader in dist_checkpointing.strategies.torch.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    before = torch_dist._get_filesystem_reader
+    torch_dist._get_filesystem_reader = lambda folder, cache_metadata=False: reader_of(str(folder))
+    try:
+        yield
+    finally:
+        torch_dist._get_filesystem_reader = before
+
+
+# ---- optimizers
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that a MegatronOptimizer is made of, those without parameters left
+    out. Reads chained_optimizers and is_stub_optimizer.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]

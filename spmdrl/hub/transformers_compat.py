@@ -1,0 +1,51 @@
+"""The private APIs of transformers that spmdrl reads, each behind one function.
+
+Checked with transformers 5.19.0. When transformers moves, tests/hub/test_transformers_compat.py says
+which of these broke.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def model_class(auto: Any, config_class: type[PreTrainedConfig]) -> Any:
+    """Returns the class that an auto class (AutoModelForCausalLM) makes of such a config; None
+    where it knows none, and a tuple where there are several. Reads its _model_mapping.
+    """
+    return auto._model_mapping.get(config_class, None)
+
+
+def has_model_class(auto: Any, config_class: type[PreTrainedConfig]) -> bool:
+    """Returns whether an auto class knows a model for such a config. Reads its _model_mapping."""
+    return config_class in auto._model_mapping
+
+
+def takes_attention_functions(model_class: Any) -> bool:
+    """Returns whether the layers of a model class call an attention function that may be
+    exchanged. Reads its _supports_attention_backend.
+    """
+    return bool(model_class._supports_attention_backend)
+
+
+def attention_name(config: PreTrainedConfig) -> str | None:
+    """Returns the name of the attention function that a model uses. Reads the config's
+    _attn_implementation.
+    """
+    return config._attn_implementation
+
+
+def set_attention_name(config: Any, name: str) -> None:
+    """Sets the attention function of a part of a model, its vision tower say, by that part's
+    config; the rest keeps its own. Writes the config's _attn_implementation.
+    """
+    config._attn_implementation = name
+
+
+def undivided_layers(model: PreTrainedModel) -> set[str]:
+    """Returns the class names of the layers that a model declares as not to be split: its repeated
+    blocks. Reads its _no_split_modules.
+    """
+    return set(model._no_split_modules or ())

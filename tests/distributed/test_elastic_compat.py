@@ -1,0 +1,112 @@
+"""What the launcher uses of torchrun's internals: a test that fails names what torch has moved."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from spmdrl.distributed import elastic_compat
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@pytest.fixture(autouse=True)
+def torchrun_as_it_was() -> Iterator[None]:
+    """Takes back what a launch and the functions under test change in this process."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    free_port = rendezvous_api.get_free_port
+    yield
+    elastic_compat.replace_monitor(elastic_compat.observe_ranks)
+    elastic_compat.replace_free_port(free_port)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def launch(command: str, max_restarts: int = 0) -> None:
+    """Runs a shell command as two ranks of an elastic agent in this process."""
+    config = LaunchConfig(
+        1, 1, 2, run_id="compat", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts, monitor_interval=0.1,
+    )  # fmt: skip
+    launch_agent(config, "/bin/sh", ["-c", command])
+
+
+def test_torchrun_still_asks_monitor_workers_and_holds_its_ranks_in_pcontext() -> None:
+    states, seen = [], []
+
+    def monitor(agent: Any, group: Any) -> Any:
+        processes, pids = elastic_compat.rank_processes(agent), elastic_compat.rank_pids(agent)
+        seen.append(sorted(pids))
+        assert sorted(process.pid for process in processes) == sorted(pids)
+        result = elastic_compat.observe_ranks(agent, group)
+        states.append(result.state)
+        if result.state == WorkerState.SUCCEEDED:
+            assert [process.poll() for process in processes] == [0, 0]
+        return result
+
+    elastic_compat.replace_monitor(monitor)
+    launch("sleep 0.5")
+    assert states[0] == WorkerState.HEALTHY and states[-1] == WorkerState.SUCCEEDED
+    assert len(set(seen[0])) == 2 and os.getpid() not in seen[0]
+
+
+def test_torchrun_still_counts_the_restarts_that_are_left(tmp_path: Path) -> None:
+    def monitor(agent: Any, group: Any) -> Any:
+        result = elastic_compat.observe_ranks(agent, group)
+        if result.failures:
+            elastic_compat.forbid_restarts(agent)
+        return result
+
+    elastic_compat.replace_monitor(monitor)
+    with pytest.raises(ChildFailedError):
+        launch(f"echo started >> {tmp_path}/$RANK; exit 3", max_restarts=5)
+    starts = [Path(tmp_path, rank).read_text().count("started") for rank in "01"]
+    assert max(starts) == 1, starts
+
+
+def test_torchrun_still_asks_get_free_port_for_the_port_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    elastic_compat.replace_free_port(lambda: 12345)
+    launch(f"echo $MASTER_PORT > {tmp_path}/$RANK")
+    assert Path(tmp_path, "0").read_text() == "12345\n"
+
+
+def test_torchrun_still_has_no_ranks_before_it_starts_them() -> None:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    handler: Any = object()
+    spec = WorkerSpec("default", 1, handler, entrypoint=sys.executable)
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+    assert elastic_compat.rank_processes(agent) == elastic_compat.rank_pids(agent) == []
+
+
+def test_torchrun_still_reads_its_rdzv_conf_as_pairs() -> None:
+    assert elastic_compat.parse_rendezvous_config("is_host=1,timeout=5") == {
+        "is_host": "1", "timeout": "5",
+    }  # fmt: skip
+    assert elastic_compat.parse_rendezvous_config("") == {}
+
+
+def test_torchrun_still_reads_its_endpoint_and_number_of_nodes() -> None:
+    assert elastic_compat.parse_endpoint("host-1:77", 29400) == ("host-1", 77)
+    assert elastic_compat.parse_endpoint("host-1", 29400) == ("host-1", 29400)
+    assert elastic_compat.parse_num_nodes("2") == (2, 2)
+    assert elastic_compat.parse_num_nodes("1:4") == (1, 4)
+
+
+def test_torchrun_still_reads_its_command_line_by_parse_args() -> None:
+    options = elastic_compat.parse_options(["--nnodes", "2", "--rdzv-endpoint", "a:1", "x.py"])
+    assert (options.nnodes, options.rdzv_endpoint, options.rdzv_backend) == ("2", "a:1", "static")
+    assert (options.rdzv_conf, options.local_addr, options.master_port) == ("", None, None)

@@ -1,0 +1,198 @@
+"""What spmdrl reads of torch's internals: a test that fails names what torch has moved."""
+
+import pickle
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from spmdrl_kernels.torch_compat import copy_tensors_, onednn_linear
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from spmdrl.distributed import torch_compat
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[Any]:
+    """The default group, of this process alone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Operators(torch_compat.TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+# ---- process groups and the store
+
+
+def test_torch_still_gives_the_store_of_the_default_group() -> None:
+    connection = torch_compat.default_store().clone()
+    connection.set("torch_compat", "said")
+    assert torch_compat.default_store().get("torch_compat") == b"said"
+
+
+def test_torch_still_lists_its_process_groups_in_pg_map() -> None:
+    before = torch_compat.process_groups()
+    made = dist.new_group([0], backend="gloo")
+    assert torch_compat.process_groups() == [*before, made]
+    dist.destroy_process_group(made)
+    assert torch_compat.process_groups() == before
+
+
+def test_torch_still_names_groups_by_its_group_count() -> None:
+    first = torch_compat.group_count()
+    torch_compat.set_group_count(first + 40)
+    made = dist.new_group([0], backend="gloo")
+    assert made.group_name == str(first + 40)
+    assert torch_compat.group_count() == first + 41
+    dist.destroy_process_group(made)
+
+
+def test_torch_still_lets_another_group_be_the_default_one(world: Any) -> None:
+    made = dist.new_group([0], backend="gloo")
+    assert torch_compat.default_group() is world
+    torch_compat.set_default_group(made)
+    assert torch_compat.default_group() is dist.group.WORLD is made
+    torch_compat.set_default_group(world)
+    assert dist.group.WORLD is world
+    dist.destroy_process_group(made)
+
+
+def test_torch_still_keeps_a_groups_timeout_in_its_backends_options() -> None:
+    made = dist.new_group([0], backend="gloo", timeout=timedelta(seconds=77))
+    assert torch_compat.timeout_of(made) == timedelta(seconds=77)
+    dist.destroy_process_group(made)
+
+
+def test_torch_still_computes_the_part_of_a_dtensor_from_mesh_and_placements() -> None:
+    found = torch_compat.local_shape_and_offset((6, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+    assert found == ((6, 4), (0, 0))
+
+
+# ---- tensors, modules, optimizers
+
+
+def test_torch_still_tells_storages_apart_by_cdata() -> None:
+    tensor, on_meta = torch.ones(4, 4), torch.ones(4, 4, device="meta")
+    number = torch_compat.storage_id(tensor)
+    assert torch_compat.storage_id(tensor[1:].T) == number
+    assert torch_compat.storage_id(tensor.clone()) != number
+    tensor.untyped_storage().resize_(0)
+    assert torch_compat.storage_id(tensor) == number
+    assert torch_compat.storage_id(on_meta[2]) == torch_compat.storage_id(on_meta) != number
+
+
+def test_torch_still_shows_a_dispatch_mode_every_operator() -> None:
+    with Operators() as seen:
+        torch.ones(2).clone()
+    assert "aten::clone" in seen.names
+
+
+def test_torch_still_calls_its_products_by_the_names_that_we_keep() -> None:
+    query = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    with Operators() as seen:
+        torch.ones(2, 3) @ torch.ones(3, 2)
+        linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4))
+        torch.bmm(torch.ones(1, 2, 3), torch.ones(1, 3, 2))
+        onednn_linear(torch.ones(2, 3), torch.ones(4, 3), None)
+        scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert seen.names & torch_compat.PRODUCTS == {
+        "aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    }  # fmt: skip
+
+
+def test_torch_still_has_the_products_that_are_computed_on_gpus_alone() -> None:
+    from torch.nn.attention import varlen  # noqa: F401  registers torch_attn::_varlen_attn
+
+    of_torch = {name for name in torch_compat.PRODUCTS if not name.startswith("flash_attn::")}
+    for namespace, name in (name.split("::") for name in of_torch):
+        assert hasattr(getattr(torch.ops, namespace), name), name
+
+
+def test_torch_still_keeps_parameters_and_children_in_dicts_of_a_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    ones, plain = nn.Parameter(torch.ones(2, 2)), nn.Identity()
+    torch_compat.set_parameter(module[0], "weight", ones)
+    assert module[0].weight is ones and dict(module.named_parameters())["0.weight"] is ones
+    torch_compat.set_child(module, "0", plain)
+    assert module[0] is plain
+
+
+def test_torch_still_lets_a_copy_of_a_module_have_other_parameters_and_children() -> None:
+    module, x = nn.RMSNorm(2), torch.tensor([1.0, 3.0])
+    doubled = {"weight": nn.Parameter(torch.full((2,), 2.0))}
+    probe = torch_compat.copy_with(module, parameters=doubled)
+    assert torch.equal(probe(x), 2 * module(x)) and torch.equal(module.weight, torch.ones(2))
+    outer = nn.Sequential(module, module)
+    probe = torch_compat.copy_with(outer, children={"1": nn.Softmax(dim=-1)})
+    assert torch.equal(probe(x), module(x).softmax(-1)) and outer[1] is module
+
+
+def test_torch_still_has_adam_as_a_function_of_lists() -> None:
+    weight, grad = nn.Parameter(torch.ones(3)), torch.tensor([1.0, -2.0, 0.5])
+    other = weight.detach().clone()
+    weight.grad = grad.clone()
+    torch.optim.AdamW([weight], lr=0.1, weight_decay=0.3).step()
+    torch_compat.adam_(
+        params=[other], grads=[grad], exp_avgs=[torch.zeros(3)], exp_avg_sqs=[torch.zeros(3)],
+        max_exp_avg_sqs=[], state_steps=[torch.tensor(0.0)], foreach=False, amsgrad=False,
+        beta1=0.9, beta2=0.999, lr=0.1, weight_decay=0.3, eps=1e-8, maximize=False,
+        decoupled_weight_decay=True,
+    )  # fmt: skip
+    torch.testing.assert_close(other, weight.detach())
+
+
+def test_torch_still_knows_whether_the_processor_has_amx_tiles() -> None:
+    assert torch_compat.has_amx_tiles() == ("amx_tile" in Path("/proc/cpuinfo").read_text())
+
+
+def test_torch_still_writes_the_index_of_a_checkpoint_with_the_same_private_names(
+    tmp_path: Path,
+) -> None:
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    found = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    with Path(tmp_path, ".metadata").open("rb") as file:
+        Recorder(file).load()
+    private = {(module, name) for module, name in found if name.startswith("_")}
+    assert private == torch_compat.CHECKPOINT_INDEX_NAMES
+
+
+# ---- operators that the kernels call
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_torch_still_has_onednns_linear_as_an_operator() -> None:
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    torch.testing.assert_close(onednn_linear(x, weight, bias), linear(x, weight, bias))
+    torch.testing.assert_close(onednn_linear(x, weight, None), linear(x, weight))
+
+
+def test_torch_still_copies_lists_of_tensors_at_once() -> None:
+    to = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)]
+    copy_tensors_(to, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [t.tolist() for t in to] == [[1, 1], [2, 2, 2]]

@@ -1,0 +1,108 @@
+"""What the Megatron engine reads of megatron-core's internals: a test that fails names what has
+moved.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from spmdrl.engines.megatron import compat, cpu_shim
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_state(topology: Any) -> Iterator[Any]:
+    """megatron-core's, with the groups of this process alone."""
+    cpu_shim.install()
+    from megatron.core import parallel_state
+
+    with cpu_shim.scope():
+        parallel_state.initialize_model_parallel()
+        yield parallel_state
+        parallel_state.destroy_model_parallel()
+
+
+def sharded(value: torch.Tensor) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return {"weight": ShardedTensor.from_rank_offsets("all.weight", value), "note": 7}
+
+
+def test_megatron_still_keeps_its_groups_in_globals_in_capitals(parallel_state: Any) -> None:
+    standing = compat.parallel_globals()
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert standing["_TENSOR_MODEL_PARALLEL_GROUP"] is group
+    compat.set_parallel_globals(compat.blank_parallel_globals())
+    assert not parallel_state.model_parallel_is_initialized()
+    compat.set_parallel_globals(standing)
+    assert parallel_state.get_tensor_model_parallel_group() is group
+
+
+def test_megatron_still_initializes_from_blank_globals(parallel_state: Any) -> None:
+    standing = compat.parallel_globals()
+    try:
+        compat.set_parallel_globals(compat.blank_parallel_globals())
+        parallel_state.initialize_model_parallel()
+        made = compat.parallel_globals()
+        assert made.keys() == standing.keys()
+        assert {n for n, v in made.items() if v is None} == {
+            n for n, v in standing.items() if v is None
+        }
+        parallel_state.destroy_model_parallel()
+    finally:
+        compat.set_parallel_globals(standing)
+
+
+def test_megatron_still_splits_a_state_into_shards_and_what_is_common() -> None:
+    ready, planner, common = compat.split_state(sharded(torch.arange(4.0)))
+    assert list(ready) == ["all.weight"] and common == {"note": 7}
+    planner.set_up_planner(ready, None, True)
+    plan = planner.create_local_plan()
+    assert [item.index.fqn for item in plan.items] == ["all.weight"]
+    assert torch.equal(planner.resolve_data(plan.items[0]), torch.arange(4.0))
+
+
+def test_megatron_still_knows_a_checkpoint_by_its_metadata_file(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    assert not dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path))
+    compat.write_format(tmp_path, "torch_dist", 1)
+    assert dist_checkpointing.check_is_distributed_checkpoint(str(tmp_path))
+
+
+def test_megatron_still_asks_get_filesystem_reader_for_its_reader(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(sharded(torch.arange(4.0)), str(tmp_path))
+    folders: list[str] = []
+
+    def reader_of(folder: str) -> FileSystemReader:
+        folders.append(folder)
+        return FileSystemReader(folder)
+
+    with compat.reading_with(reader_of):
+        found = dist_checkpointing.load(sharded(torch.zeros(4)), str(tmp_path))
+    assert set(folders) == {str(tmp_path)} and torch.equal(found["weight"], torch.arange(4.0))
+    folders.clear()
+    dist_checkpointing.load(sharded(torch.zeros(4)), str(tmp_path))
+    assert not folders
+
+
+def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:
+    from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=0.1)
+    adam = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    real, stub = (FP32Optimizer(inner, config, lambda: None) for inner in (adam, None))
+    assert compat.optimizer_parts(real) == [real] and compat.optimizer_parts(stub) == []
+    assert compat.optimizer_parts(ChainedOptimizer([real, stub])) == [real]
+    plain = SimpleNamespace()
+    assert compat.optimizer_parts(plain) == [plain]

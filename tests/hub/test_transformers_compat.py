@@ -1,0 +1,88 @@
+"""What spmdrl reads of the internals of transformers, peft and Liger Kernel: a test that fails
+names what they have moved.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    WhisperConfig,
+)
+
+from spmdrl.engines.fsdp import compat as fsdp_compat
+from spmdrl.hub import transformers_compat
+
+CONFIG = Qwen3Config(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=2, num_key_value_heads=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def model() -> Any:
+    return Qwen3ForCausalLM(CONFIG)
+
+
+def test_transformers_still_maps_configs_to_classes_in_model_mapping() -> None:
+    classifiers = AutoModelForSequenceClassification
+    found = transformers_compat.model_class(AutoModelForCausalLM, Qwen3Config)
+    assert found is Qwen3ForCausalLM
+    assert transformers_compat.model_class(classifiers, WhisperConfig) is None
+    assert transformers_compat.has_model_class(classifiers, Qwen3Config)
+    assert not transformers_compat.has_model_class(classifiers, WhisperConfig)
+
+
+def test_transformers_still_says_which_models_take_another_attention() -> None:
+    class Own(Qwen3ForCausalLM):
+        _supports_attention_backend = False
+
+    assert transformers_compat.takes_attention_functions(Qwen3ForCausalLM)
+    assert not transformers_compat.takes_attention_functions(Own)
+
+
+def test_transformers_still_keeps_the_name_of_the_attention_in_the_config(model: Any) -> None:
+    model.set_attn_implementation("eager")
+    assert transformers_compat.attention_name(model.config) == "eager"
+    transformers_compat.set_attention_name(model.config, "sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    weights = model(torch.tensor([[1, 2]]), output_attentions=True).attentions
+    assert not any(isinstance(weight, torch.Tensor) for weight in weights or ())  # eager has some
+
+
+def test_transformers_still_names_the_repeated_layers_of_a_model(model: Any) -> None:
+    assert transformers_compat.undivided_layers(model) == {type(model.model.layers[0]).__name__}
+
+
+def test_peft_still_turns_an_adapter_off_by_its_disable_adapters() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model: Any = nn.Sequential(nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    plain = model(x)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"], init_lora_weights=False), model)
+    adapted = model(x)
+    fsdp_compat.turn_adapter(model[0], off=True)
+    assert torch.equal(model(x), plain) and not torch.equal(adapted, plain)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2  # A and B, which peft's own switch would freeze
+    fsdp_compat.turn_adapter(model[0], off=False)
+    assert torch.equal(model(x), adapted)
+
+
+def test_liger_still_applies_its_kernels_to_one_model(model: Any) -> None:
+    from transformers.models.qwen3 import modeling_qwen3
+
+    before = dict(vars(modeling_qwen3))
+    try:
+        fsdp_compat.apply_liger(model, fused_linear_cross_entropy=False, cross_entropy=False)
+    finally:
+        vars(modeling_qwen3).update(before)
+    assert "Liger" in type(model.model.norm).__name__ + repr(model.model.norm.forward)
+    assert CONFIG.model_type in fsdp_compat.liger_model_types()
+    assert "Liger" not in repr(Qwen3ForCausalLM(CONFIG).model.norm.forward)

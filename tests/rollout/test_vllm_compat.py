@@ -1,0 +1,317 @@
+"""What spmdrl reads of vLLM's internals: a test that fails names what has moved.
+
+The engine is a real one, of a tiny model on a CPU.
+"""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spmdrl.config import LoraConfig, RolloutConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.rollout.vllm import compat
+from spmdrl.rollout.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.vllm
+
+CONFIG = RolloutConfig(max_num_seqs=4, kv_cache_mib=16)
+
+
+@pytest.fixture(scope="module")
+def engine(topology: Topology, qwen3: Path) -> Iterator[VllmEngine]:
+    made = VllmEngine(str(qwen3), CONFIG, 64, topology, lora=LoraConfig(rank=4))
+    yield made
+    made.shutdown()
+
+
+# ---- building and driving an engine
+
+
+def test_vllm_still_shuts_down_part_by_part_and_leaves_torchs_groups(
+    topology: Topology, qwen3: Path
+) -> None:
+    """The first test of the file: no other engine may stand, since engines share vLLM's groups."""
+    groups = process_groups()
+    alone = VllmEngine(str(qwen3), CONFIG, 64, topology)
+    from vllm.distributed import parallel_state
+
+    assert parallel_state._WORLD is not None
+    core = alone.core
+    alone.shutdown()  # by compat.shutdown and compat.destroy_groups
+    assert parallel_state._WORLD is parallel_state._NODE_COUNT is None
+    assert core.scheduler.get_num_unfinished_requests() == 0
+    assert process_groups() == groups
+    torch.distributed.barrier(group=topology.group)
+
+
+def test_vllm_still_has_its_engine_core_in_v1_engine_core(engine: VllmEngine) -> None:
+    compat.import_engine()
+    from vllm.v1.engine.core import EngineCore
+
+    assert type(engine.core) is EngineCore  # compat.engine_core made it
+
+
+def test_vllm_engine_core_still_has_the_methods_that_we_call(engine: VllmEngine) -> None:
+    given: dict[str, tuple[Any, ...]] = {
+        "abort_requests": (["1"],), "collective_rpc": ("reload_weights",),
+        "reset_encoder_cache": (), "reset_prefix_cache": (), "sleep": (), "wake_up": (),
+    }  # fmt: skip
+    options = {
+        "collective_rpc": {"kwargs": {}}, "reset_prefix_cache": {"reset_running_requests": True},
+        "sleep": {"level": 2},
+    }  # fmt: skip
+    assert set(given) == set(compat.ENGINE_METHODS)
+    for name, arguments in given.items():
+        method = getattr(engine.core, name)
+        inspect.signature(method).bind(*arguments, **options.get(name, {}))  # raises TypeError
+
+
+def test_vllm_still_asks_its_executor_for_distributed_args(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    made: Any = compat.rank_executor("spmdrl:somewhere", 3, 1)
+    assert issubclass(made, ExecutorWithExternalLauncher)
+    assert made._distributed_args(None) == ("spmdrl:somewhere", 3, 1)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert ExecutorWithExternalLauncher._distributed_args(None)[1:] == (5, 2)
+    assert "self._distributed_args()" in inspect.getsource(UniProcExecutor._init_executor)
+
+
+def test_vllm_still_registers_architectures_by_their_classes() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    compat.load_architecture("Qwen2ForCausalLM")
+    entry = ModelRegistry.models["Qwen2ForCausalLM"]
+    assert type(entry).__name__ == "_RegisteredModel"  # imported, and not to be inspected
+    assert entry.load_model_cls().__name__ == "Qwen2ForCausalLM"
+    compat.load_architecture("NoSuchModel")
+    assert "NoSuchModel" not in ModelRegistry.models
+
+
+def test_vllm_still_keeps_its_world_group_in_parallel_state(engine: VllmEngine) -> None:
+    from vllm.distributed import parallel_state
+
+    assert parallel_state.get_world_group() is parallel_state._WORLD
+    assert parallel_state._NODE_COUNT == 1
+
+
+def test_vllm_still_has_a_runner_with_model_cache_and_sampler(engine: VllmEngine) -> None:
+    runner = compat.model_runner(engine.core)
+    assert isinstance(runner.get_model(), nn.Module)
+    assert all(isinstance(cache, torch.Tensor) for cache in runner.kv_caches)
+    assert callable(runner.sampler.topk_topp_sampler.forward)
+
+
+def test_vllm_still_schedules_and_steps_requests_as_we_drive_it(engine: VllmEngine) -> None:
+    from vllm import SamplingParams as VllmSamplingParams
+
+    assert not compat.has_work(engine.core) and compat.num_running(engine.core) == 0
+    params = VllmSamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, logprobs=0)
+    asked = compat.engine_request(900, [5, 6, 7], params, engine.slots and engine.slots.request)
+    assert (asked.request_id, asked.prompt_token_ids) == ("900", [5, 6, 7])
+    engine.noise.seeds["900"] = 1
+    compat.add_request(engine.core, asked)
+    assert compat.has_work(engine.core)
+    tokens, logprobs, running = [], [], set()
+    while compat.has_work(engine.core):
+        for output in compat.step(engine.core):
+            assert output.request_id == "900"
+            tokens += output.new_token_ids
+            logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        running.add(compat.num_running(engine.core))
+    assert len(tokens) == len(logprobs) == 2 and max(logprobs) < 0 and running == {0, 1}
+    compat.step_without_outputs(engine.core)
+    assert compat.step(engine.core) == []
+
+
+def test_vllm_still_looks_for_stop_strings_token_by_token(engine: VllmEngine, qwen3: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams as VllmSamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    ids = tokenizer.encode("12+34", add_special_tokens=False)
+    params = VllmSamplingParams(stop=["+"], detokenize=True, max_tokens=8)
+    found = compat.detokenizer(tokenizer, compat.engine_request(0, [5], params, None))
+    stops = [found.update([token], stop_terminated=False) for token in ids]
+    plus = next(i for i in range(len(ids)) if "+" in tokenizer.decode(ids[: i + 1]))
+    assert [stop is not None for stop in stops[: plus + 1]] == [False] * plus + [True]
+
+
+def test_vllm_still_reads_the_weights_of_a_folder(engine: VllmEngine, qwen3: Path) -> None:
+    from safetensors.torch import load_file
+
+    found = dict(compat.weights_on_disk(engine.core.vllm_config.model_config, engine.model))
+    stored = load_file(qwen3 / "model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+# ---- sampling
+
+
+def test_vllm_still_masks_by_top_k_and_top_p() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    kept = compat.mask_top_k_top_p(logits.clone(), torch.tensor([2]), None)
+    assert kept.tolist() == [[-float("inf"), -float("inf"), 2.0, 3.0]]
+    kept = compat.mask_top_k_top_p(logits.clone(), None, torch.tensor([0.1]))
+    assert kept.isfinite().tolist() == [[False, False, False, True]]
+
+
+def test_vllm_still_draws_tokens_by_a_generator_for_each_row() -> None:
+    def draws() -> torch.Tensor:
+        generators = {i: torch.Generator().manual_seed(i) for i in range(64)}
+        return compat.draw_tokens(torch.tensor([[0.0, 0.5, 0.5]]).repeat(64, 1), generators, False)
+
+    assert torch.equal(draws(), draws()) and set(draws().tolist()) == {1, 2}
+
+
+def test_vllm_still_gives_logprobs_as_ids_values_and_ranks() -> None:
+    ids, values, ranks = torch.tensor([[3]]), torch.tensor([[-0.5]]), torch.tensor([0])
+    found = compat.logprobs_tensors(ids, values, ranks)
+    assert found.logprob_token_ids is ids and found.logprobs is values
+    assert found.selected_token_ranks is ranks
+
+
+# ---- adapters and FP8
+
+
+def test_vllm_still_keeps_its_adapters_in_the_runners_lora_manager(engine: VllmEngine) -> None:
+    manager = compat.adapter_manager(compat.model_runner(engine.core))
+    layers = list(manager.modules.values())
+    assert layers and all(isinstance(layer, compat.adapter_layer_class()) for layer in layers)
+    assert all(isinstance(layer.base_layer, nn.Module) for layer in layers)
+    qkv = next(name for name in manager.packed_modules if name.endswith("qkv_proj"))
+    assert [name.rpartition(".")[2] for name in manager.packed_modules[qkv]] == [
+        "q_proj", "k_proj", "v_proj",
+    ]  # fmt: skip
+    asked = compat.adapter_request("policy", 1)
+    assert (asked.lora_name, asked.lora_int_id) == ("policy", 1)
+
+
+def test_vllm_still_fills_parameters_of_its_own_classes(engine: VllmEngine) -> None:
+    plain: Any = nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+    plain.weight_loader = lambda parameter, weight: None
+    assert not compat.is_loadable(plain)
+    for make in (compat.loadable_weight, compat.loadable_scales):
+        made = make(plain)
+        assert compat.is_loadable(made) and made.data_ptr() == plain.data_ptr()
+        made.load_row_parallel_weight(torch.ones(4, 2))
+        assert torch.equal(plain, torch.ones(4, 2))
+        plain.data.zero_()
+        made.load_column_parallel_weight(torch.ones(4, 2))
+        assert torch.equal(plain, torch.ones(4, 2))
+        plain.data.zero_()
+
+
+# ---- images
+
+
+def test_vllm_still_asks_its_registry_for_a_processor() -> None:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    own = object()
+    with compat.replaced_processor(own):
+        assert MULTIMODAL_REGISTRY.create_processor(None) is own
+    text_only = SimpleNamespace(is_multimodal_model=False, served_model_name="tiny", model="tiny")
+    with pytest.raises(ValueError, match="tiny is not a multimodal model"):
+        MULTIMODAL_REGISTRY.create_processor(text_only)
+
+
+def test_vllm_still_cuts_pixels_into_one_item_for_each_image() -> None:
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
+    pixels = torch.randn(12, 6)
+    values = {"pixel_values": pixels, "image_grid_thw": grids}
+    items = compat.image_items(values, grids.prod(-1))
+    found = [item.get_data() for item in items]
+    assert torch.equal(found[0]["pixel_values"], pixels[:4])
+    assert torch.equal(found[1]["pixel_values"], pixels[4:])
+    assert torch.equal(found[1]["image_grid_thw"], grids[1])
+    feature = compat.image_feature(items[0], "digest", 3, 4)
+    assert (feature.data, feature.modality, feature.identifier) == (items[0], "image", "digest")
+    assert (feature.mm_position.offset, feature.mm_position.length) == (3, 4)
+
+
+# ---- operators and kernels of vLLM on a CPU
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's build for CPUs has these")
+
+
+@on_cpu
+def test_vllm_still_binds_memory_by_an_operator_of_its_library() -> None:
+    assert callable(compat.cpu_operators().init_cpu_memory_env)
+
+
+@on_cpu
+def test_vllm_still_draws_by_gumbel_noise_from_seeds() -> None:
+    compat.cpu_operators()
+    logits, seeds = torch.tensor([[0.0, 0.0, -1e9]]).repeat(64, 1), torch.arange(64)
+    drawn = compat.gumbel_argmax(logits, seeds)
+    assert torch.equal(drawn, compat.gumbel_argmax(logits, seeds))
+    assert set(drawn.tolist()) == {0, 1}
+    assert torch.equal(drawn[5:6], compat.gumbel_argmax(logits[:1], seeds[5:6]))
+
+
+@on_cpu
+def test_vllm_still_packs_experts_by_an_operator_of_its_library() -> None:
+    compat.cpu_operators()
+    weight = torch.randn(2, 64, 64, dtype=torch.bfloat16)
+    packed = torch.zeros_like(weight)
+    compat.pack_experts(weight, packed, SimpleNamespace(isa="vec"))
+    assert not torch.equal(packed, weight)
+    assert torch.equal(packed.flatten().sort().values, weight.flatten().sort().values)
+
+
+@on_cpu
+def test_vllm_still_pads_experts_and_asks_for_zentorch_per_layer() -> None:
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    class Kernel:
+        moe_config = SimpleNamespace(intermediate_size_per_partition=33, activation=None)
+        _use_zentorch = True
+        _intermediate_alignment = staticmethod(lambda: 32)
+        _padded_intermediate_size = classmethod(
+            cpu_moe.CPUUnquantizedExperts._padded_intermediate_size.__func__
+        )
+
+    kernel = Kernel()
+    assert compat.padded_width(kernel) == 64
+    assert not compat.use_zentorch(kernel, nn.Module()) and kernel._use_zentorch is False
+    reads_it = inspect.getsource(cpu_moe.CPUUnquantizedExperts.apply)
+    assert "self._use_zentorch" in reads_it
+
+
+@on_cpu
+def test_vllm_still_leaves_a_weight_unpacked_where_its_layer_says_so() -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    layer = nn.Module()
+    compat.keep_unpacked(layer)
+    (name,) = vars(layer).keys() - vars(nn.Module()).keys()
+    for kernel in (cpu.CPUFp8BlockScaledMMKernel, cpu.CPUFp8W8A8BlockScaledMMKernel):
+        assert f'getattr(layer, "{name}", False)' in inspect.getsource(kernel)
+
+
+# ---- parsers of tool calls
+
+
+def test_vllm_still_has_its_tool_parsers_by_name(qwen3: Path) -> None:
+    from transformers import AutoTokenizer
+
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    parsers, asked = compat.tool_parsers(), compat.tool_request([add])
+    assert "pythonic" in parsers.list_registered()
+    with pytest.raises(KeyError):
+        parsers.get_tool_parser("no such parser")
+    parser = parsers.get_tool_parser("pythonic")(AutoTokenizer.from_pretrained(qwen3))
+    found = parser.extract_tool_calls("[add(a=1)]", asked)
+    assert [call.function.name for call in found.tool_calls] == ["add"]
