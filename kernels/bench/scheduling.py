@@ -179,8 +179,8 @@ def main(
     requests: int = 256, median: int = 32, places: int = 8, runs: int = 5, seed: int = 0,
     hidden: int = 192, layers: int = 4, samples: int = 8, sigma: float = 1,
 ) -> None:  # fmt: skip
-    """places: of an engine; samples: answers to a prompt, all of one length; sigma: of the logarithm
-    of a length.
+    """places: of an engine; samples: answers to a prompt, all of one length; sigma: of the logs of
+    the lengths.
     """
     for name, value in ENGINE_ENV.items():
         os.environ.setdefault(name, value)
