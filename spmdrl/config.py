@@ -115,8 +115,8 @@ class RolloutConfig:
     # rollout/vllm/core.py's MAY_BE_SET
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     sleep: bool = True  # give the engine's memory back while training, where ranks do both
-    # engine e takes a fixed share and nothing moves between engines: for GPU and hf runs that are
-    # to repeat bit for bit
+    # engine e takes a fixed share, whatever its speed: for GPU and hf runs that are to repeat bit
+    # for bit
     static_split: bool = False
     # ask so many times the prompts, stop when prompts_per_step are complete, and go on with the
     # rest in the next step; above 1 needs algo.correction

@@ -25,7 +25,6 @@ ADAPTATIONS = {  # whole files that are a change to a package, and why they stay
 }
 # holds Python's own internals in check, and imports none of the packages
 SANDBOX = "spmdrl/rewards/sandbox/"
-TO_BE_MOVED = {"spmdrl/rollout/scheduler.py"}  # to torch_compat.default_store
 
 
 def is_private(name: str) -> bool:
@@ -126,7 +125,7 @@ def test_private_apis_of_packages_are_used_in_compat_modules_alone() -> None:
     wrong = [
         f"{file}:{line}: {what}"
         for file, source in files().items()
-        if file not in COMPAT | ADAPTATIONS.keys() | TO_BE_MOVED
+        if file not in COMPAT | ADAPTATIONS.keys()
         for line, what in private_uses(source)
     ]
     assert not wrong, "give it a function in a compat module:\n" + "\n".join(wrong)

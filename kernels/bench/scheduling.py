@@ -1,8 +1,9 @@
 """Two engines share a long-tailed workload: torchrun --nproc-per-node 2 kernels/bench/scheduling.py
 
 Real vLLM engines, one per rank, on a small random Qwen3. Prompts have answers of log-normal length
-(sigma 1, cut at 8 times the median), `--samples` of each, in random order. In turn, `--runs` times;
-medians, and ratios of the best runs, which other work on the machine disturbs least:
+(cut at 8 times the median; `--sigma 0` makes all of them equal), `--samples` of each, in random
+order. In turn, `--runs` times; medians, and ratios of the best runs, which other work on the
+machine disturbs least:
 
     alone    every engine answers the whole list, at the same time. Half of what that takes is the
              ideal: all the work of one engine, split without a rest and without a cost.
@@ -38,7 +39,6 @@ import torch.distributed as dist
 
 from spmdrl.config import RolloutConfig
 from spmdrl.data.packing import partition
-from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.process import ENGINE_ENV
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import Request, SamplingParams
@@ -58,11 +58,14 @@ def save_model(folder: str, hidden: int, layers: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def workload(num_requests: int, median: int, seed: int, samples: int) -> list[Request]:
+def workload(
+    num_requests: int, median: int, seed: int, samples: int, sigma: float = 1
+) -> list[Request]:
     """Log-normal lengths; the `samples` answers to a prompt, next to each other, are as long."""
     draw = random.Random(seed)
     num_prompts = -(-num_requests // samples)
-    by_prompt = [min(median * math.exp(draw.gauss(0, 1)), 8 * median) for _ in range(num_prompts)]
+    factors = [math.exp(draw.gauss(0, sigma)) for _ in range(num_prompts)]
+    by_prompt = [min(median * factor, 8 * median) for factor in factors]
     lengths = [by_prompt[i // samples] for i in range(num_requests)]
     return [
         Request([5 + i % 200, 6, 7, 8], seed=i, max_tokens=max(round(length), 1))
@@ -149,7 +152,6 @@ def compare(
         shares = zip(*(r.idle for r in seen[name]), strict=True)
         return [round(statistics.median(share), 3) for share in shares]
 
-    stolen_per_round = round(sum_over_ranks(scheduler.num_stolen, ranks) / scheduler.rounds, 1)
     lengths = sorted(request.limit(PARAMS) for request in requests)
     row = {
         "max_num_seqs": max_num_seqs, "requests": len(requests), "tokens": sum(lengths),
@@ -167,7 +169,6 @@ def compare(
         "cpu_ours/ideal": round(cpu["ours"] / cpu["alone"] * ranks.world, 3),
         "cpu_static/ours": round(cpu["static"] / cpu["ours"], 3),
         "steps": {n: statistics.median(r.steps for r in seen[n]) for n in ways},
-        "stolen": stolen_per_round,
     }  # fmt: skip
     if ranks.rank == 0:
         print(json.dumps(row), flush=True)
@@ -176,9 +177,11 @@ def compare(
 
 def main(
     requests: int = 256, median: int = 32, places: int = 8, runs: int = 5, seed: int = 0,
-    hidden: int = 192, layers: int = 4, samples: int = 8,
+    hidden: int = 192, layers: int = 4, samples: int = 8, sigma: float = 1,
 ) -> None:  # fmt: skip
-    """places: of an engine; samples: answers to a prompt, all of one length."""
+    """places: of an engine; samples: answers to a prompt, all of one length; sigma: of the logs of
+    the lengths.
+    """
     for name, value in ENGINE_ENV.items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(1)
@@ -191,7 +194,7 @@ def main(
         if ranks.rank == 0:
             save_model(model, hidden, layers)
         dist.barrier()
-        asked = workload(requests, median, seed, samples)
+        asked = workload(requests, median, seed, samples, sigma)
         for max_num_seqs in (places, requests):
             compare(model, ranks, asked, max_num_seqs, runs, samples)
         dist.barrier()

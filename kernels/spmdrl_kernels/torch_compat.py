@@ -1,6 +1,7 @@
 """The private operators of torch that the kernels call, each behind one function.
 
-Checked with torch 2.13.0. When torch moves, tests/distributed/test_torch_compat.py says which of these broke.
+Checked with torch 2.13.0. When torch moves, tests/distributed/test_torch_compat.py says
+which of these broke.
 """
 
 from __future__ import annotations

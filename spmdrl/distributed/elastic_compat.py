@@ -1,6 +1,7 @@
 """The private APIs of torch.distributed.elastic (torchrun) that the launcher uses.
 
-Checked with torch 2.13.0. When torch moves, tests/distributed/test_elastic_compat.py says which of these broke.
+Checked with torch 2.13.0. When torch moves, tests/distributed/test_elastic_compat.py says
+which of these broke.
 """
 
 from __future__ import annotations

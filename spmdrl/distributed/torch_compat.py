@@ -1,6 +1,7 @@
 """The private APIs of torch and torch.distributed that spmdrl reads, each behind one function.
 
-Checked with torch 2.13.0. When torch moves, tests/distributed/test_torch_compat.py says which of these broke;
+Checked with torch 2.13.0. When torch moves, tests/distributed/test_torch_compat.py says
+which of these broke;
 tests/test_private_apis.py keeps private names of torch out of every other module. The launcher's
 are in elastic_compat.py, and those of the kernels, which import nothing of spmdrl, in
 kernels/spmdrl_kernels/torch_compat.py.

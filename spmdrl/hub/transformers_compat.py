@@ -1,7 +1,7 @@
 """The private APIs of transformers that spmdrl reads, each behind one function.
 
-Checked with transformers 5.19.0. When transformers moves, tests/hub/test_transformers_compat.py says
-which of these broke.
+Checked with transformers 5.19.0. When transformers moves, tests/hub/test_transformers_compat.py
+says which of these broke.
 """
 
 from __future__ import annotations

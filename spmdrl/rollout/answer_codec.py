@@ -1,9 +1,9 @@
-"""Answers as bytes, from rank to rank: what an engine gives away, another goes on with."""
+"""Answers as bytes, to be sent from rank to rank, and requests that go on with an answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -74,16 +74,3 @@ def resume(request: Request, begun: Completion) -> Request:
         request, response_ids=begun.token_ids, logprobs=begun.logprobs, versions=begun.versions,
         replies=begun.replies, awaits_reply=begun.finish_reason == "stop",
     )  # fmt: skip
-
-
-def pick(ids: Sequence[int], count: int, num_waiting: int) -> list[int]:
-    """Picks an engine's requests to give away, `ids` in the order they were added.
-
-    Those that wait first, since nothing was computed for them; then evenly over those that run, so
-    that old and young ones are left on both sides.
-    """
-    waiting = min(count, num_waiting)
-    running = list(ids[: len(ids) - num_waiting])
-    wanted = min(count - waiting, len(running))
-    spread = [running[i * len(running) // wanted] for i in range(wanted)]
-    return spread + list(ids[len(ids) - waiting :])

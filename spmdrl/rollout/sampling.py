@@ -111,11 +111,13 @@ def sample_questions(
     an answer may have several turns. hooks: see Scheduler.run.
     """
     requests = [as_request(question) for question in questions]
-    goal = StopCondition([question.group for question in questions], enough)
-    others = None
+    stop_condition = StopCondition([question.group for question in questions], enough)
+    reply_handler = None
     if dialogue is not None:
-        others = dialogue.about([(q.prompt, q.index) for q in questions], params)
-    outcome = scheduler.run(requests, params, goal, others=others, until=until, **hooks)
+        reply_handler = dialogue.about([(q.prompt, q.index) for q in questions], params)
+    outcome = scheduler.run(
+        requests, params, stop_condition, reply_handler=reply_handler, until=until, **hooks
+    )
     left = {} if enough is None and until is None else share(outcome.unfinished, scheduler.topology)
     ended = sorted(outcome.finished.items())
     samples = as_samples([questions[i] for i, _ in ended], [c for _, c in ended], tokenizer)

@@ -1,4 +1,4 @@
-"""The messages of the scheduler: what a round is asked, decides and gives."""
+"""The types around a round of the scheduler: when it ends, replies, decisions and the result."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from spmdrl.rollout.answer_codec import pack, unpack
-from spmdrl.rollout.base import Completion
+from spmdrl.rollout.answer_codec import pack, resume, unpack
+from spmdrl.rollout.base import Completion, Request
 
 
 @dataclass
@@ -78,27 +80,57 @@ class NoReplies:
 
 @dataclass
 class Decision:
-    """A decision about what all ranks of an engine do next, in this order."""
+    """What all ranks of an engine do next, in the order of the fields."""
 
     loads: int = 0  # changes of weights
-    give: list[int] = field(default_factory=list)  # engine ids to be aborted
     stop: bool = False
+    resumed: dict[int, Completion] = field(default_factory=dict)  # answers that got a reply
     first: int = 0  # fresh requests first .. first + count - 1
     count: int = 0
-    taken: dict[int, Completion] = field(default_factory=dict)  # continuations
-    num_steps: int = 0
-    refill_below: int = 0  # requests inside: then the burst ends early
+    num_steps: int = 0  # at most, of the burst
+    refill_below: int = 0  # the burst ends early with fewer requests than this in the engine
+
+    def requests_from(
+        self, requests: Sequence[Request]
+    ) -> tuple[dict[int, Request], dict[int, Completion]]:
+        """Returns the requests to be added to the engine, and the turns that await a reply, by
+        their positions in the round's list.
+        """
+        fresh = {i: requests[i] for i in range(self.first, self.first + self.count)}
+        waiting = {i: request.begun() for i, request in fresh.items() if request.awaits_reply}
+        ready = {i: request for i, request in fresh.items() if i not in waiting}
+        return ready | {i: resume(requests[i], c) for i, c in self.resumed.items()}, waiting
 
     def to_words(self) -> np.ndarray:
         """int64; to_words()[0] is its length."""
         head = [self.loads, self.stop, self.first, self.count, self.num_steps, self.refill_below]
-        taken = np.frombuffer(pack(self.taken), np.int32).tolist()
-        words = [*head, len(self.give), *self.give, *taken]
-        return np.array([1 + len(words), *words], np.int64)
+        resumed = np.frombuffer(pack(self.resumed), np.int32).tolist()
+        return np.array([7 + len(resumed), *head, *resumed], np.int64)
 
     @classmethod
     def from_words(cls, words: np.ndarray) -> Decision:
-        loads, stop, first, count, num_steps, refill_below, num_given = words[1:8].tolist()
-        give, taken = words[8 : 8 + num_given].tolist(), words[8 + num_given :].astype(np.int32)
-        begun = unpack(taken.tobytes())
-        return cls(loads, give, bool(stop), first, count, begun, num_steps, refill_below)
+        loads, stop, first, count, num_steps, refill_below = words[1:7].tolist()
+        resumed = unpack(words[7:].astype(np.int32).tobytes())
+        return cls(loads, bool(stop), resumed, first, count, num_steps, refill_below)
+
+
+def broadcast_decision(
+    decision: Decision | None, tp_group: dist.ProcessGroup, tp_size: int
+) -> Decision:
+    """Returns the leader's decision on every rank of its engine. decision: None but on the leader.
+
+    Collective over the engine's tensor-parallel group.
+    """
+    if tp_size == 1:
+        assert decision is not None
+        return decision
+    words = torch.zeros(64, dtype=torch.int64)  # long enough for nearly every decision
+    packed = None if decision is None else torch.from_numpy(decision.to_words())
+    if packed is not None:
+        words[: len(packed)] = packed[:64]
+    dist.broadcast(words, group=tp_group, group_src=0)
+    length = int(words[0])
+    if length > 64:
+        words = torch.empty(length, dtype=torch.int64) if packed is None else packed
+        dist.broadcast(words, group=tp_group, group_src=0)
+    return Decision.from_words(words[:length].numpy())

@@ -242,7 +242,7 @@ def groups_of(kind):
 def test_help_says_of_a_field_what_stands_beside_it():
     text = "\n".join(config_lines(PpoConfig))
     for name, words in {
-        "static_split": "engine e takes a fixed share and nothing moves between engines: for GPU",
+        "static_split": "engine e takes a fixed share, whatever its speed: for GPU and hf runs",
         "oversample": "ask so many times the prompts, stop when prompts_per_step are complete",
         "greedy_baseline": "ask each prompt once more, greedily",
         "level": "of the weight. token: rho; sequence: the product",

@@ -22,7 +22,7 @@ NUM, SEQS = 64, 24
 
 
 def long_first(num: int = NUM) -> list[Any]:
-    """The first quarter takes ten times as long as the rest, so engine 0 has too much to do."""
+    """The first quarter takes ten times as long as the rest, so engine 0 begins with more."""
     from spmdrl.rollout.base import Request
 
     return [
@@ -32,7 +32,7 @@ def long_first(num: int = NUM) -> list[Any]:
 
 
 def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
-    """By subset: what this rank's scheduler gave, in three rounds, and how much it took over."""
+    """By subset: what this rank's scheduler gave, in three rounds."""
     import torch
     import torch.distributed as dist
     from rollout_checks import load_hf
@@ -67,7 +67,7 @@ def _subsets(topology: Any, folder: str, other: str) -> dict[str, Any]:
             engine.shutdown()
         dist.all_reduce(count, group=across)
         dist.barrier()
-        names = ("next", "done", "log", "load/0", "ask/0")
+        names = ("next", "done", "log", "complete", "until")
         keys = [f"{number}/{name}" for number in (1, 2, 3) for name in names]
         left = [key for key in keys if prefixes and store.check([f"{prefixes[-1]}/{key}"])]
         assert not left, left
@@ -84,10 +84,9 @@ def three_rounds(scheduler: Any, params: Any, other: Any) -> dict[str, Any]:
     requests, engine = long_first(), scheduler.engine
     whole = scheduler.run(requests, params)
     assert not whole.unfinished
-    stolen = scheduler.num_stolen
 
-    goal = StopCondition([i // 4 for i in range(NUM)], enough=4)
-    early = scheduler.run(requests, params, goal)
+    stop_condition = StopCondition([i // 4 for i in range(NUM)], enough=4)
+    early = scheduler.run(requests, params, stop_condition)
     finished, left = (
         share(early.finished, scheduler.topology),
         share(early.unfinished, scheduler.topology),
@@ -114,7 +113,7 @@ def three_rounds(scheduler: Any, params: Any, other: Any) -> dict[str, Any]:
     assert engine.policy_version == 1
     return {
         "whole": whole.finished, "continued": continued, "begun": left,
-        "mixed": mixed.finished, "stolen": stolen,
+        "mixed": mixed.finished,
     }  # fmt: skip
 
 
@@ -140,8 +139,6 @@ def test_engines_on_any_ranks_give_the_answers_of_one(qwen3: Path, other: Path) 
         leaders = [by_rank[rank][name] for rank in ranks[::tp]]
         followers = [by_rank[rank][name] for rank in ranks if rank not in ranks[::tp]]
         assert not any(f["whole"] or f["continued"] or f["mixed"] for f in followers)
-        if len(leaders) > 1:
-            assert sum(leader["stolen"] for leader in leaders) > 0, name
         if engine == "hf":  # its noise is another: it is compared with itself
             alone = {i: c for leader in leaders for i, c in leader["whole"].items()}
         for case in ("whole", "continued"):
@@ -234,7 +231,6 @@ def _failing(topology: Any, folder: str) -> list[str]:
     kept = Scheduler(engine, place, static=True)
     static = kept.run(requests, params).finished
     assert list(static) and set(static) == set(range(32 * place.rank, 32 * place.rank + 32))
-    assert kept.num_stolen == 0
     return [said]
 
 
@@ -256,7 +252,7 @@ def test_what_was_begun_and_is_not_taken_is_left_as_it_was(on_two: list) -> None
     first, second = on_two[0]
     whole, begun, left = first["whole"], first["begun"], first["left"]
     untaken = [i for i, answer in left.items() if answer == begun[i]]
-    assert len(untaken) >= 16  # each engine has room for four, and four wait
+    assert len(untaken) >= 16  # each engine has room for four, and one waits
     for i, answer in left.items():
         num_tokens = len(answer.token_ids)
         assert 3 <= num_tokens < 60

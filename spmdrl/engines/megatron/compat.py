@@ -1,13 +1,8 @@
 """The internals of megatron-core that the Megatron engine reads, each behind one function.
 
-Checked with megatron-core 0.16.1. When it moves, tests/engines/megatron/test_megatron_compat.py says which of these
-broke. To be imported at any time: megatron.core itself is imported by the functions, after
-cpu_shim.install().
-
-Two files change megatron-core's modules beyond that, and stay what they are, because each change
-makes sense only beside the others:
-    cpu_shim.py   has it run on CPUs and gloo, where there is no CUDA
-    patches.py    has it run without TransformerEngine and Apex, on any device
+Checked with megatron-core 0.16.1. When it moves, tests/engines/megatron/test_megatron_compat.py
+says which of these broke. To be imported at any time: megatron.core itself is imported by the
+functions, after cpu_shim.install().
 """
 
 from __future__ import annotations

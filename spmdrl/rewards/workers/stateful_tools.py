@@ -2,8 +2,9 @@
 
 An object is what its class makes of the prompt and of the calls that were made of it, in order. So
 it lives wherever the sample is: a worker process keeps it, and makes it anew from the calls before
-where it has it no longer, because the sample moved to another engine or went on after a resume, or
-because an endless call was killed with its process. Workers import this; standard library only.
+where it has it no longer, because the sample goes on in another engine in the next step or after a
+resume, or because an endless call was killed with its process. Workers import this; standard
+library only.
 """
 
 from __future__ import annotations
