@@ -12,7 +12,6 @@ import logging
 from transformers import PreTrainedConfig
 
 from spmdrl.config import (
-    CheckpointConfig,
     ConfigError,
     MultiTurnConfig,
     PpoConfig,
@@ -77,20 +76,11 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_algo(config)
     check_trackers(config)
     check_profile(config, world)
-    check_checkpoint(config.checkpoint)
+    check_checkpoint(config, "reward/mean")
     check_read(config)
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
-    metric = config.checkpoint.best_metric
-    require(
-        not config.checkpoint.keep_best
-        or not metric.startswith("eval/")
-        or (data.eval is not None and config.eval_every > 0),
-        f"checkpoint.keep_best={config.checkpoint.keep_best} goes by best_metric={metric!r}, but "
-        "nothing is evaluated while the run goes on: set data.eval and eval_every, or choose "
-        "another metric, e.g. best_metric='reward/mean'",
-    )
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -146,7 +136,7 @@ def warnings_of(config: PpoConfig) -> list[str]:
 
 def check_read(config: PpoConfig) -> None:
     """Raises ConfigError for what nobody would read."""
-    data, saved, default = config.data, config.checkpoint, CheckpointConfig()
+    data = config.data
     require(
         config.ref.model is None or "ref" in training_roles(config),
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
@@ -158,12 +148,6 @@ def check_read(config: PpoConfig) -> None:
         data.eval is not None or data.max_eval_prompts is None,
         f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
     )
-    for name in ("best_metric", "best_is"):
-        value = getattr(saved, name)
-        require(
-            saved.keep_best > 0 or value == getattr(default, name),
-            f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
-        )
 
 
 def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
@@ -350,8 +334,6 @@ def check_roles(config: PpoConfig, world: int) -> None:
 def check_schedule(config: PpoConfig, placement: Placement) -> None:
     """Checks what over-sampling and sampling ahead ask of the rest."""
     rollout, algo = config.rollout, config.algo
-    require(config.async_steps >= 0, f"async_steps={config.async_steps} must be 0 or more")
-    require(rollout.oversample >= 1, f"rollout.oversample={rollout.oversample} must be at least 1")
     both = sorted(set(placement.sampling) & set(placement.training))
     require(
         config.async_steps == 0 or not both,
