@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
-from spmdrl.config import PpoConfig, SupervisedConfig
+from spmdrl.config import PpoConfig
 
 WINDOW = 10  # steps that a sign looks back on
 CUT_WINDOW = 3  # steps after which cut answers are told of
@@ -55,9 +55,9 @@ def signs_of_rl(config: PpoConfig) -> LearningSigns:
     return LearningSigns(partial(find_in_rl, config))
 
 
-def signs_of_supervised(config: SupervisedConfig, name: str) -> LearningSigns:
+def signs_of_supervised(name: str) -> LearningSigns:
     """name: of the program's metrics, as in <name>/loss."""
-    return LearningSigns(partial(find_in_supervised, config, name))
+    return LearningSigns(partial(find_in_supervised, name))
 
 
 def find_in_rl(
@@ -77,7 +77,7 @@ def find_in_rl(
 
 
 def find_in_supervised(
-    config: SupervisedConfig, name: str, rows: Sequence[Row], evaluations: Sequence[Row]
+    name: str, rows: Sequence[Row], evaluations: Sequence[Row]
 ) -> dict[str, str]:  # fmt: skip
     found = {
         "loss": same_loss(rows, name),
