@@ -103,6 +103,8 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         check_sharing(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
+    if "ref" in training_roles(config):
+        check_reference(config, placement)
     check_files(config, hf, hosted)
     for warning in warnings_of(config):
         logger.warning(warning)
@@ -142,27 +144,30 @@ def check_read(config: PpoConfig) -> None:
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
         "run has no reference",
     )
-    if "ref" in training_roles(config):
-        check_not_trained(config.ref, config.actor)
     require(
         data.eval is not None or data.max_eval_prompts is None,
         f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
     )
 
 
-def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
-    """Refuses options of the reference that are of no use to a model that is not trained; it may be
-    given the actor's whole config.
+def check_reference(config: PpoConfig, placement: Placement) -> None:
+    """Refuses options of the reference that change nothing; it may be given the actor's whole
+    config.
     """
-    default = TrainConfig()
-    for name in (
-        "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-        "freeze_vision",
-    ):  # fmt: skip
-        value = getattr(ref, name)
+    names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
+             "freeze_vision"]  # fmt: skip
+    reason = "the reference is not trained"
+    if reference_is_base(config, placement):
+        names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
+        reason = (
+            "with actor.lora the reference is the actor's base with its adapter off, computed as "
+            "the actor is. Leave it out, or place ref on other ranks, where it is loaded by itself"
+        )
+    for name in names:
+        value = getattr(config.ref, name)
         require(
-            value in (getattr(default, name), getattr(actor, name)),
-            f"ref.{name}={value!r} has no effect: the reference is not trained",
+            value in (getattr(TrainConfig(), name), getattr(config.actor, name)),
+            f"ref.{name}={value!r} has no effect: {reason}",
         )
 
 
@@ -188,16 +193,6 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
         f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
         "that numbers do not depend on the placement",
     )
-    if reference_is_base(config, placement):
-        for field in dataclasses.fields(TrainConfig):
-            value = getattr(config.ref, field.name)
-            require(
-                field.name == "model"
-                or value in (getattr(TrainConfig(), field.name), getattr(config.actor, field.name)),
-                f"ref.{field.name}={value!r} has no effect: with actor.lora the reference is the "
-                "actor's base with its adapter off, computed as the actor is. Leave it out, or "
-                "place ref on other ranks, where it is loaded by itself",
-            )
 
 
 def check_evaluation(config: PpoConfig) -> None:
