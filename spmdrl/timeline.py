@@ -24,6 +24,7 @@ from spmdrl.cli.paths import check_folder, check_writable
 from spmdrl.config import ConfigError
 from spmdrl.distributed.exit import exit_config
 from spmdrl.distributed.output import keep_output
+from spmdrl.training.logs.answers import shortened
 from spmdrl.training.logs.trace import (
     WAIT,
     TraceLine,
@@ -383,12 +384,6 @@ def colours(trace: Trace) -> dict[str, str]:
 def text_colour(background: str) -> str:
     red, green, blue = to_rgb(background)
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
-
-
-def shortened(text: str, most: int) -> str:
-    """Both ends of it, as either may be what tells two of them apart."""
-    half = (most - 2) // 2
-    return text if len(text) <= most else f"{text[:half]}..{text[-half:]}"
 
 
 if __name__ == "__main__":

@@ -277,35 +277,6 @@ def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
     assert not Path(folder, ".venv/installed").exists()
 
 
-HUGE = """
-from spmdrl.distributed.env import before_torch
-before_torch()
-import os, torch
-weights = torch.ones(32 << 20)
-kib = [int(l.split()[1]) for l in open("/proc/self/smaps") if l.startswith("AnonHugePages")]
-print(os.environ.get("THP_MEM_ALLOC_ENABLE"), sum(kib) >> 10)
-"""
-
-
-def test_large_tensors_of_cpu_jobs_lie_in_large_pages():
-    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not switch.exists() or "[madvise]" not in switch.read_text():
-        pytest.skip("the kernel does not leave large pages to programs")
-    env = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
-    done = subprocess.run(
-        [sys.executable, "-c", HUGE],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    asked, mib = done.stdout.split()
-    on_gpus = Path("/dev/nvidiactl").exists()
-    assert asked == ("None" if on_gpus else "1")
-    assert on_gpus or int(mib) > 100  # of 128
-
-
 QUIET = """
 from spmdrl.distributed.env import before_torch, show_torchao
 before_torch()

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from spmdrl.distributed.limits import warn_of_limits
@@ -32,19 +31,6 @@ def before_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in PRODUCTS_KEPT.items():
         os.environ.setdefault(name, value)
-    if on_cpus_with_large_pages():
-        # for large tensors: a cast of 50 million weights, bound by memory, takes 20 ms, not 31
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def on_cpus_with_large_pages() -> bool:
-    """Whether the kernel has pages of 2 MiB for programs that ask, and this one may: with GPUs it
-    keeps its allocator, under which each tensor would be a mapping, and their number is limited."""
-    try:
-        asked_for = "[madvise]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
-    return asked_for and not Path("/dev/nvidiactl").exists()
 
 
 def hide_torchao() -> None:

@@ -96,7 +96,7 @@ def training_run(task: Task, config: SupervisedConfig, runtime: Runtime) -> Trai
         spans=run.spans,
         program=f"spmdrl.{task.name}",
         curve=task.curve,
-        signs=signs_of_supervised(config, task.name),
+        signs=signs_of_supervised(task.name),
         line_every=max(config.steps // 20, 1),
         step=partial(one_step, run),
         shown=partial(of_rows, names=task.shown),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig, SftConfig, SftDataConfig
+from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.training.logs.learning_signs import (
     AGAIN,
     CUT_WINDOW,
@@ -146,15 +146,13 @@ def test_held_out_results_that_never_change() -> None:
 
 
 def test_a_loss_that_is_one_number_or_a_rate_of_zero() -> None:
-    config = SftConfig(model="m", out="o", data=SftDataConfig(train="t"))
-
     def told(signs: LearningSigns, losses: list[float], rate: float) -> list[str]:
         rows = [{"sft/loss": loss, "sft/lr": rate} for loss in losses]
         return [text for i, row in enumerate(rows, 1) for text in signs.after_step(i, row)]
 
-    same = told(signs_of_supervised(config, "sft"), [0.693147] * WINDOW, 1e-3)
+    same = told(signs_of_supervised("sft"), [0.693147] * WINDOW, 1e-3)
     assert len(same) == 1 and same[0].startswith("the loss was 0.693147 in each of the last 10")
     falling = [1.0 - 0.01 * i for i in range(WINDOW)]
-    assert told(signs_of_supervised(config, "sft"), falling, 1e-3) == []
-    (rate,) = told(signs_of_supervised(config, "sft"), falling, 0.0)
+    assert told(signs_of_supervised("sft"), falling, 1e-3) == []
+    (rate,) = told(signs_of_supervised("sft"), falling, 0.0)
     assert "decay_steps" in rate

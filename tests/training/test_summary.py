@@ -25,7 +25,6 @@ from spmdrl.training.logs.curves import (
 from spmdrl.training.logs.summary import (
     FinishedRun,
     LaunchCommand,
-    duration,
     read_rows,
     summary,
     without_options,
@@ -191,11 +190,6 @@ def test_options_are_taken_out_in_every_form() -> None:
     kept = without_options(words, ["resume", "profile", "steps"])
     assert kept == ["--config", "c.py", "--resume_x", "1", "--flag", "--lr", "2"]
     assert without_options(["cfg.py", "--keep-best", "3"], ["keep_best"]) == ["cfg.py"]
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0.51, 42, 185, 25_930)] == ["0.51 s", "42 s", "3 min 5 s",
-                                                              "7 h 12 min"]  # fmt: skip
 
 
 def test_the_picture_shows_both_curves(tmp_path: Path) -> None:

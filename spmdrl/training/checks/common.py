@@ -41,13 +41,25 @@ def check_sharing(name: str, role: TrainConfig, model: str) -> None:
         raise ConfigError(f"{name}.{error}") from error
 
 
-def check_checkpoint(config: CheckpointConfig) -> None:
-    require(config.every_steps >= 0, f"checkpoint.every_steps={config.every_steps}: 0 or more")
-    require(config.keep >= 1, f"checkpoint.keep={config.keep}: at least 1")
-    require(config.keep_best >= 0, f"checkpoint.keep_best={config.keep_best}: 0 (off) or more")
+def check_checkpoint(config: RunConfig, own_metric: str) -> None:
+    """own_metric: of each step, by which a checkpoint may be kept where nothing is evaluated."""
+    saved, default = config.checkpoint, CheckpointConfig()
     require(
-        config.every_steps > 0 or not config.keep_best,
-        f"checkpoint.keep_best={config.keep_best} has no effect: every_steps=0 saves nothing",
+        saved.every_steps > 0 or not saved.keep_best,
+        f"checkpoint.keep_best={saved.keep_best} has no effect: every_steps=0 saves nothing",
+    )
+    for name in ("best_metric", "best_is"):
+        value = getattr(saved, name)
+        require(
+            saved.keep_best > 0 or value == getattr(default, name),
+            f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
+        )
+    evaluates = config.data.eval is not None and config.eval_every > 0
+    require(
+        not saved.keep_best or not saved.best_metric.startswith("eval/") or evaluates,
+        f"checkpoint.keep_best={saved.keep_best} goes by best_metric={saved.best_metric!r}, but "
+        "nothing is evaluated while the run goes on: set data.eval and eval_every, or choose "
+        f"another metric, e.g. best_metric={own_metric!r}",
     )
 
 

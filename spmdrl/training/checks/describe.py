@@ -23,7 +23,6 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.distributed.placement import (
-    Placement,
     Ranks,
     place,
     reference_is_base,
@@ -191,16 +190,10 @@ def algorithm_lines(config: PpoConfig) -> list[str]:
     ]
 
 
-def memory_lines(
-    config: PpoConfig, world: int, prompt_tokens: Array | None = None
-) -> list[str]:  # fmt: skip
-    """Estimate for the fullest rank, GiB, and what leaves the device when."""
-    return memory_plan(config, world, prompt_tokens)[0]
-
-
 def memory_plan(
-    config: PpoConfig, world: int, prompt_tokens: Array | None
+    config: PpoConfig, world: int, prompt_tokens: Array | None = None
 ) -> tuple[list[str], Peak]:  # fmt: skip
+    """Estimates the fullest rank, in GiB, and says what leaves the device when."""
     placement = place(config, world)
     step = config.data.prompts_per_step * config.rollout.n
     lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
@@ -221,8 +214,12 @@ def memory_plan(
     if shared:
         lines.append("  ref      the actor's weights with its adapter off: saves "
                      f"{saved:.2f} of weights of its own")  # fmt: skip
-    lines += copy_lines(config, roles, placement)
     ranks_of = dict(placement.roles)
+    saved_by = [
+        sum(m.saved for name, m in roles.items() if name != "ref" and rank in ranks_of[name])
+        for rank in range(world)
+    ]
+    lines += copies_of_checkpoint(config, max(saved_by))
     if config.reward_model is not None:
         role, ranks_of["reward_model"] = train_config(config.reward_model), ranks_of["reward"]
         roles["reward_model"] = memory_of(
@@ -253,8 +250,8 @@ def memory_plan(
         samples = rank in placement.roles["rollout"]
         engine = weights + cache * spec.has_kv_cache if samples else 0.0
         beside = weights * samples if sleeps else engine
-        saved = sum(m.saved for m in mine if m.trainable)
-        peaks.append((peak_of(mine, beside, engine + bucket, copied(config, saved)), rank))
+        copy = copied(config, saved_by[rank])
+        peaks.append((peak_of(mine, beside, engine + bucket, copy), rank))
     peak, rank = max(peaks, key=lambda found: (found[0].device + found[0].host, -found[1]))
     peak = replace(peak, process=process_gib(spec))
     return lines + peak.lines(f" on rank {rank}, the fullest"), peak
@@ -324,26 +321,15 @@ def least_checkpoint_bytes(
     return sum(part.trainable * 4 for part in parts)
 
 
-def copy_lines(
-    config: PpoConfig, roles: dict[str, Memory], placement: Placement
-) -> list[str]:  # fmt: skip
-    """Returns a line about the host memory that a checkpoint takes while it is written in the
-    background.
-    """
-    saved = {name: m for name, m in roles.items() if name != "ref"}
-    ranks = {rank for name in saved for rank in placement.roles[name]}
-    most = max(
-        sum(m.saved for name, m in saved.items() if rank in placement.roles[name]) for rank in ranks
-    )
-    return copies_of_checkpoint(config, most)
-
-
 def copied(config: RunConfig, saved: float) -> float:
     """GiB of the host's memory for the copy that a checkpoint is written from."""
     return 0.0 if config.checkpoint.every_steps == 0 or config.checkpoint.blocking else saved
 
 
 def copies_of_checkpoint(config: RunConfig, most: float) -> list[str]:
+    """Returns a line about the memory that a checkpoint takes while it is written in the
+    background.
+    """
     if not copied(config, most):
         return []
     return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "

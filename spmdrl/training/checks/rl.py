@@ -12,7 +12,6 @@ import logging
 from transformers import PreTrainedConfig
 
 from spmdrl.config import (
-    CheckpointConfig,
     ConfigError,
     MultiTurnConfig,
     PpoConfig,
@@ -77,20 +76,11 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_algo(config)
     check_trackers(config)
     check_profile(config, world)
-    check_checkpoint(config.checkpoint)
+    check_checkpoint(config, "reward/mean")
     check_read(config)
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
-    metric = config.checkpoint.best_metric
-    require(
-        not config.checkpoint.keep_best
-        or not metric.startswith("eval/")
-        or (data.eval is not None and config.eval_every > 0),
-        f"checkpoint.keep_best={config.checkpoint.keep_best} goes by best_metric={metric!r}, but "
-        "nothing is evaluated while the run goes on: set data.eval and eval_every, or choose "
-        "another metric, e.g. best_metric='reward/mean'",
-    )
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -113,6 +103,8 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
         check_sharing(name, role, role.model or config.model)
     check_adapters(config, placement, hf)
+    if "ref" in training_roles(config):
+        check_reference(config, placement)
     check_files(config, hf, hosted)
     for warning in warnings_of(config):
         logger.warning(warning)
@@ -146,39 +138,36 @@ def warnings_of(config: PpoConfig) -> list[str]:
 
 def check_read(config: PpoConfig) -> None:
     """Raises ConfigError for what nobody would read."""
-    data, saved, default = config.data, config.checkpoint, CheckpointConfig()
+    data = config.data
     require(
         config.ref.model is None or "ref" in training_roles(config),
         f"ref.model={config.ref.model!r} has no effect: algo.kl_coef=0 and there is no prm, so the "
         "run has no reference",
     )
-    if "ref" in training_roles(config):
-        check_not_trained(config.ref, config.actor)
     require(
         data.eval is not None or data.max_eval_prompts is None,
         f"data.max_eval_prompts={data.max_eval_prompts} has no effect without data.eval",
     )
-    for name in ("best_metric", "best_is"):
-        value = getattr(saved, name)
-        require(
-            saved.keep_best > 0 or value == getattr(default, name),
-            f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
-        )
 
 
-def check_not_trained(ref: TrainConfig, actor: TrainConfig) -> None:
-    """Refuses options of the reference that are of no use to a model that is not trained; it may be
-    given the actor's whole config.
+def check_reference(config: PpoConfig, placement: Placement) -> None:
+    """Refuses options of the reference that change nothing; it may be given the actor's whole
+    config.
     """
-    default = TrainConfig()
-    for name in (
-        "offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-        "freeze_vision",
-    ):  # fmt: skip
-        value = getattr(ref, name)
+    names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
+             "freeze_vision"]  # fmt: skip
+    reason = "the reference is not trained"
+    if reference_is_base(config, placement):
+        names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
+        reason = (
+            "with actor.lora the reference is the actor's base with its adapter off, computed as "
+            "the actor is. Leave it out, or place ref on other ranks, where it is loaded by itself"
+        )
+    for name in names:
+        value = getattr(config.ref, name)
         require(
-            value in (getattr(default, name), getattr(actor, name)),
-            f"ref.{name}={value!r} has no effect: the reference is not trained",
+            value in (getattr(TrainConfig(), name), getattr(config.actor, name)),
+            f"ref.{name}={value!r} has no effect: {reason}",
         )
 
 
@@ -204,16 +193,6 @@ def check_adapters(config: PpoConfig, placement: Placement, hf: PreTrainedConfig
         f"the actor is computed in actor.dtype={config.actor.dtype!r}: set ref.dtype to that, so "
         "that numbers do not depend on the placement",
     )
-    if reference_is_base(config, placement):
-        for field in dataclasses.fields(TrainConfig):
-            value = getattr(config.ref, field.name)
-            require(
-                field.name == "model"
-                or value in (getattr(TrainConfig(), field.name), getattr(config.actor, field.name)),
-                f"ref.{field.name}={value!r} has no effect: with actor.lora the reference is the "
-                "actor's base with its adapter off, computed as the actor is. Leave it out, or "
-                "place ref on other ranks, where it is loaded by itself",
-            )
 
 
 def check_evaluation(config: PpoConfig) -> None:
@@ -350,8 +329,6 @@ def check_roles(config: PpoConfig, world: int) -> None:
 def check_schedule(config: PpoConfig, placement: Placement) -> None:
     """Checks what over-sampling and sampling ahead ask of the rest."""
     rollout, algo = config.rollout, config.algo
-    require(config.async_steps >= 0, f"async_steps={config.async_steps} must be 0 or more")
-    require(rollout.oversample >= 1, f"rollout.oversample={rollout.oversample} must be at least 1")
     both = sorted(set(placement.sampling) & set(placement.training))
     require(
         config.async_steps == 0 or not both,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from transformers import PreTrainedConfig
 
 from spmdrl.config import (
-    CheckpointConfig,
     RewardTrainingConfig,
     SftConfig,
     SupervisedConfig,
@@ -101,8 +100,8 @@ def check_supervised(
     require(config.actor.model is None, "actor.model: set `model`, which is what is trained")
     check_trackers(config)
     check_profile(config, world)
-    check_checkpoint(config.checkpoint)
     check_best(config, what, best)
+    check_checkpoint(config, step_metric(best))
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
     for field in ("offload_params", "offload_optimizer"):
         require(
@@ -127,29 +126,21 @@ def check_supervised(
         logger.warning(warning)
 
 
+def step_metric(metrics: Mapping[str, str]) -> str:
+    """Returns the first metric that each step has, and not an evaluation alone."""
+    return next(name for name in metrics if not name.startswith("eval/"))
+
+
 def check_best(config: SupervisedConfig, what: str, metrics: Mapping[str, str]) -> None:
     """metrics: those that a checkpoint may be kept for, and which of their values is the best."""
-    best, default = config.checkpoint, CheckpointConfig()
+    best = config.checkpoint
+    metric = best.best_metric
     if not best.keep_best:
-        for name in ("best_metric", "best_is"):
-            value = getattr(best, name)
-            require(
-                value == getattr(default, name),
-                f"checkpoint.{name}={value!r} has no effect with checkpoint.keep_best=0",
-            )
         return
-    metric, evaluates = best.best_metric, config.data.eval is not None and config.eval_every > 0
-    own = next(name for name in metrics if not name.startswith("eval/"))
     require(
-        metric in metrics or metric.startswith(f"{own.partition('/')[0]}/"),
+        metric in metrics or metric.startswith(f"{step_metric(metrics).partition('/')[0]}/"),
         f"checkpoint.keep_best goes by best_metric={metric!r}, which {what} has not: use one of "
         + ", ".join(f"{name!r} with best_is={which!r}" for name, which in metrics.items()),
-    )
-    require(
-        not metric.startswith("eval/") or evaluates,
-        f"checkpoint.keep_best={best.keep_best} goes by best_metric={metric!r}, but nothing is "
-        "evaluated while the run goes on: set data.eval and eval_every, or "
-        f"best_metric={own!r}",
     )
     require(
         best.best_is == metrics.get(metric, best.best_is),

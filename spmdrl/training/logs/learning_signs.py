@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 
-from spmdrl.config import PpoConfig, SupervisedConfig
+from spmdrl.config import PpoConfig
 
 WINDOW = 10  # steps that a sign looks back on
 CUT_WINDOW = 3  # steps after which cut answers are told of
@@ -54,9 +55,9 @@ def signs_of_rl(config: PpoConfig) -> LearningSigns:
     return LearningSigns(partial(find_in_rl, config))
 
 
-def signs_of_supervised(config: SupervisedConfig, name: str) -> LearningSigns:
+def signs_of_supervised(name: str) -> LearningSigns:
     """name: of the program's metrics, as in <name>/loss."""
-    return LearningSigns(partial(find_in_supervised, config, name))
+    return LearningSigns(partial(find_in_supervised, name))
 
 
 def find_in_rl(
@@ -76,7 +77,7 @@ def find_in_rl(
 
 
 def find_in_supervised(
-    config: SupervisedConfig, name: str, rows: Sequence[Row], evaluations: Sequence[Row]
+    name: str, rows: Sequence[Row], evaluations: Sequence[Row]
 ) -> dict[str, str]:  # fmt: skip
     found = {
         "loss": same_loss(rows, name),
@@ -116,7 +117,7 @@ def small_reward(rows: Sequence[Row], config: PpoConfig) -> str | None:
     if largest > SMALL_REWARD or (without is not None and min(without) < 0.9):
         return None
     return (
-        f"the reward was near 0 in the last {len(rows)} steps (its mean is {average(means):.2g}), "
+        f"the reward was near 0 in the last {len(rows)} steps (its mean is {fmean(means):.2g}), "
         f"so there is almost nothing to learn from. {read_answers(rows, config)} If right answers "
         "got 0 too, correct the reward function. If there are none, ask easier prompts, reward "
         "parts of an answer, or fine-tune the model first (spmdrl.sft)."
@@ -126,17 +127,17 @@ def small_reward(rows: Sequence[Row], config: PpoConfig) -> str | None:
 def few_signals(rows: Sequence[Row], config: PpoConfig) -> str | None:
     """Most groups of ten steps have equal rewards, so their advantages are 0."""
     without = column(rows, "reward/frac_reward_zero_std")
-    if without is None or average(without) <= 0.8:
+    if without is None or fmean(without) <= 0.8:
         return None
     means = column(rows, "reward/mean")
-    reward = "" if means is None else f" (the mean reward is {average(means):.3g})"
+    reward = "" if means is None else f" (the mean reward is {fmean(means):.3g})"
     advice = ""
     if config.algo.dynamic_sampling:
         advice = " What algo.dynamic_sampling asks in their place takes time."
     elif may_leave_groups_out(config):
         advice = " --algo.dynamic_sampling 4 asks others in their place."
     return (
-        f"in {average(without):.0%} of the groups of the last {len(rows)} steps all "
+        f"in {fmean(without):.0%} of the groups of the last {len(rows)} steps all "
         f"{config.rollout.n} answers to the prompt got the same reward{reward}: their advantages "
         "are 0 and they teach nothing. The prompts are too easy or too hard for the model: choose "
         f"others, or raise --rollout.n.{advice}"
@@ -148,10 +149,10 @@ def cut_answers(rows: Sequence[Row], config: PpoConfig) -> str | None:
     shares = column(rows[-CUT_WINDOW:], "response/truncated", CUT_WINDOW)
     most, rollout = config.rollout.max_tokens, config.rollout
     is_meant = rollout.ignore_eos or rollout.min_tokens == most
-    if shares is None or is_meant or average(shares) <= 0.5:
+    if shares is None or is_meant or fmean(shares) <= 0.5:
         return None
     return (
-        f"{average(shares):.0%} of the answers of the last {CUT_WINDOW} steps were cut at "
+        f"{fmean(shares):.0%} of the answers of the last {CUT_WINDOW} steps were cut at "
         f"rollout.max_tokens={most}, so they have no end and most rewards find no result in them. "
         f"Raise --rollout.max_tokens (to {2 * most}, say). If the answers have an end and go on "
         "behind it, the model does not know the token that ends an answer: check "
@@ -245,10 +246,6 @@ def column(rows: Sequence[Row], name: str, least: int = WINDOW) -> list[float] |
     if len(rows) < least or any(name not in row for row in rows):
         return None
     return [row[name] for row in rows]
-
-
-def average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def bound(values: Sequence[float]) -> float:

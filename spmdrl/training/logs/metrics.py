@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -188,24 +189,6 @@ def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
     return result
 
 
-def add_exactly(parts: list[float], value: float) -> None:
-    """Adds to a sum that is kept as floats which do not overlap, so that nothing is rounded away.
-
-    Source: Shewchuk, Adaptive precision floating-point arithmetic (1997), Grow-Expansion.
-    """
-    kept = 0
-    for part in parts:
-        if abs(value) < abs(part):
-            value, part = part, value
-        total = value + part
-        rest = part - (total - value)
-        if rest:
-            parts[kept] = rest
-            kept += 1
-        value = total
-    parts[kept:] = [value]
-
-
 def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
     """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
     tools/calls; of these tools/failed, a fraction."""
@@ -234,12 +217,11 @@ def sample_metrics(
     reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward.
     """
     reserved = RESERVED_PER_TURN if per_turn else RESERVED
-    sums: dict[str, tuple[list[float], int]] = {}  # name -> (an exact sum, count)
+    sums: dict[str, tuple[Fraction, int]] = {}  # name -> (sum without rounding, count)
 
     def add(name: str, value: float) -> None:
-        parts, count = sums.get(name, ([], 0))
-        add_exactly(parts, float(value))
-        sums[name] = (parts, count + 1)
+        total, count = sums.get(name, (Fraction(), 0))
+        sums[name] = (total + Fraction(float(value)), count + 1)
 
     for s in samples:
         add("response/mean_tokens", len(s.response_ids))
@@ -269,7 +251,7 @@ def sample_metrics(
     totals: dict[str, tuple[float, float]] = {}
     for name in names:
         found = [part[name] for part, _ in everyone if name in part]
-        total = math.fsum(value for parts, _ in found for value in parts)
+        total = float(sum(part for part, _ in found))
         totals[name] = (total, float(sum(count for _, count in found)))
     metrics = {name: total / count for name, (total, count) in sorted(totals.items())}
     if "reward/mean" in metrics:

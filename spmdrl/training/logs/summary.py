@@ -15,6 +15,7 @@ from pathlib import Path
 from spmdrl.checkpoint.earlier_runs import METRICS, step_of
 from spmdrl.checkpoint.format import steps_in
 from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig
+from spmdrl.distributed.progress import spoken
 from spmdrl.training.logs.answers import SampleRow, few_answers, one_line, reward_text
 from spmdrl.training.logs.curves import Curve, Points, Row, points
 
@@ -106,19 +107,9 @@ def timing_lines(rows: Sequence[Row]) -> list[str]:
         return []
     tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in timed)
     return [
-        f"{len(timed)} steps took {duration(seconds)}, {seconds / len(timed):.3g} s each, at "
+        f"{len(timed)} steps took {spoken(seconds)}, {seconds / len(timed):.3g} s each, at "
         f"{tokens / seconds:,.0f} tokens/s (without evaluations, checkpoints and the start)"
     ]
-
-
-def duration(seconds: float) -> str:
-    """Writes a duration in its two largest units: "42 s", "3 min 5 s", "7 h 12 min"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = int(seconds // 60)
-    if minutes < 60:
-        return f"{minutes} min {int(seconds % 60)} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def result_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.checkpoint.disk_space import writing
+from spmdrl.cli.function_code import as_text
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.training.logs.answers import SampleRow, as_markdown, escaped
 
@@ -117,12 +117,6 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             found[name] = as_text(value)
     return found
-
-
-def as_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {as_text(each)}" for key, each in value.items())
-    return getattr(value, "__qualname__", repr(value)) if callable(value) else repr(value)
 
 
 def entry_of(run_dir: Path) -> str | None:
