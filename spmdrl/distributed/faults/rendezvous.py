@@ -28,6 +28,7 @@ import torch.distributed as dist
 from spmdrl.distributed.exit import FAILED, leave, leave_word, say, write_story
 
 PERIOD_S = 0.05
+TAKEN_S = 3.0  # a port may be that of another's connection, which may soon be closed
 LINGER_S = 3.0  # rank 0 may be the store's host: the others are to read why first
 # A rank may wait for others as long as these get on: the watchdog knows that, a group does not.
 FOREVER = timedelta(days=7)
@@ -46,6 +47,7 @@ class StartupBarrier:
         self.store: dist.Store | None = None  # this start's own keys in it
         self.lookout: dist.Store | None = None  # the same by a connection of its own
         self.met = False
+        self.told_before = 0  # how many ranks of earlier starts have told that rank 0 did not come
         self.deciding = threading.Lock()
         self.timer: threading.Timer | None = None  # the one that may end the process
         self._limit(True)
@@ -59,6 +61,7 @@ class StartupBarrier:
             self._meet_as(word, at_host, lookout)
             self._answer(at_host)
         else:
+            self.told_before = lookout.add("no rank 0", 0)
             at_host.set(f"hello/{self.rank}", word)
             self._meet_as(at_host.get(f"answer/{word}").decode(), at_host, lookout)
             assert self.store is not None
@@ -70,23 +73,31 @@ class StartupBarrier:
     def _open_store(self) -> Any:
         """The job's. Port 0, of a rank that is alone, is any free one."""
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        port = int(os.environ["MASTER_PORT"])
-        try:
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], port, is_master=self.rank == 0 and not agents,
-                timeout=FOREVER, wait_for_workers=False,
-            )  # fmt: skip
-        except dist.DistNetworkError as error:
-            if "failed to listen" not in str(error):
-                raise
+        port, end = int(os.environ["MASTER_PORT"]), time.monotonic() + TAKEN_S
+        store = None
+        while store is None:
+            try:
+                store = dist.TCPStore(
+                    os.environ["MASTER_ADDR"], port, is_master=self.rank == 0 and not agents,
+                    timeout=FOREVER, wait_for_workers=False,
+                )  # fmt: skip
+            except dist.DistNetworkError as error:
+                self._check_port(error, port, end)
+                time.sleep(PERIOD_S)
+        os.environ["MASTER_PORT"] = str(store.port)
+        return store
+
+    def _check_port(self, error: dist.DistNetworkError, port: int, end: float) -> None:
+        """Ends the process where the store's port is still taken at `end`; raises another error."""
+        if "failed to listen" not in str(error):
+            raise error
+        if time.monotonic() > end:
             self._limit(False)
             self._leave_story(
                 f"rank 0 cannot open the job's store at port {port} (MASTER_PORT){owner_of(port)}: "
                 f"choose another, or start again when it is free ({reason_of(error)})"
             )
             leave(FAILED)
-        os.environ["MASTER_PORT"] = str(store.port)
-        return store
 
     def done(self) -> None:
         """Connected; from now on the watchdog looks."""
@@ -164,10 +175,7 @@ class StartupBarrier:
         key = "connected" if self.met else "here"
         try:
             if self.lookout is None:
-                # without rank 0 there is no word for this start, but torchrun's count of restarts
-                start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                tells = self.at_host.add(f"no rank 0/{start}", 1) == 1
-                return f"rank 0 did not start {within}", tells
+                return f"rank 0 did not start {within}", self._is_first_since()
             tells = self.lookout.add("told", 1) == 1
             known = {r for r in range(self.world) if self.lookout.check([f"{key}/{r}"])}
         except RuntimeError:  # the store's host has gone already, and has told
@@ -180,6 +188,11 @@ class StartupBarrier:
             f"ranks {lone} of {self.world} found no connection to all others {within}: "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name a network that all hosts share"
         ), tells
+
+    def _is_first_since(self) -> bool:
+        """Without rank 0 there is no word for this start: who tells is the first since it came."""
+        assert self.at_host is not None
+        return self.at_host.add("no rank 0", 1) == self.told_before + 1
 
 
 def owner_of(port: int) -> str:
