@@ -77,10 +77,11 @@ def started(config: Any) -> Iterator[Runtime]:
         exit_config(error)
     topology = Topology.build(device, dp=-1)
     store = dist.PrefixStore("watchdog", default_store().clone())
+    first_here = topology.rank - int(os.environ["LOCAL_RANK"])
     watchdog = Watchdog(
         store, topology.rank, topology.world, run_dir / "errors", config.stall_timeout_s,
         lost_timeout_s(config), neighbour,
-        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"],
+        near_store=os.environ["RANK"] == os.environ["LOCAL_RANK"], first_here=first_here,
     )  # fmt: skip
     start.done()
     phases = Phases(topology, watchdog, PROGRESS.phase)

@@ -47,14 +47,6 @@ def wait_until(happened: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.02)
 
 
-def torchrun_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an attempt, as torchrun makes it on each host."""
-    error_file = tmp_path / "torchelastic" / "attempt_0" / "0" / "error.json"
-    error_file.parent.mkdir(parents=True)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    return error_file.parents[1]
-
-
 def story_of(watched: Watchdog, end: float) -> dict[str, Any]:
     while (story := watched.first) is None:
         assert time.monotonic() < end, "nobody has noticed"
@@ -95,20 +87,21 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, told: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], told: bool
 ) -> None:
     """Rank 0 tells and leaves with its store; ranks 1 and 2 then feel that and have no story of
     their own. Where rank 0 has ended before it could tell, one of them does."""
-    attempt = torchrun_folder(tmp_path, monkeypatch)
-    errors = tmp_path / "errors"
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [
         dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)
     ]  # fmt: skip
     fields = {"host": socket.gethostname(), "phase": "rollout", "details": "", "exit_code": FAILED}
     first = {"rank": 0, "cause": "OSError: disk on fire", **fields}
-    ranks = [Watchdog(clients[r], r, 3, errors, STALL_S, lost_s=1e9) for r in range(3)]
+    ranks = [
+        Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, first_here=0) for r in range(3)
+    ]
     try:
+        wait_until(lambda: all(0 in rank.pages for rank in ranks), 10)
         assert ranks[0].report(first) == first
         if told:
             ranks[0].tell(first)
@@ -130,17 +123,16 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
             rank.done.set()
             rank.thread.join()
             rank.guard.join()
-    assert [path.name for path in errors.iterdir()] == ["rank_0.json"]
-    assert (attempt / "told").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.json"]
     assert capfd.readouterr().err.count("disk on fire") == 1
 
 
 def test_a_story_told_at_once_is_not_told_again_when_its_store_has_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 fails. The store's rank ends next; ranks 1 and 2 end after it and can ask nobody who
-    has spoken."""
-    torchrun_folder(tmp_path, monkeypatch)
+    """Rank 1 fails before any rank has opened rank 0's page. The store's rank ends next; ranks 1
+    and 2 end after it and can ask nobody who has spoken."""
+    monkeypatch.setattr(Watchdog, "_open_pages", lambda self: None)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [
         dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)
@@ -148,7 +140,8 @@ def test_a_story_told_at_once_is_not_told_again_when_its_store_has_left(
     story = {"rank": 1, "cause": "OSError: disk on fire", "host": socket.gethostname(),
              "phase": "update_actor", "details": "", "exit_code": FAILED}  # fmt: skip
     ranks = [
-        Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, at_once=True) for r in range(3)
+        Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, first_here=0, at_once=True)
+        for r in range(3)
     ]
     try:
         assert ranks[1].report(story) == story
@@ -239,7 +232,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_rank_that_is_killed_as_a_phase_begins_is_told_with_that_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """It has given no sign of life since, but for the word of the phase itself."""
+    """It has given no sign of life since. A neighbour on its host reads it from the page, one on
+    another host from the store."""
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.5)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
@@ -248,7 +242,7 @@ def test_a_rank_that_is_killed_as_a_phase_begins_is_told_with_that_phase(
     arguments = [str(server.port), "None" if alone else "0", str(tmp_path)]
     peer = subprocess.Popen([sys.executable, "-c", STRUCK, *arguments], stdin=subprocess.PIPE)
     try:
-        wait_until(lambda: client.check(["beat/1"]) and (alone or rank.beside is not None), 30)
+        wait_until(lambda: client.check(["beat/1"]) and (alone or 1 in rank.pages), 30)
         assert peer.stdin is not None
         peer.stdin.write(b"\n")
         peer.stdin.flush()

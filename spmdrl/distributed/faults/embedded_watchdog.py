@@ -40,6 +40,7 @@ class Guard:
         dist.all_gather_object(hosts, topology.host, group=topology.control)
         here = [rank for rank, host in enumerate(hosts) if host == topology.host]
         after = here[(here.index(topology.rank) + 1) % len(here)]
+        self.first_here = here[0]
         self.neighbour = after if len(here) > 1 else None
         self.near_store = hosts[0] == topology.host
 
@@ -56,7 +57,7 @@ class Guard:
         watchdog = Watchdog(
             self.store_of(self.calls), self.topology.rank, self.topology.world, self.folder,
             self.config.stall_timeout_s, self.config.lost_timeout_s, self.neighbour,
-            near_store=self.near_store, at_once=True,
+            near_store=self.near_store, first_here=self.first_here, at_once=True,
         )  # fmt: skip
         watchdog.beat()  # at once: a call may be shorter than a watchdog's period
         phases.watchdog = watchdog

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from spmdrl.distributed.exit import FAILED, is_of_this_start, leave_word, say, write_story
+from spmdrl.distributed.faults.shared_page import Page
 from spmdrl.distributed.faults.verdict import (
     FailureCause,
     RanksSeen,
@@ -60,22 +61,6 @@ def wait_for(happened: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.05)
 
 
-def claim_host() -> bool:
-    """Returns True for the first rank of this host that asks: it tells the story of this attempt.
-
-    A file in the folder that torchrun makes for each attempt says so. Where there is none, or it
-    cannot be written to, every rank tells: better twice than not at all.
-    """
-    try:
-        attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
-        attempt.joinpath("told").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except (KeyError, IndexError, OSError):
-        return True
-    return True
-
-
 @dataclass(frozen=True)
 class Beat:
     """A rank's sign of life, as it stands in the store."""
@@ -84,16 +69,17 @@ class Beat:
     pid: int
     host: str
     phase: str
+    page: int = -1  # file descriptor of the rank's Page; -1: it has none
 
     @classmethod
     def read(cls, text: str) -> Beat | None:
         if text in ("", "bye"):
             return None
-        count, pid, host, phase = text.split(" ", 3)
-        return cls(int(count), int(pid), host, phase)
+        count, pid, page, host, phase = text.split(" ", 4)
+        return cls(int(count), int(pid), host, phase, int(page))
 
     def __str__(self) -> str:
-        return f"{self.count} {self.pid} {self.host} {self.phase}"
+        return f"{self.count} {self.pid} {self.page} {self.host} {self.phase}"
 
 
 class Watchdog:
@@ -103,20 +89,25 @@ class Watchdog:
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
-    host the store, is on this host. at_once: a failure of this rank is printed when it is reported,
-    not when the rank ends.
+    host the store, is on this host. first_here: the first rank of this host, whose page says if a
+    story has been told on it. at_once: a failure of this rank is printed when it is reported, not
+    when the rank ends.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, folder: Path, stall_s: float,
         lost_s: float = 10.0, neighbour: int | None = None, near_store: bool = False,
-        at_once: bool = False,
+        first_here: int | None = None, at_once: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.rank, self.world, self.folder = store, rank, world, folder
         self.stall_s, self.lost_s, self.neighbour = stall_s, lost_s, neighbour
         self.near_store, self.at_once = near_store, at_once
         self.host = socket.gethostname()
         self.phase, self.phase_since = "start", time.monotonic()
+        self.page = Page()
+        self.page.write_phase(self.phase)
+        self.first_here = rank if first_here is None else first_here
+        self.pages = {rank: self.page}  # by rank: of the neighbour and of first_here as well
         self.beating = threading.Lock()  # a beat with an older phase must not come after a newer
         self.count = 0  # of beats
         self.reached = time.monotonic()  # the last time the store answered
@@ -139,7 +130,10 @@ class Watchdog:
     def progress(self, phase: str) -> None:
         """This rank gets on. The name of a new phase is written at once: it may die of it."""
         is_new, self.phase, self.phase_since = phase != self.phase, phase, time.monotonic()
-        if is_new and self.world > 1:
+        if not is_new:
+            return
+        self.page.write_phase(phase)
+        if self.neighbour is None and self.world > 1:  # nobody on this host reads the page
             with suppress(RuntimeError):  # a store that is gone is the guard's to tell
                 self.beat()
 
@@ -147,7 +141,7 @@ class Watchdog:
         """Gives a sign of life."""
         with self.beating:
             self.count += 1
-            own = Beat(self.count, os.getpid(), self.host, self.phase)
+            own = Beat(self.count, os.getpid(), self.host, self.phase, self.page.fd)
             self.store.set(f"beat/{self.rank}", str(own))
         return own
 
@@ -190,10 +184,10 @@ class Watchdog:
         try:
             first = self.store.add("claims", 1) == 1
         except RuntimeError:  # no store any more: better told once on each host than not at all
-            first = not self.was_told and claim_host()
+            first = not self.was_told and self._claim()
         else:
             if first:
-                claim_host()
+                self._claim()
         if first:
             say(text)
             with suppress(RuntimeError):
@@ -212,6 +206,8 @@ class Watchdog:
         self.done.set()
         self.thread.join(timeout=5)
         self.store.set(f"beat/{self.rank}", "bye")
+        for page in self.pages.values():
+            page.close()
 
     def _watch(self) -> None:
         story_since = None
@@ -231,6 +227,7 @@ class Watchdog:
                     self.head = Beat.read(self._beat_of(0)) or self.head
                 if self.neighbour is not None:
                     self.beside = Beat.read(self._beat_of(self.neighbour))
+                self._open_pages()
                 if self.phase_since != told and self.count % 8 == 0:
                     told = self.phase_since
                     self.store.set("progress", f"{self.rank} {told}")
@@ -262,8 +259,6 @@ class Watchdog:
             ranks = RanksSeen(gone, silent_s, felt, phase_s, now - others_since, mine)
             found = verdict(ranks, self.lost_s, self.stall_s)
             if found is FailureCause.NEIGHBOUR_DIED and self.beside is not None:
-                with suppress(RuntimeError):  # it may have begun a phase since, and have died of it
-                    self.beside = Beat.read(self._beat_of(self.neighbour)) or self.beside
                 died = DIED.format(self.beside.pid, self._why_killed())
                 self.report(self._lost(self.neighbour, self.beside, died))
             elif found is FailureCause.PEER_SILENT:
@@ -273,9 +268,17 @@ class Watchdog:
                 stalled = f"{STALLED} for {phase_s:.0f} s (stall_timeout_s)"
                 self.report(self._lost(self.rank, own, stalled))
 
-    def _beat_of(self, rank: int | None) -> str:
+    def _beat_of(self, rank: int) -> str:
         key = f"beat/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _open_pages(self) -> None:
+        for rank in {self.neighbour, self.first_here} - self.pages.keys() - {None}:
+            assert rank is not None
+            beat = Beat.read(self._beat_of(rank))
+            page = Page.of(beat.pid, beat.page) if beat and beat.host == self.host else None
+            if page is not None:
+                self.pages[rank] = page
 
     def _why_killed(self) -> str:
         kills = kills_for_memory() - self.kills
@@ -299,6 +302,8 @@ class Watchdog:
 
     def _lost(self, rank: int | None, beat: Beat | None, cause: str) -> dict[str, Any]:
         host, phase, pid = (beat.host, beat.phase, beat.pid) if beat else ("?", "start", 0)
+        if rank in self.pages and beat is not None:
+            phase = self.pages[rank].phase
         return {"rank": rank, "host": host, "phase": phase, "cause": cause, "exit_code": FAILED,
                 "pid": pid, "by": self.host,
                 "details": f"noticed by rank {self.rank} on {self.host}"}  # fmt: skip
@@ -335,12 +340,17 @@ class Watchdog:
         known = self.first or self.own
         if known:
             os._exit(known["exit_code"])
-        if not claim_host():
+        if not self._claim():
             os._exit(FAILED)
         write_story(story, self.folder)
         say(leave_word(story, self.folder))
         self._end_frozen(story)
         os._exit(FAILED)
+
+    def _claim(self) -> bool:
+        """Whether this rank is the first of its host that tells a story of this attempt."""
+        page = self.pages.get(self.first_here)
+        return page is None or page.claim()
 
     def _end(self, story: dict[str, Any]) -> None:
         if STALLED in story["cause"]:
