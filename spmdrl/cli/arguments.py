@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib.util
+import os
 import sys
 import types
 import typing
@@ -42,6 +43,7 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     sys.modules[spec.name] = module
     folder = str(file.parent.resolve())  # once: the file may change to another folder
     sys.path.insert(0, folder)
+    launched = launcher_environment()
     try:
         # not by the loader, which takes what it compiled of a file of the same second and size
         code = compile(file.read_bytes(), spec.origin or "", "exec", dont_inherit=True)
@@ -55,6 +57,13 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     finally:
         with suppress(ValueError):  # the file may have taken it away
             sys.path.remove(folder)
+        changed = restore_environment(launched)
+    if changed:
+        raise ConfigError(
+            f"{path} changes {', '.join(changed)} of the environment, by which torchrun tells a "
+            "rank which one it is: each would be a run of its own. Leave them as they are; set or "
+            "remove single other variables"
+        )
     config = getattr(module, "config", None)
     if not isinstance(config, kind):
         raise ConfigError(
@@ -65,6 +74,30 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     for key, value in overrides.items():
         config = override(config, key, value)
     return config
+
+
+# what torchrun, Slurm or a user's own launcher tells a rank of its place
+LAUNCHER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
+)  # fmt: skip
+
+
+def launcher_environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in LAUNCHER}
+
+
+def restore_environment(launched: Mapping[str, str | None]) -> list[str]:
+    """The variables that differ from what they were, which they are again."""
+    changed = [name for name, value in launched.items() if os.environ.get(name) != value]
+    for name in changed:
+        value = launched[name]
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    return changed
 
 
 class Dry(NamedTuple):
