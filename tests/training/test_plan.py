@@ -114,6 +114,8 @@ CASES = [
         ["are vLLM's: set rollout.engine='vllm' or leave them out"],
     ),
     ({"steps": 0}, 1, ["steps=0"]),
+    ({"async_steps": -1}, 2, ["async_steps=-1", "not negative"]),
+    ({"rollout": rollout_config(oversample=0.5)}, 1, ["rollout.oversample=0.5", "at least 1"]),
     (
         {"actor": TrainConfig(lora=LoraConfig(target_modules=()))},
         1,
