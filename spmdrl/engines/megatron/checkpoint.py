@@ -1,9 +1,9 @@
 """Checkpoints of the Megatron engine, in megatron-core's dist_checkpointing format "torch_dist".
 
 Weights and optimizer are stored by global names and whole shapes, so that a checkpoint loads in
-another tensor, pipeline and data parallel layout. megatron-core reads what is written here. What its
-own `dist_checkpointing.save` wrote is refused, since the index of such a folder is a pickle that
-names classes of torch's planner (checkpoint/safe_load.py).
+another tensor, pipeline and data parallel layout. megatron-core reads what is written here. What
+its own `dist_checkpointing.save` wrote is refused, since the index of such a folder is a pickle
+that names classes of torch's planner (checkpoint/safe_load.py).
 """
 
 from __future__ import annotations
