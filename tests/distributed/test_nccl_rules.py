@@ -1,0 +1,141 @@
+"""What would hang or fail with NCCL is found in runs with gloo."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from nccl_rules import BACKENDS, BOTH, RulesBroken
+from ranks import STRICT, run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+pytestmark = pytest.mark.ranks
+THIS = Path(__file__).name
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    monkeypatch.setenv(STRICT, "1")
+
+
+def device_group(ranks):
+    """With NCCL on GPUs, and the job's time limit."""
+    return dist.new_group(ranks, timeout=c10d.default_pg_timeout)
+
+
+def counters_differ(topology):
+    if dist.get_rank() == 1:
+        c10d._world.group_count += 1
+    device_group([0])  # where two ranks met under two names, the test would hang
+
+
+def one_rank_makes_no_group(topology):
+    if dist.get_rank() == 0:
+        device_group([0])
+
+
+def gloo_for_some(topology):
+    dist.new_group([0], backend="gloo")
+
+
+def local_group(topology):
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def names_of_meshes_differ(topology):
+    """Ranks 0 and 1 are in different numbers of groups, and then in one mesh."""
+    device_group([0])
+    DeviceMesh("cpu", torch.tensor([0, 1]))
+
+
+def another_limit(topology):
+    dist.new_group(timeout=timedelta(minutes=7))
+
+
+def batch_of_two(topology):
+    """The first call of a group of three is a batch of ranks 0 and 1."""
+    group, me = device_group([0, 1, 2]), dist.get_rank()
+    if me < 2:
+        there, back = torch.ones(1), torch.zeros(1)
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, there, 1 - me, group),
+            dist.P2POp(dist.irecv, back, 1 - me, group),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def two_dtypes(topology):
+    """Of one size, which is all that gloo looks at."""
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.int32
+    dist.all_reduce(torch.ones(2, dtype=dtype), group=device_group([0, 1]))
+
+
+def crossed(topology):
+    """Both use two groups, in two orders: with gloo each is answered when it comes."""
+    groups = [device_group([0, 1]), device_group([0, 1])]
+    tensor = torch.ones(1, device=topology.device)
+    order = groups if dist.get_rank() == 0 else groups[::-1]
+    for work in [dist.all_reduce(tensor.clone(), group=g, async_op=True) for g in order]:
+        work.wait()
+
+
+def words_of_the_cpu(topology):
+    words = torch.zeros(4, dtype=torch.int64)
+    dist.broadcast(words, 0, group=device_group([0, 1]))
+
+
+def lawful(topology):
+    """One of each that breaks no rule."""
+    me, group = dist.get_rank(), device_group(None)
+    control = dist.new_group(backend="gloo", timeout=c10d.default_pg_timeout)
+    halves = [device_group([0]), device_group([1])]
+    DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("dp", "tp"))
+    words, ours = torch.zeros(4), torch.zeros(4, device=topology.device)
+    dist.broadcast(words, 0, group=control)
+    dist.all_reduce(ours, group=group)
+    dist.all_reduce(ours, group=halves[me])
+    dist.broadcast_object_list([me], 0, group=group)
+    dist.batch_isend_irecv([
+        dist.P2POp(dist.isend if me == 0 else dist.irecv, ours, 1 - me, group)
+    ])[0].wait()  # fmt: skip
+    return me
+
+
+BROKEN = {
+    "creation": (counters_differ, 2, "makes group '"),
+    "left creation": (one_rank_makes_no_group, 2, "not every rank of group"),
+    "split": (gloo_for_some, 2, r"ranks \[1\] call ncclCommSplit"),
+    "local split": (local_group, 2, "by its members alone"),
+    "hashed name": (names_of_meshes_differ, 3, "_world.pg_names"),
+    "time limit": (another_limit, 2, "limit of 1800 s, but"),
+    "first": (batch_of_two, 3, "a batch is the first call"),
+    "operation": (two_dtypes, 2, r"int32\[2\]"),
+    "order": (crossed, 2, "in different orders"),
+    "CPU tensor": (words_of_the_cpu, 2, "NCCL alone"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_found(case, monkeypatch):
+    """With the line that broke it, and what another rank did there or instead."""
+    work, ranks, said = BROKEN[case]
+    monkeypatch.setenv(BACKENDS, "nccl" if case == "CPU tensor" else BOTH)
+    with pytest.raises(RulesBroken, match=said) as broken:
+        run_ranks(ranks, work, timeout_s=30)
+    (finding,) = broken.value.findings
+    assert finding.rule == case.removeprefix("left ").removeprefix("local ")
+    shown = re.findall(r"\n  rank (\d)", finding.text)
+    assert len(set(shown)) == (1 if case == "time limit" else 2), finding.text
+    assert f"{THIS}:" in finding.text and f" in {work.__name__}\n" in finding.text
+
+
+def test_a_lawful_run_passes():
+    assert run_ranks(2, lawful, timeout_s=30) == [0, 1]
