@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from nccl_rules import BACKENDS, BOTH, RulesBroken
+from programs import CONFIG, set_up, train
 from ranks import STRICT, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.distributed.collectives import level_group_count
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.rollout.scheduler_messages import Decision, broadcast_decision
 
 pytestmark = pytest.mark.ranks
 THIS = Path(__file__).name
@@ -139,3 +145,83 @@ def test_a_broken_rule_is_found(case, monkeypatch):
 
 def test_a_lawful_run_passes():
     assert run_ranks(2, lawful, timeout_s=30) == [0, 1]
+
+
+# ---- our own runs; what is known today goes away with its cause
+
+ROLES = CONFIG.replace(
+    "config = PpoConfig(",
+    'config = PpoConfig(\n    algo=AlgoConfig(advantage="gae", kl_coef=0.01, '
+    'correction=CorrectionConfig(level="token")),\n'
+    '    critic=TrainConfig(dtype="float32", micro_batch_tokens=128),',
+).replace("steps=2", "steps=1")
+# what each breaks:
+# split: the gloo groups of a role's ranks (Topology.control) in a job with a bound default group
+# hashed name: roles on ranks that overlap are in different numbers of groups
+# time limit: DeviceMesh gives its groups torch's limit
+RUNS = {
+    "one rank": (1, (), set()),
+    "replicas of shards": (4, ("--actor.fsdp", "2", "--critic.fsdp", "2"), {"time limit"}),
+    "split": (2, ("--placement", '{"actor":"0","rollout":"1"}'), {"split", "time limit"}),
+    "overlap": (
+        3,
+        ("--placement", '{"actor":"0-1","rollout":"1-2","critic":"0,2"}'),
+        {"split", "hashed name", "time limit"},
+    ),
+    "async": (
+        3,
+        ("--placement", '{"actor":"1","rollout":"0,2","critic":"1"}', "--async_steps", "1"),
+        {"split", "time limit"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = set_up(tmp_path_factory.mktemp("rules"), qwen3)
+    Path(path, "cfg.py").write_text(ROLES)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_run_would_break_on_gpus_is_known(folder, name):
+    ranks, args, known = RUNS[name]
+    broken: dict[str, str] = {}
+    try:
+        done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args, timeout_s=60)
+        assert done.code == 0, done.output[-4000:]
+    except RulesBroken as error:
+        broken = {finding.rule: str(finding) for finding in error.findings}
+    assert broken.keys() == known, "\n".join(broken.values())
+    assert all("spmdrl/distributed/topology.py:" in found for found in broken.values()), broken
+
+
+def pipeline_then_tensor_parallel(topology):
+    """Only first stages are in Megatron's position embedding group: 0 and 2 are in more groups."""
+    trained = Topology.build(topology.device, share=topology, pp=2, dp=-1)
+    RoleState.build(trained, pipeline_model_parallel_size=2)
+    level_group_count()
+    Topology.build(topology.device, share=topology, dp=-1, tp=2)
+
+
+def test_names_differ_after_megatron_pipelines():
+    with pytest.raises(RulesBroken) as broken:
+        run_ranks(4, pipeline_then_tensor_parallel, timeout_s=60)
+    named = [finding.text for finding in broken.value.findings if finding.rule == "hashed name"]
+    assert any("topology.py" in text and "in pipeline_then_" in text for text in named), named
+
+
+def decide_in_a_host(topology):
+    """As in embed.attach, where rollout engines have two ranks."""
+    everyone = Topology.build(topology.device, hosted=True, dp=-1)
+    rollout = Topology.build(topology.device, share=everyone, dp=-1, tp=2)
+    decision = Decision(count=3) if dist.get_rank() == 0 else None
+    return broadcast_decision(decision, rollout.mesh.get_group("tp"), 2).count
+
+
+def test_a_host_of_nccl_alone_cannot_send_decisions(monkeypatch):
+    monkeypatch.setenv(BACKENDS, "nccl")
+    with pytest.raises(RulesBroken) as broken:
+        run_ranks(2, decide_in_a_host, timeout_s=60)
+    found = [finding.text for finding in broken.value.findings if finding.rule == "CPU tensor"]
+    assert len(found) == 1 and found[0].count("in broadcast_decision\n") == 2
