@@ -22,8 +22,8 @@ split         The communicator of a bound group is split off the parent's by ncc
 hashed name   On GPUs DeviceMesh makes its groups by one `split_group` per axis, which names them by
               a hash of their ranks and of len(_world.pg_names) (c10d._hash_ranks_to_str). The gloo
               part of a group meets under that name: its members need the same one.
-time limit    Every group has the time limit of the default group. This is a rule of spmdrl and not
-              of NCCL: `split_group` and `new_group` have torch's own where they are given none.
+time limit    No group has a shorter time limit than the default group. This is a rule of spmdrl and
+              not of NCCL: `split_group` and `new_group` have torch's own where they are given none.
 first         A batch of sends and receives that is the first call of a group is called by all its
               ranks (c10d.batch_isend_irecv's docstring); so is every other first operation.
 operation     All ranks of a group call the same collectives in the same order, all-reduces and
@@ -142,7 +142,8 @@ class Operation:
 
     def __str__(self) -> str:
         shapes = f" of {', '.join(self.tensors)}" if self.name in ALIKE else ""
-        return f"{self.name}{shapes} over {self.group}"
+        thread = "" if self.thread == "MainThread" else f" in thread {self.thread!r}"
+        return f"{self.name}{shapes} over {self.group}{thread}"
 
 
 @dataclass(frozen=True)
@@ -566,7 +567,7 @@ def limits(events: Events, ended: bool) -> Iterator[Finding]:
     places = set()
     for rank, own in sorted(events.items()):
         for event in own:
-            if isinstance(event, Creation) and event.limit_s != event.default_limit_s:
+            if isinstance(event, Creation) and event.limit_s < event.default_limit_s:
                 place = event.stack[0]
                 if place not in places:
                     said = f"the default group has a limit of {event.default_limit_s:.0f} s, but"
