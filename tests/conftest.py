@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from ranks import ENGINE_ENV
+from ranks import ENGINE_ENV, STRICT
 
 for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
@@ -21,6 +21,13 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of the inputs that tests draw (0)")
+    strict = "hold what ranks do to NCCL's rules (tests/nccl_rules.py)"
+    parser.addoption("--strict-nccl", action="store_true", help=strict)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--strict-nccl"):
+        os.environ[STRICT] = "1"  # forked ranks find it there
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from ranks import SERVER, become, free_port, wait_all
+from ranks import (
+    SERVER,
+    become,
+    check_records,
+    free_port,
+    record_if_asked,
+    records_in,
+    wait_all,
+)
 
 ROOT = Path(__file__).parents[1]
 RUNNING: list[BaseProcess] = []  # since the test began
@@ -231,8 +239,10 @@ def train(
     """
     begin = time.monotonic()
     Path(folder, "log").write_text("")
+    port = str(free_port())
+    records = Path(folder, f"nccl_{port}")
     alike = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **records_in(records)}  # fmt: skip
     procs = []
     for rank in range(ranks):
         env = environment() | alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -241,8 +251,11 @@ def train(
         procs[-1].start()
     finished = wait_all(procs, timeout_s, kill_after_s=60)
     text = Path(folder, "log").read_text()
+    if not finished:
+        check_records(records, ended=False)  # says more than that ranks hang
     assert finished, f"over {timeout_s} s:\n{text[-8000:]}"
     codes = [process.exitcode for process in procs]
+    check_records(records, ended=not any(codes))
     return Done(next(filter(None, codes), 0), text, time.monotonic() - begin)
 
 
@@ -250,6 +263,7 @@ def run_module(folder: str, program: str, args: list[str], env: dict[str, str]) 
     os.chdir(folder)
     become(Path("log"), env)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    record_if_asked()
     sys.argv[1:] = args
     if program.endswith(".py"):
         sys.path.insert(0, str(Path(program).parent))

@@ -39,6 +39,9 @@ ENGINE_ENV = {
 }
 
 
+STRICT = "SPMDRL_STRICT_NCCL"  # set by --strict-nccl: what ranks do is held to NCCL's rules
+RECORDS = "SPMDRL_NCCL_RECORDS"  # of a rank: the folder where it writes down what it does
+
 EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 EPHEMERAL = EPHEMERAL if EPHEMERAL > 16_000 else 32_768  # where it begins lower, there is no better
 
@@ -65,8 +68,10 @@ def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 240) -> list
             f"--- rank {rank} ---\n{Path(folder, f'log_{rank}').read_text()[-6000:]}"
             for rank in range(world)
         )
+        check_records(Path(folder, "nccl"), ended=False)  # says more than that ranks hang
         assert finished, f"over the limit of {timeout_s} s; every rank's stack:\n{logs}"
         assert all(p.exitcode == 0 for p in procs), logs
+        check_records(Path(folder, "nccl"))
         by_rank = [pickle.loads(Path(folder, f"result_{r}").read_bytes()) for r in range(world)]
         return [list(results) for results in zip(*by_rank, strict=True)]
 
@@ -76,6 +81,7 @@ def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProc
     named = [(work.__code__.co_filename, work.__name__, args) for work, args in calls]
     Path(folder, "calls.pkl").write_bytes(pickle.dumps(named))
     port = free_port()
+    records = records_in(Path(folder, "nccl"))
     procs: list[BaseProcess] = []
     for rank in range(world):
         env = ENGINE_ENV | {
@@ -83,10 +89,30 @@ def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProc
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }  # fmt: skip
-        process = SERVER.Process(target=main, args=(folder, os.environ | env))
+        process = SERVER.Process(target=main, args=(folder, os.environ | env | records))
         process.start()
         procs.append(process)
     return procs
+
+
+def records_in(folder: Path) -> dict[str, str]:
+    """What the ranks' environment has besides; nothing but with --strict-nccl."""
+    if STRICT not in os.environ:
+        return {}
+    folder.mkdir()
+    return {RECORDS: str(folder)}
+
+
+def record_if_asked() -> None:
+    """For a rank, before it makes its first group."""
+    if RECORDS in os.environ:
+        importlib.import_module("nccl_rules").install()
+
+
+def check_records(folder: Path, ended: bool = True) -> None:
+    """Raises nccl_rules.RulesBroken; see nccl_rules.check. Does nothing without --strict-nccl."""
+    if folder.is_dir():
+        importlib.import_module("nccl_rules").check(folder, ended)
 
 
 def wait_all(procs: list[BaseProcess], timeout_s: float, kill_after_s: float = 5) -> bool:
@@ -153,6 +179,7 @@ def main(folder: str, env: dict[str, str]) -> None:
     calls = pickle.loads(Path(folder, "calls.pkl").read_bytes())
     source = calls[0][0]
     sys.path[:0] = [str(Path(__file__).parent), str(Path(source).parent)]
+    record_if_asked()
     spec = importlib.util.spec_from_file_location("rank_module", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

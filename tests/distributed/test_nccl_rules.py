@@ -1,0 +1,227 @@
+"""What would hang or fail with NCCL is found in runs with gloo."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from nccl_rules import BACKENDS, BOTH, RulesBroken
+from programs import CONFIG, set_up, train
+from ranks import STRICT, run_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.distributed.collectives import level_group_count
+from spmdrl.distributed.topology import Topology
+from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.rollout.scheduler_messages import Decision, broadcast_decision
+
+pytestmark = pytest.mark.ranks
+THIS = Path(__file__).name
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    monkeypatch.setenv(STRICT, "1")
+
+
+def device_group(ranks):
+    """With NCCL on GPUs, and the job's time limit."""
+    return dist.new_group(ranks, timeout=c10d.default_pg_timeout)
+
+
+def counters_differ(topology):
+    if dist.get_rank() == 1:
+        c10d._world.group_count += 1
+    device_group([0])  # where two ranks met under two names, the test would hang
+
+
+def one_rank_makes_no_group(topology):
+    if dist.get_rank() == 0:
+        device_group([0])
+
+
+def gloo_for_some(topology):
+    dist.new_group([0], backend="gloo")
+
+
+def local_group(topology):
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def names_of_meshes_differ(topology):
+    """Ranks 0 and 1 are in different numbers of groups, and then in one mesh."""
+    device_group([0])
+    DeviceMesh("cpu", torch.tensor([0, 1]))
+
+
+def another_limit(topology):
+    dist.new_group(timeout=timedelta(minutes=7))
+
+
+def batch_of_two(topology):
+    """The first call of a group of three is a batch of ranks 0 and 1."""
+    group, me = device_group([0, 1, 2]), dist.get_rank()
+    if me < 2:
+        there, back = torch.ones(1), torch.zeros(1)
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, there, 1 - me, group),
+            dist.P2POp(dist.irecv, back, 1 - me, group),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def two_dtypes(topology):
+    """Of one size, which is all that gloo looks at."""
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.int32
+    dist.all_reduce(torch.ones(2, dtype=dtype), group=device_group([0, 1]))
+
+
+def crossed(topology):
+    """Both use two groups, in two orders: with gloo each is answered when it comes."""
+    groups = [device_group([0, 1]), device_group([0, 1])]
+    tensor = torch.ones(1, device=topology.device)
+    order = groups if dist.get_rank() == 0 else groups[::-1]
+    for work in [dist.all_reduce(tensor.clone(), group=g, async_op=True) for g in order]:
+        work.wait()
+
+
+def words_of_the_cpu(topology):
+    words = torch.zeros(4, dtype=torch.int64)
+    dist.broadcast(words, 0, group=device_group([0, 1]))
+
+
+def lawful(topology):
+    """One of each that breaks no rule."""
+    me, group = dist.get_rank(), device_group(None)
+    control = dist.new_group(backend="gloo", timeout=c10d.default_pg_timeout)
+    halves = [device_group([0]), device_group([1])]
+    DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("dp", "tp"))
+    words, ours = torch.zeros(4), torch.zeros(4, device=topology.device)
+    dist.broadcast(words, 0, group=control)
+    dist.all_reduce(ours, group=group)
+    dist.all_reduce(ours, group=halves[me])
+    dist.broadcast_object_list([me], 0, group=group)
+    dist.batch_isend_irecv([
+        dist.P2POp(dist.isend if me == 0 else dist.irecv, ours, 1 - me, group)
+    ])[0].wait()  # fmt: skip
+    return me
+
+
+BROKEN = {
+    "creation": (counters_differ, 2, "makes group '"),
+    "left creation": (one_rank_makes_no_group, 2, "not every rank of group"),
+    "split": (gloo_for_some, 2, r"ranks \[1\] call ncclCommSplit"),
+    "local split": (local_group, 2, "by its members alone"),
+    "hashed name": (names_of_meshes_differ, 3, "_world.pg_names"),
+    "time limit": (another_limit, 2, "limit of 1800 s, but"),
+    "first": (batch_of_two, 3, "a batch is the first call"),
+    "operation": (two_dtypes, 2, r"int32\[2\]"),
+    "order": (crossed, 2, "in different orders"),
+    "CPU tensor": (words_of_the_cpu, 2, "NCCL alone"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_found(case, monkeypatch):
+    """With the line that broke it, and what another rank did there or instead."""
+    work, ranks, said = BROKEN[case]
+    monkeypatch.setenv(BACKENDS, "nccl" if case == "CPU tensor" else BOTH)
+    with pytest.raises(RulesBroken, match=said) as broken:
+        run_ranks(ranks, work, timeout_s=30)
+    (finding,) = broken.value.findings
+    assert finding.rule == case.removeprefix("left ").removeprefix("local ")
+    shown = re.findall(r"\n  rank (\d)", finding.text)
+    assert len(set(shown)) == (1 if case == "time limit" else 2), finding.text
+    assert f"{THIS}:" in finding.text and f" in {work.__name__}\n" in finding.text
+
+
+def test_a_lawful_run_passes():
+    assert run_ranks(2, lawful, timeout_s=30) == [0, 1]
+
+
+# ---- our own runs; what is known today goes away with its cause
+
+ROLES = CONFIG.replace(
+    "config = PpoConfig(",
+    'config = PpoConfig(\n    algo=AlgoConfig(advantage="gae", kl_coef=0.01, '
+    'correction=CorrectionConfig(level="token")),\n'
+    '    critic=TrainConfig(dtype="float32", micro_batch_tokens=128),',
+).replace("steps=2", "steps=1")
+# what each breaks:
+# split: the gloo groups of a role's ranks (Topology.control) in a job with a bound default group
+# hashed name: roles on ranks that overlap are in different numbers of groups
+# time limit: DeviceMesh gives its groups torch's limit
+RUNS = {
+    "one rank": (1, (), set()),
+    "replicas of shards": (4, ("--actor.fsdp", "2", "--critic.fsdp", "2"), {"time limit"}),
+    "split": (2, ("--placement", '{"actor":"0","rollout":"1"}'), {"split", "time limit"}),
+    "overlap": (
+        3,
+        ("--placement", '{"actor":"0-1","rollout":"1-2","critic":"0,2"}'),
+        {"split", "hashed name", "time limit"},
+    ),
+    "async": (
+        3,
+        ("--placement", '{"actor":"1","rollout":"0,2","critic":"1"}', "--async_steps", "1"),
+        {"split", "time limit"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = set_up(tmp_path_factory.mktemp("rules"), qwen3)
+    Path(path, "cfg.py").write_text(ROLES)
+    return path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_run_would_break_on_gpus_is_known(folder, name):
+    ranks, args, known = RUNS[name]
+    broken: dict[str, str] = {}
+    try:
+        done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args, timeout_s=60)
+        assert done.code == 0, done.output[-4000:]
+    except RulesBroken as error:
+        broken = {finding.rule: str(finding) for finding in error.findings}
+    assert broken.keys() == known, "\n".join(broken.values())
+    assert all("spmdrl/distributed/topology.py:" in found for found in broken.values()), broken
+
+
+def pipeline_then_tensor_parallel(topology):
+    """Only first stages are in Megatron's position embedding group: 0 and 2 are in more groups."""
+    trained = Topology.build(topology.device, share=topology, pp=2, dp=-1)
+    RoleState.build(trained, pipeline_model_parallel_size=2)
+    level_group_count()
+    Topology.build(topology.device, share=topology, dp=-1, tp=2)
+
+
+def test_names_differ_after_megatron_pipelines():
+    with pytest.raises(RulesBroken) as broken:
+        run_ranks(4, pipeline_then_tensor_parallel, timeout_s=60)
+    named = [finding.text for finding in broken.value.findings if finding.rule == "hashed name"]
+    assert any("topology.py" in text and "in pipeline_then_" in text for text in named), named
+
+
+def decide_in_a_host(topology):
+    """As in embed.attach, where rollout engines have two ranks."""
+    everyone = Topology.build(topology.device, hosted=True, dp=-1)
+    rollout = Topology.build(topology.device, share=everyone, dp=-1, tp=2)
+    decision = Decision(count=3) if dist.get_rank() == 0 else None
+    return broadcast_decision(decision, rollout.mesh.get_group("tp"), 2).count
+
+
+def test_a_host_of_nccl_alone_cannot_send_decisions(monkeypatch):
+    monkeypatch.setenv(BACKENDS, "nccl")
+    with pytest.raises(RulesBroken) as broken:
+        run_ranks(2, decide_in_a_host, timeout_s=60)
+    found = [finding.text for finding in broken.value.findings if finding.rule == "CPU tensor"]
+    assert len(found) == 1 and found[0].count("in broadcast_decision\n") == 2
