@@ -1,4 +1,4 @@
-"""What the engines of a round agree on, in the key-value store that torch.distributed has anyway.
+"""Agrees with the other engines of a round, through the key-value store of torch.distributed.
 
 Each engine begins with a consecutive part of the round's list, so that the samples of one prompt,
 which are neighbours in the list, share their cached prefix. The rest is taken from a counter by the

@@ -80,7 +80,7 @@ class NoReplies:
 
 @dataclass
 class Decision:
-    """What all ranks of an engine do next, in the order of the fields."""
+    """Says what all ranks of an engine do next, in the order of the fields."""
 
     loads: int = 0  # changes of weights
     stop: bool = False
