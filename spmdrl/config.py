@@ -355,7 +355,7 @@ class RunConfig:
     """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
 
     model: str = field(kw_only=False)
-    data: Any = field(kw_only=False)  # every program has a config class of its own for its rows
+    data: Any = field(kw_only=False)  # the rows, and how they are read
     steps: int = 100
     run_dir: str
     seed: int = 0

@@ -23,7 +23,7 @@ import torch
 from spmdrl_kernels import scan
 from torch import Tensor
 
-from spmdrl.algo.arguments import Positive, UnitInterval, arguments_of
+from spmdrl.algo.arguments import Positive, UnitInterval, arguments_of, given_arguments
 from spmdrl.config import AlgoConfig
 from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
 
@@ -405,7 +405,8 @@ def estimator_of(algo: AlgoConfig) -> Estimator:
 
 def advantage_of(algo: AlgoConfig) -> Callable[[Any], Any]:
     """Returns the estimator as f(outcomes) or f(tokens), with the options of the config."""
-    return partial(estimator_of(algo).function, **algo.advantage_args)
+    function = estimator_of(algo).function
+    return partial(function, **given_arguments(function, algo.advantage_args))
 
 
 def advantage_arguments(algo: AlgoConfig) -> dict[str, Any]:
@@ -415,6 +416,8 @@ def advantage_arguments(algo: AlgoConfig) -> dict[str, Any]:
 
 def reward_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
     """Returns which values of the reward function the estimator reads, in the order of
-    Outcomes.keys; none where it has no option `reward_keys`.
+    Outcomes.keys; none where it has no option
+    `reward_keys` that maps them to weights.
     """
-    return tuple(advantage_arguments(algo).get("reward_keys", ()))
+    keys = advantage_arguments(algo).get("reward_keys")
+    return tuple(keys) if isinstance(keys, Mapping) else ()

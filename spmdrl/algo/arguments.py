@@ -13,6 +13,8 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 
@@ -41,10 +43,12 @@ class Option:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """Returns the options of a function by name, in the order in which it has them."""
-    plain, with_ranges = hints_of(function, False), hints_of(function, True)
+    """Returns the options of a function by name, in the order in which it has them.
+
+    Raises NameError where the annotation of an option names what is not defined at run time.
+    """
     return {
-        name: Option(parameter.default, plain.get(name, Any), range_of(with_ranges.get(name)))
+        name: Option(parameter.default, *type_and_range(function, parameter))
         for name, parameter in parameters_of(function).items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
@@ -56,9 +60,19 @@ def takes_any_option(function: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
+def given_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that `args` sets; a whole number becomes a float where that is asked."""
+    options = options_of(function)
+    return {
+        name: float(value) if name in options and is_float_of(value, options[name].type) else value
+        for name, value in args.items()
+    }
+
+
 def arguments_of(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the value of every option: what `args` sets, else the default."""
-    return {name: option.default for name, option in options_of(function).items()} | dict(args)
+    defaults = {name: option.default for name, option in options_of(function).items()}
+    return defaults | given_arguments(function, args)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -69,12 +83,32 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return {}
 
 
-def hints_of(function: Callable[..., Any], with_ranges: bool) -> dict[str, Any]:
-    """Returns the types of the parameters; {} where a type's name is not defined at run time."""
-    try:
-        return typing.get_type_hints(function, include_extras=with_ranges)
-    except (NameError, TypeError):  # a name of `if TYPE_CHECKING`; a functools.partial
-        return {}
+def type_and_range(
+    function: Callable[..., Any], parameter: inspect.Parameter
+) -> tuple[Any, Range | None]:
+    """Returns the type and the range that the annotation of a parameter gives."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return Any, None
+    holder = SimpleNamespace(__annotations__={"option": parameter.annotation})
+    space = globals_of(function)
+    hint = typing.get_type_hints(holder, space, include_extras=True)["option"]
+    return typing.get_type_hints(holder, space)["option"], range_of(hint)
+
+
+def globals_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the names that the annotations of a function may use: those of its module."""
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isroutine(function) and not isinstance(function, type):
+        function = type(function).__call__
+    return getattr(inspect.unwrap(function), "__globals__", {})
+
+
+def is_float_of(value: Any, wanted: Any) -> bool:
+    """Says whether a whole number is given where a float is wanted."""
+    options = (wanted, *typing.get_args(wanted))
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and float in options and int not in options
 
 
 def range_of(hint: Any) -> Range | None:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.algo.arguments import AboveOne, BelowOne, Fraction, Positive, arguments_of
+from spmdrl.algo.arguments import (
+    AboveOne,
+    BelowOne,
+    Fraction,
+    Positive,
+    arguments_of,
+    given_arguments,
+)
 from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
@@ -325,6 +332,16 @@ class PolicyLoss:
     # then has the options of SELECTION_OPTIONS
     selects: Literal["highest", "drawn"] | None = None
 
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, PolicyLoss):
+            raise TypeError(f"PolicyLoss(function={self.function!r}): a function is needed")
+        if self.aggregation is not None and self.aggregation not in AGGREGATIONS:
+            raise ValueError(
+                f"PolicyLoss(aggregation={self.aggregation!r}): there are {list(AGGREGATIONS)}"
+            )
+        if self.selects is not None and self.selects not in SELECTION_OPTIONS:
+            raise ValueError(f"PolicyLoss(selects={self.selects!r}): {list(SELECTION_OPTIONS)}")
+
     def __call__(self, *args: Any, **options: Any) -> Loss:
         return self.function(*args, **options)
 
@@ -357,7 +374,8 @@ def loss_of(algo: AlgoConfig) -> PolicyLoss:
 
 def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
     """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config."""
-    return partial(loss_of(algo).function, **algo.loss_args)
+    function = loss_of(algo).function
+    return partial(function, **given_arguments(function, algo.loss_args))
 
 
 def loss_arguments(algo: AlgoConfig) -> dict[str, Any]:
@@ -369,4 +387,6 @@ def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:
     """Returns the config's aggregation, or where it says none that of the loss's paper, else that
     of the estimator's paper.
     """
-    return algo.aggregation or loss_of(algo).aggregation or estimator_of(algo).aggregation
+    loss = loss_of(algo)
+    of_loss = loss.aggregation or ("seq_mean_token_mean" if loss.of_sequences else None)
+    return algo.aggregation or of_loss or estimator_of(algo).aggregation

@@ -14,7 +14,7 @@ import torch
 from spmdrl_kernels import policy_loss
 from torch import Tensor
 
-from spmdrl.algo.advantages import PRIME_BETA, advantage_arguments, estimator_of
+from spmdrl.algo.advantages import PRIME_BETA, advantage_arguments, estimator_of, prime
 from spmdrl.algo.correction import correction_weights, rejection_keep
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import loss_arguments, loss_of, policy_loss_of, value_loss
@@ -212,7 +212,8 @@ def prm_objective(
     seq_mean_token_mean, which make it the mean over the mini-batch's samples. beta is the option of
     advantage='prime'.
     """
-    beta = advantage_arguments(algo).get("beta", PRIME_BETA)
+    is_prime = estimator_of(algo).function is prime
+    beta = advantage_arguments(algo)["beta"] if is_prime else PRIME_BETA
 
     def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         assert mb.ref_logprobs is not None and mb.loss_weights is not None

@@ -19,6 +19,8 @@ from spmdrl.cli.function_code import as_text, code_of
 from spmdrl.cli.paths import check_paths
 from spmdrl.config import MOVED, AlgoConfig, ConfigError, RunConfig
 
+OPTIONS = ("--algo.loss_args.", "--algo.advantage_args.")
+
 C = TypeVar("C")
 R = TypeVar("R", bound=RunConfig)
 
@@ -170,6 +172,8 @@ def keys_of(kind: type) -> list[str]:
 def nearest_keys(node: Any, name: str) -> list[str]:
     """Keys that may have been meant: those that end in this name, close ones, or all of the node's
     own."""
+    if name in MOVED and not isinstance(node, AlgoConfig):
+        return [f"algo.{MOVED[name]}"]
     keys = keys_of(type(node))
     same = [key for key in keys if key.rpartition(".")[2] == name]
     if same:
@@ -184,10 +188,15 @@ def nearest_keys(node: Any, name: str) -> list[str]:
 
 def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
     if isinstance(node, Mapping):  # its own field checks the entry; a key may have dots in it
+        if len(names) > 1 and flag.startswith(OPTIONS):  # an option that is a mapping: reward_keys
+            inner = node.get(names[0])
+            inner = inner if isinstance(inner, Mapping) else {}
+            return {**node, names[0]: _replaced(inner, names[1:], value, "--")}
         return {**node, ".".join(names): value}
     known = [f.name for f in dataclasses.fields(node)]
     if isinstance(node, AlgoConfig) and names[0] in MOVED:
-        raise ConfigError(f"{flag}: it is now --{above_of(flag, names)}{MOVED[names[0]]}")
+        moved = ".".join([MOVED[names[0]], *names[1:]])
+        raise ConfigError(f"{flag}: it is now --{above_of(flag, names)}{moved}")
     if names[0] not in known:
         close = ", ".join(f"{above_of(flag, names)}{key}" for key in nearest_keys(node, names[0]))
         where = type(node).__name__
@@ -271,8 +280,12 @@ def _fit(value: Any, wanted: Any) -> tuple[bool, Any]:
         return right_length and all(ok for ok, _ in fitted), tuple(v for _, v in fitted)
     if origin is typing.get_origin(Callable[..., Any]):
         return callable(value), value
-    if origin is not None and isinstance(origin, type):
+    if origin is not None and issubclass(origin, Mapping):
         return _fit_mapping(value, *typing.get_args(wanted))
+    if origin is not None:  # of a function of the user's: list[int], Sequence[float], set[str]
+        kind = typing.get_args(wanted)[0]
+        fits = isinstance(value, origin) and not isinstance(value, str)
+        return fits and all(_fit_any(item, kind)[0] for item in value), value
     return isinstance(value, wanted), value
 
 

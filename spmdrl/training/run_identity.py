@@ -22,8 +22,10 @@ import tokenizers
 import transformers
 from huggingface_hub import try_to_load_from_cache
 
+from spmdrl.algo.advantages import Estimator, advantage_arguments
+from spmdrl.algo.losses import PolicyLoss, loss_arguments
 from spmdrl.cli.function_code import as_text, code_of, is_users
-from spmdrl.config import PpoConfig, RunConfig
+from spmdrl.config import MOVED, PpoConfig, RunConfig
 from spmdrl.data.images import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
@@ -52,7 +54,7 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
         "versions": {"python": ".".join(platform.python_version_tuple()[:2]),
                      "transformers": transformers.__version__,
                      "tokenizers": tokenizers.__version__},
-        "config": settings(config),
+        "config": settings(config) | options_in_use(config),
         "data": {name: files_print(paths) for name, paths in data.items() if paths is not None},
         "images": images_print(files),
         "models": {"model": model_print(config.model, with_weights=False)},
@@ -91,6 +93,21 @@ def settings(config: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
+def options_in_use(config: Any) -> dict[str, str]:
+    """{"algo.loss_args.clip_low": "0.2", ...}: every option, also those that have their default."""
+    if not isinstance(config, PpoConfig):
+        return {}
+    groups = {
+        "loss_args": loss_arguments(config.algo),
+        "advantage_args": advantage_arguments(config.algo),
+    }
+    return {
+        f"algo.{group}.{name}": as_text(value)
+        for group, options in groups.items()
+        for name, value in options.items()
+    }
+
+
 def code_prints(config: PpoConfig) -> Tree:
     """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
     reward = config.reward if isinstance(config.reward, Mapping) else {"": config.reward}
@@ -111,6 +128,9 @@ def code_prints(config: PpoConfig) -> Tree:
 
 def function_print(function: Any) -> str:
     """A name where the function is ours or installed, whose code is a matter of versions."""
+    if isinstance(function, PolicyLoss | Estimator):
+        rest = {f.name: getattr(function, f.name) for f in dataclasses.fields(function)[1:]}
+        return digest_of(f"{function_print(function.function)} {rest}")
     inner = function
     while hasattr(inner, "func"):  # partial
         inner = inner.func
@@ -259,7 +279,8 @@ class Difference:
 def differences(before: Tree, now: Tree) -> list[Difference]:
     """Between two results of `identity`, of this version or of an earlier one."""
     other = {name for name, v in now["versions"].items() if before["versions"].get(name) != v}
-    found = [Difference(None, text) for text in of_settings(before["config"], now["config"])]
+    earlier = with_moved_options(before["config"])
+    found = [Difference(None, text) for text in of_settings(earlier, now["config"])]
     found += [Difference(None, f"{name} {before['versions'][name]} -> {now['versions'][name]}")
               for name in sorted(other & before["versions"].keys())]  # fmt: skip
     found += of_data(before, now)
@@ -269,6 +290,19 @@ def differences(before: Tree, now: Tree) -> list[Difference]:
         found += of_tokenizer(name, *each, bool({"tokenizers", "transformers"} & set(other)))
     found += of_code(before["code"], now["code"], "python" in other)
     return found
+
+
+def with_moved_options(settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of an earlier version with options by the names that they have now.
+
+    The betas of three algorithms have one name now and are left out.
+    """
+    moved = {
+        f"algo.{new}": settings[f"algo.{old}"]
+        for old, new in MOVED.items()
+        if f"algo.{old}" in settings and not new.endswith(".beta")
+    }
+    return moved | dict(settings)
 
 
 def of_evaluation(before: Tree, config: PpoConfig) -> list[Difference]:

@@ -1,14 +1,24 @@
 """Combinations of algorithms and options that make no sense are refused at start, with a remedy."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import fields, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
-from spmdrl.algo.arguments import options_of
-from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, loss_of
+from spmdrl.algo.arguments import Positive, options_of
+from spmdrl.algo.losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    PolicyLoss,
+    loss_arguments,
+    loss_of,
+    ppo,
+)
 from spmdrl.cli.arguments import override
 from spmdrl.config import (
     MOVED,
@@ -284,3 +294,65 @@ def test_there_is_one_name_for_each_thing():
     # no second way to leave out the division by the standard deviation, so none can be forgotten
     assert ESTIMATORS["dr_grpo"].function is not ESTIMATORS["grpo"].function
     assert not [f.name for f in fields(AlgoConfig) if "std" in f.name or "norm_adv" in f.name]
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def of_hidden_types(logprobs: Tensor, old_logprobs: Tensor, mb: Tensor, *, scale: Positive = 1.0):
+    return -scale * logprobs, {}
+
+
+class Scaled:
+    def __call__(self, logprobs, old_logprobs, mb, *, scale: Positive = 1.0):
+        return -scale * logprobs, {}
+
+
+@pytest.mark.parametrize("loss", [of_hidden_types, partial(ppo, dual_clip=4.0), Scaled()])
+def test_options_of_any_kind_of_function_are_checked(loss):
+    option = "clip_low" if isinstance(loss, partial) else "scale"
+    for value in (-1.0, "abc"):
+        with pytest.raises(ConfigError, match=option):
+            check_algo(config_of(policy_loss=loss, loss_args={option: value}))
+    check_algo(config_of(policy_loss=loss, loss_args={option: 0.5}))
+
+
+def of_containers(logprobs, old_logprobs, mb, *, layers: list[int] = (), names: set[str] = ()):
+    return -logprobs, {}
+
+
+def test_options_may_be_containers():
+    check_algo(config_of(policy_loss=of_containers, loss_args={"layers": [1], "names": {"a"}}))
+    for args in ({"layers": ["a"]}, {"layers": 1}, {"names": "a"}):
+        with pytest.raises(ConfigError, match="expected"):
+            check_algo(config_of(policy_loss=of_containers, loss_args=args))
+
+
+def test_a_whole_number_is_the_float_that_an_option_is():
+    options = loss_arguments(AlgoConfig(policy_loss="cispo", loss_args={"clip_high": 4}))
+    assert options == {"clip_low": 0.2, "clip_high": 4.0}
+    assert isinstance(options["clip_high"], float)
+
+
+def test_records_that_no_step_could_use_are_refused():
+    for wrong in ({"aggregation": "seq_mean"}, {"selects": "some"}):
+        with pytest.raises(ValueError, match=repr(next(iter(wrong.values())))):
+            PolicyLoss(ppo, **wrong)
+    with pytest.raises(TypeError, match="a function is needed"):
+        PolicyLoss("ppo")
+    for field in ({"advantage": PolicyLoss(ppo)}, {"policy_loss": Estimator(needs_tau)}):
+        with pytest.raises(ConfigError, match="a name or a function"):
+            check_algo(config_of(**field))
+
+
+def test_a_nested_option_is_set_from_the_command_line():
+    config = override(config_of(advantage="gdpo"), "algo.advantage_args.reward_keys.score", 1.0)
+    assert config.algo.advantage_args == {"reward_keys": {"score": 1.0}}
+    config = override(config, "algo.advantage_args.reward_keys.format", 0.5)
+    check_algo(config)
+    assert config.algo.advantage_args == {"reward_keys": {"score": 1.0, "format": 0.5}}
+    with pytest.raises(ConfigError, match=r"--algo\.advantage_args\.reward_keys\.score"):
+        override(config_of(), "algo.reward_keys.score", 1.0)
+    with pytest.raises(ConfigError, match=r"nearest: algo\.loss_args\.clip_high"):
+        override(config_of(), "clip_high", 0.3)

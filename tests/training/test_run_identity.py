@@ -15,6 +15,8 @@ import pytest
 from plan_configs import CONFIG_FILE
 from tiny_models import png, save_qwen_vl
 
+from spmdrl.algo.advantages import Estimator
+from spmdrl.algo.losses import PolicyLoss
 from spmdrl.cli.arguments import load_config
 from spmdrl.cli.function_code import code_of, is_users
 from spmdrl.config import (
@@ -435,3 +437,33 @@ def test_code_of_another_python_is_not_compared(config, tmp_path):
     before["versions"]["python"] = "3.1"
     [(kind, text)] = told(before, replace(config, reward=reward))
     assert kind is None and text.startswith("python 3.1 -> ")
+
+
+def one_loss(logprobs, old_logprobs, mb):
+    return -logprobs, {}
+
+
+def another_loss(logprobs, old_logprobs, mb):
+    return -2 * logprobs, {}
+
+
+def test_a_loss_in_a_record_counts_as_it_does_alone(monkeypatch):
+    monkeypatch.setattr(module, "is_users", lambda name: name == __name__)
+    records = [
+        PolicyLoss(one_loss), PolicyLoss(another_loss), PolicyLoss(one_loss, has_ratio=False),
+        Estimator(one_loss), Estimator(one_loss, whiten=True),
+    ]  # fmt: skip
+    prints = [module.function_print(record) for record in records]
+    assert len(set(prints)) == len(records)
+    assert module.function_print(PolicyLoss(one_loss)) == prints[0]
+
+
+def test_options_are_compared_by_the_values_in_use(config):
+    now = module.options_in_use(config)
+    assert now["algo.loss_args.clip_high"] == "0.2"
+    wider = replace(config, algo=replace(config.algo, loss_args={"clip_high": 0.3}))
+    lines = list(module.of_settings(now, module.options_in_use(wider)))
+    assert lines == ["algo.loss_args.clip_high 0.2 -> 0.3"]
+    earlier = {"algo.clip_high": "0.28", "algo.dual_clip": "3.0", "algo.sppo_beta": "2.0"}
+    lines = list(module.of_settings(module.with_moved_options(earlier), now))
+    assert lines == ["algo.loss_args.clip_high 0.28 -> 0.2"]

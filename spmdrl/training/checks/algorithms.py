@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.algo.advantages import Estimator, advantage_arguments, estimator_of
+from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_arguments, loss_of
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
@@ -170,9 +170,11 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
             "of the whole sample; its rewards within a sample are those of prm",
         )
     args = algo.advantage_args
-    keys = advantage_arguments(algo).get("reward_keys", {})
+    keys = {key: args["reward_keys"][key] for key in reward_keys_of(algo) if "reward_keys" in args}
     require(
-        "lam" not in args or args.get("lam_critic") is None or args.get("lam_alpha") is None,
+        args.get("lam", 1.0) == 1.0
+        or args.get("lam_critic") is None
+        or args.get("lam_alpha") is None,
         f"algo.advantage_args: lam={args.get('lam')} would have no effect: lam_alpha="
         f"{args.get('lam_alpha')} makes the actor's lambda, lam_critic={args.get('lam_critic')} "
         "is the critic's",
@@ -215,7 +217,7 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
         f"algo.policy_loss={shown(name)} selects tokens (selects={loss.selects!r}), for which its "
         f"function needs the options {', '.join(missing)}",
     )
-    if "cov_low" in options:
+    if loss.selects == "drawn":
         require(
             options["cov_low"] <= options["cov_high"],
             f"algo.loss_args: cov_low={options['cov_low']} is above cov_high={options['cov_high']}",

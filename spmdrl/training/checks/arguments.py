@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from spmdrl.algo.advantages import ESTIMATORS, estimator_of
+from spmdrl.algo.advantages import ESTIMATORS, Estimator, estimator_of
 from spmdrl.algo.arguments import Option, options_of, parameters_of, takes_any_option
-from spmdrl.algo.losses import POLICY_LOSSES, loss_of
+from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss, loss_of
 from spmdrl.cli.arguments import converted
-from spmdrl.config import AlgoConfig, require
+from spmdrl.config import AlgoConfig, ConfigError, require
 
 
 def check_arguments(algo: AlgoConfig) -> None:
@@ -25,6 +25,8 @@ def check_arguments(algo: AlgoConfig) -> None:
     """
     check_name("algo.advantage", algo.advantage, ESTIMATORS)
     check_name("algo.policy_loss", algo.policy_loss, POLICY_LOSSES)
+    check_kind("algo.advantage", algo.advantage, PolicyLoss)
+    check_kind("algo.policy_loss", algo.policy_loss, Estimator)
     estimator, loss = estimator_of(algo), loss_of(algo)
     check_options("algo.advantage_args", algo.advantage_args, estimator.function, algo.advantage)
     check_options("algo.loss_args", algo.loss_args, loss.function, algo.policy_loss)
@@ -41,11 +43,21 @@ def check_name(field: str, value: Any, known: Iterable[str]) -> None:
     require(False, f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")
 
 
+def check_kind(field: str, value: Any, other: type) -> None:
+    is_wrong = isinstance(value, other | type)
+    require(not is_wrong, f"{field}={shown(value)}: a name or a function is needed, not {value!r}")
+
+
 def check_options(
     field: str, args: Mapping[str, Any], function: Callable[..., Any], chosen: Any
 ) -> None:
     """field: algo.loss_args or algo.advantage_args; chosen: the name or function of the config."""
-    options = options_of(function)
+    try:
+        options = options_of(function)
+    except NameError as error:
+        raise ConfigError(
+            f"{field}: the annotations of {shown(chosen)} are not defined at run time: {error}"
+        ) from error
     what = f"{'policy_loss' if 'loss' in field else 'advantage'}={shown(chosen)}"
     for name, value in args.items():
         if name in options:

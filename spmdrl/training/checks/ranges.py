@@ -13,6 +13,7 @@ from typing import Any
 from spmdrl.config import ConfigError
 
 MOST = {int: 2**40, float: 1e15}  # what is above is a slip, and would overflow somewhere
+OPTIONS = ("loss_args", "advantage_args")  # arguments.py knows their ranges
 TINY = 1e-300  # floats at least this are above 0
 
 # field -> (lowest, highest); None: MOST
@@ -50,8 +51,6 @@ BOUNDS: Bounds = {
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,
     "LoraConfig.rank": COUNT, "LoraConfig.alpha": POSITIVE, "LoraConfig.seed": (0, 2**63 - 1),
     "AlgoConfig.epochs": COUNT, "AlgoConfig.mini_batches": COUNT,
-    # their ranges are those of the loss and the estimator: arguments.py
-    "AlgoConfig.loss_args": (-1e15, None), "AlgoConfig.advantage_args": (-1e15, None),
     "AlgoConfig.entropy_coef": (-1e15, None),
     "WeightsConfig.bucket_mib": (1, 2**24), "CheckpointConfig.keep": COUNT,
     "RunConfig.steps": COUNT, "RunConfig.seed": (0, 2**63 - 1),
@@ -71,7 +70,7 @@ def check_bounds(node: Any, where: str = "") -> None:
         name = f"{where}{field.name}"
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{name}.")
-        else:
+        elif field.name not in OPTIONS:
             for number in numbers_in(value):
                 check_number(name, number, bounds_of(type(node), field.name))
 
