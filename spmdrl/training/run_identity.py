@@ -41,7 +41,10 @@ PROBE = "0123456789 3.14 -7 Ab\u00e9\u4e2d\u6587\t x_1\n\nif a<b: {}"  # what to
 # of a config.json: of the program that wrote it, or of how it is run
 NO_MEANING = {"transformers_version", "dtype", "torch_dtype", "use_cache", "output_attentions",
               "output_hidden_states", "return_dict", "name_or_path"}  # fmt: skip
-NOT_LOGGED = ("resume", "checkpoint.accept_changes")
+NOT_LOGGED = (
+    "resume", "checkpoint.accept_changes",
+    "algo.loss_args", "algo.advantage_args",  # each option has a line of its own: options_in_use
+)  # fmt: skip
 
 Tree = dict[str, Any]  # JSON-able
 
