@@ -77,8 +77,9 @@ def test_memory_does_not_grow_with_new_shapes(tmp_path):
     rows = [json.loads(line) for line in Path(tmp_path, "run/metrics.jsonl").open()]
     rss = [row["memory/rss_gib"] for row in rows]
     assert len(rss) == 60
-    # 20 MiB: the soak asks for 2 % of a model of 109 million weights, which is 96 MiB
-    assert median(rss[55:60]) - median(rss[20:25]) < 0.02, rss
+    # 40 MiB finds what 1.2 MiB a step would leave behind; 17 runs differed by 3 to 22 MiB. The
+    # soak asks for 2 % of a model of 109 million weights, which is 96 MiB
+    assert median(rss[55:60]) - median(rss[20:25]) < 0.04, rss
     assert planned == pytest.approx(peak, rel=0.15)
 
 
