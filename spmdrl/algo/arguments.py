@@ -17,6 +17,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+from spmdrl.cli.arguments import converted
+
 
 @dataclass(frozen=True)
 class Range:
@@ -61,10 +63,12 @@ def takes_any_option(function: Callable[..., Any]) -> bool:
 
 
 def given_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that `args` sets; a whole number becomes a float where that is asked."""
+    """Returns the options that `args` sets, each as the type that the function declares: 4 as 4.0
+    where it is a float. Raises ConfigError for a value of another type.
+    """
     options = options_of(function)
     return {
-        name: float(value) if name in options and is_float_of(value, options[name].type) else value
+        name: converted(value, options[name].type, name) if name in options else value
         for name, value in args.items()
     }
 
@@ -102,13 +106,6 @@ def globals_of(function: Callable[..., Any]) -> dict[str, Any]:
     if not inspect.isroutine(function) and not isinstance(function, type):
         function = type(function).__call__
     return getattr(inspect.unwrap(function), "__globals__", {})
-
-
-def is_float_of(value: Any, wanted: Any) -> bool:
-    """Says whether a whole number is given where a float is wanted."""
-    options = (wanted, *typing.get_args(wanted))
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return is_whole and float in options and int not in options
 
 
 def range_of(hint: Any) -> Range | None:

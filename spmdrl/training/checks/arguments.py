@@ -6,11 +6,10 @@ spmdrl/algo/arguments.py.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator, estimator_of
 from spmdrl.algo.arguments import Option, options_of, parameters_of, takes_any_option
@@ -35,12 +34,8 @@ def check_arguments(algo: AlgoConfig) -> None:
 
 
 def check_name(field: str, value: Any, known: Iterable[str]) -> None:
-    names = list(known)
-    if not isinstance(value, str) or value in names:
-        return
-    close = difflib.get_close_matches(value, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    require(False, f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")
+    if isinstance(value, str):
+        converted(value, Literal[tuple(known)], field)  # raises, with the names and the nearest
 
 
 def check_kind(field: str, value: Any, other: type) -> None:
