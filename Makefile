@@ -47,7 +47,7 @@ bench-algos: .venv  ## train arithmetic with every estimator; table and plot int
 	@$(BIN)/python examples/arithmetic/bench_algos.py
 
 bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much
-	@$(BIN)/python -m spmdrl_kernels.bench --out runs/kernels
+	@$(BIN)/python kernels/bench/run.py --out runs/kernels
 
 verdicts: .venv  ## count wrong verdicts of the reward for code; MBPP=<file> HUMANEVAL=<file>
 	@$(BIN)/python examples/code_sandbox/verdicts.py \

@@ -52,7 +52,7 @@ class Tiles:
     tma: bool = False  # operands are loaded by the tensor memory accelerator (Hopper and later)
 
 
-# Candidates, which `python -m spmdrl_kernels.bench` compares. The first is the default: it reads
+# Candidates, which `python kernels/bench/run.py` compares. The first is the default: it reads
 # least of the cache for each product; the last does without the tensor memory accelerator.
 HOPPER = (
     Tiles(128, 256, 64, warps=8, stages=4, tma=True),

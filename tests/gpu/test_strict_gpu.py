@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_the_bench_finds_no_difference():
     """It builds engine and trainer twice, and prints by how much they differ."""
-    bench = Path(__file__).parents[2] / "kernels" / "bench" / "strict.py"
+    bench = Path(__file__).parents[2] / "examples" / "bench" / "strict.py"
     done = subprocess.run(
         [sys.executable, str(bench), "--runs", "1"], env=dict(os.environ), capture_output=True,
         text=True, timeout=900,

@@ -3,9 +3,12 @@
 import json
 import sys
 import time
+from pathlib import Path
 
-from spmdrl_kernels import bench
-from spmdrl_kernels.bench_cases import Case, cpu_cases, gpu_cases
+BENCH = Path(__file__).parents[2] / "kernels" / "bench"
+sys.path.insert(0, str(BENCH))  # a folder of commands, not a package
+import run as bench  # noqa: E402
+from kernel_cases import Case, cpu_cases, gpu_cases  # noqa: E402
 
 
 def test_all_cases_of_a_machine_without_a_gpu(tmp_path, monkeypatch):

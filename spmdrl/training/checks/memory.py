@@ -21,7 +21,7 @@ from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
 GIB = 2**30
-# of what a layer keeps of its forward pass; kernels/bench/activations.py measures the ratios
+# of what a layer keeps of its forward pass; examples/bench/activations.py measures the ratios
 KEPT_SHARE = {False: 1.0, "selective": 20 / 34}
 
 

@@ -1,14 +1,13 @@
-"""The copies' cases of `python -m spmdrl_kernels.bench`: each gives (a run, its least bytes)."""
+"""The copies' cases of `python kernels/bench/run.py`: each gives (a run, its least bytes)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from spmdrl_kernels import copies, fp8, switch
 from spmdrl_kernels.torch_compat import copy_tensors_
+from torch import Tensor
 
 Run = tuple[Callable[[], object], float]
 Shapes = dict[str, list[tuple[int, ...]]]

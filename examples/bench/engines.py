@@ -1,6 +1,6 @@
 """One update of the same work by both training engines:
-torchrun --nproc-per-node 1 kernels/bench/engines.py
-torchrun --nproc-per-node 2 kernels/bench/engines.py
+torchrun --nproc-per-node 1 examples/bench/engines.py
+torchrun --nproc-per-node 2 examples/bench/engines.py
 
 On CPUs the model is that of the arithmetic example, the batch 256 sequences of 8 to 24 tokens, in
 float32; on GPUs a Qwen3-0.6B with random weights, 16 sequences of 1k to 4k tokens, in bfloat16 with
@@ -52,7 +52,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples" / "arithmetic" / "make_assets.py"
+    path = Path(__file__).parents[1] / "arithmetic" / "make_assets.py"
     spec = importlib.util.spec_from_file_location("make_assets", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What `python -m spmdrl_kernels.bench` measures: kernels, the forms they are compared in, shapes.
+"""What `python kernels/bench/run.py` measures: kernels, the forms they are compared in, shapes.
 
 A form is one way to compute the same result: `ours`, `eager` (plain PyTorch), `compile` (that, by
 torch.compile), `foreach` (torch._foreach_copy_), `liger` where it can be imported, `chunked` (the
@@ -15,11 +15,12 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import copies_cases
+import policy_loss_cases
 import torch
 import torch.nn.functional as F
+from spmdrl_kernels import invariant, lm_head, norm, scan, switch
 from torch import Tensor
-
-from spmdrl_kernels import copies_bench, invariant, lm_head, norm, policy_loss_bench, scan, switch
 
 TOKENS = 8192
 LM_HEADS = ((896, 151936), (1024, 151936), (3584, 151936), (4096, 131072), (4096, 262144))
@@ -72,8 +73,8 @@ def gpu_cases(full: bool, num_tiles: int) -> list[Case]:
         return found + [Case("attention", form, s) for s in ((64, 1, 4096), (4, 2048, 2048))]
 
     def others(form: str) -> list[Case]:
-        cases = policy_loss_bench.shapes(gpu=True, form=form, full=full)
-        cases += [(k, form, s) for k, s in copies_bench.shapes_and_forms(True, form, full)]
+        cases = policy_loss_cases.shapes(gpu=True, form=form, full=full)
+        cases += [(k, form, s) for k, s in copies_cases.shapes_and_forms(True, form, full)]
         return [Case(*case) for case in cases]
 
     tiled = [(TOKENS, *head) for head in TILED]
@@ -105,19 +106,19 @@ def cpu_cases() -> list[Case]:
         cases.append(Case("gae", form, (8, 256)))
         cases.append(Case("product", form, (64, 128, 128)))
         cases.append(Case("attention", form, (4, 1, 64)))
-        cases += [Case(*case) for case in policy_loss_bench.shapes(gpu=False, form=form)]
+        cases += [Case(*case) for case in policy_loss_cases.shapes(gpu=False, form=form)]
     return cases + [
         Case(kernel, form, shape)
         for form in ("ours", "eager", "foreach")
-        for kernel, shape in copies_bench.shapes_and_forms(False, form)
+        for kernel, shape in copies_cases.shapes_and_forms(False, form)
     ]
 
 
 def build(case: Case, device: torch.device) -> Work:
     """The case's inputs, bfloat16 on GPUs and float32 on CPUs, and a function that runs it once."""
     torch.manual_seed(0)
-    if case.kernel in policy_loss_bench.BUILDERS:
-        return Work(*policy_loss_bench.BUILDERS[case.kernel](case.form, case.shape, device))
+    if case.kernel in policy_loss_cases.BUILDERS:
+        return Work(*policy_loss_cases.BUILDERS[case.kernel](case.form, case.shape, device))
     return BUILDERS[case.kernel](case, device)
 
 
@@ -374,7 +375,7 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     return advantages * mask, (advantages + values) * mask
 
 
-def _copies(function: Callable[..., copies_bench.Run], case: Case, device: torch.device) -> Work:
+def _copies(function: Callable[..., copies_cases.Run], case: Case, device: torch.device) -> Work:
     run, num_bytes = function(case.form, case.shape, device)
     return Work(run, 0, num_bytes)
 
@@ -389,5 +390,5 @@ BUILDERS: dict[str, Callable[[Case, torch.device], Work]] = {
     "swiglu": _swiglu,
     "rope": _rope,
     "gae": _gae,
-    **{name: partial(_copies, function) for name, function in copies_bench.BUILDERS.items()},
+    **{name: partial(_copies, function) for name, function in copies_cases.BUILDERS.items()},
 }

@@ -1,4 +1,4 @@
-"""Memory and time of activation checkpointing: python kernels/bench/activations.py
+"""Memory and time of activation checkpointing: python examples/bench/activations.py
 
 A forward and a backward pass of a Qwen3 with random weights over packed sequences, through its
 backbone, for every TrainConfig.activation_checkpointing. On a CPU float32 and the sizes of the

@@ -1,7 +1,7 @@
 """What a checkpoint costs training: the pause of one that is written meanwhile, against one that is
 waited for.
 
-    python kernels/bench/checkpoint.py [--million 30] [--ranks 2] [--runs 7]
+    python examples/bench/checkpoint.py [--million 30] [--ranks 2] [--runs 7]
 
 Two gloo ranks, engine fsdp, random weights and AdamW's moments: 12 bytes per weight in all. Both
 ways take turns; figures are medians. The first save of either way, which makes the buffers, stands

@@ -1,4 +1,6 @@
-"""Two engines share a long-tailed workload: torchrun --nproc-per-node 2 kernels/bench/scheduling.py
+"""Two engines share a long-tailed workload:
+
+    torchrun --nproc-per-node 2 examples/bench/scheduling.py
 
 Real vLLM engines, one per rank, on a small random Qwen3. Prompts have answers of log-normal length
 (cut at 8 times the median; `--sigma 0` makes all of them equal), `--samples` of each, in random

@@ -1,6 +1,6 @@
 """Trainer -> engine against the raw collective of the same bytes.
 
-    python kernels/bench/resharding.py [case ...]
+    python examples/bench/resharding.py [case ...]
 
 Per case: the weights are float32 shards, cast to bfloat16 on the way and written into an engine's
 parameters. Next to it a plain torch.distributed collective moves as many bytes, already packed and

@@ -1,6 +1,6 @@
 """Every kernel against the machine's ceilings and against other forms of it, unattended:
 
-    python -m spmdrl_kernels.bench --out runs/kernels
+    python kernels/bench/run.py --out runs/kernels
 
 Ceilings (copy bandwidth, bfloat16 matmul) are measured in the same run. A second process measures;
 a case that is over its time, or ends that process, is recorded as such and the rest goes on. What
@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
+from kernel_cases import Case, Work, build, cpu_cases, gpu_cases
 from spmdrl_kernels import switch
-from spmdrl_kernels.bench_cases import Case, Work, build, cpu_cases, gpu_cases
 
 SECONDS = 0.4  # of runs of a case, at least three
 START_S = 120.0  # for a process to import PyTorch and reach the GPU

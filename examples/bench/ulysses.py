@@ -1,5 +1,5 @@
 """One long sequence on ranks that share its tokens, and on as many that do not:
-torchrun --nproc-per-node 2 kernels/bench/ulysses.py
+torchrun --nproc-per-node 2 examples/bench/ulysses.py
 
 Two ranks, or more: with --degree as many as ranks. One sequence is a mini-batch: without sharing
 the first rank works and the others wait. On CPUs a Qwen3 of two layers, 256 wide, in float32, on

@@ -1,7 +1,7 @@
 """Moving a rollout batch from the ranks that made it to those that train on it, against one raw
 all-to-all of the same bytes:
 
-    torchrun --standalone --nproc-per-node 2 kernels/bench/routing.py --mib 92
+    torchrun --standalone --nproc-per-node 2 examples/bench/routing.py --mib 92
 
 Batches with sequences of log-normal length (median 2,000 tokens), token ids, mask, logprobs and
 versions of each token, spread evenly over the ranks; every rank keeps 1/ranks of what it made. Raw:

@@ -1,4 +1,4 @@
-"""What strict=True costs: python kernels/bench/strict.py
+"""What strict=True costs: python examples/bench/strict.py
 
 The same work by an engine and a trainer with and without it, in turn, `--runs` times: medians in
 milliseconds of an answer phase (vLLM), of the logprobs of its answers and of an update on them, and

@@ -1,4 +1,4 @@
-"""What a GRPO step takes on GPUs, phase by phase: python kernels/bench/step.py --shape 0.6b
+"""What a GRPO step takes on GPUs, phase by phase: python examples/bench/step.py --shape 0.6b
 
 A run of spmdrl.ppo under torchrun on all GPUs of this host (`--ranks` for fewer), vLLM and trainer
 on the same ranks, in bfloat16: `--prompts` questions of `--question` tokens, `--n` answers to each

@@ -1,4 +1,4 @@
-"""What `python -m spmdrl_kernels.bench` measures of the policy loss and of running sums.
+"""What `python kernels/bench/run.py` measures of the policy loss and of running sums.
 
 policy_loss (num_tokens): loss, all metrics, both gradients, from log-probabilities; the plain form
 is that of spmdrl.algo. grpo (num_seqs, length, hidden, vocab): log-probabilities from hidden
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from spmdrl_kernels import lm_head, scan, switch
+from torch import Tensor
 
 Run = Callable[[], object]
 Found = tuple[Run, float, float]  # the run, the least operations and the least bytes it needs
