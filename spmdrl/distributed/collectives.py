@@ -14,9 +14,11 @@ from torch import Tensor
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import (
     default_group,
+    default_time_limit,
     group_count,
     set_default_group,
     set_group_count,
+    timeout_of,
 )
 
 T = TypeVar("T")
@@ -145,10 +147,12 @@ def world_of(group: dist.ProcessGroup) -> Iterator[None]:
 
     For libraries that take the default group for their world: they see the group's ranks alone,
     and make their own groups among them, whatever other ranks the job has and whatever they do.
+    Those get the time limit of the group where the library gives none.
     """
     world = default_group()
     set_default_group(group)
     try:
-        yield
+        with default_time_limit(timeout_of(group)):
+            yield
     finally:
         set_default_group(world)

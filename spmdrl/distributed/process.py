@@ -105,7 +105,13 @@ def notes_last(wanted: bool) -> Iterator[None]:
 
 
 def start_process_group(timeout: timedelta, start: StartupBarrier | None = None) -> torch.device:
-    """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
+    """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes.
+
+    The group is not bound to the GPU (`device_id`): torch would then make every later group by a
+    split of this one's communicator, in which all ranks have to take part, and with gloo groups of
+    some ranks they do not (pytorch#145376). So NCCL connects the ranks of a group at the group's
+    first operation.
+    """
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
@@ -125,7 +131,7 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **met)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
     return device
 
 

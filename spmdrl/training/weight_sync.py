@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.base import RolloutEngine
@@ -237,7 +237,7 @@ class WeightSync:
         for column in zip(*self.table, strict=True):
             for start in range(0, len(column), block):
                 peers = list(column[start : start + block])
-                group = dist.new_group(peers) if len(peers) > 1 else None
+                group = group_of(tuple(peers), self.topology.groups, self.topology.device)
                 if dist.get_rank() in peers:
                     mine = group
         return mine
