@@ -1,10 +1,10 @@
 """Holds a run on CPUs to the rules of NCCL, which gloo does not have.
 
-With --strict-nccl each rank of run_ranks, run_calls (tests/ranks.py) and train (tests/programs.py)
-writes down, in order, each process group that it makes and each operation over one, with its stack.
-After the run `check` compares what the ranks wrote. Where a GPU job would hang or fail it raises
-RulesBroken, with the stacks of both ranks. Data travel by gloo as without it, so a run that breaks
-a rule goes on to its end, and all that it breaks is found.
+With --strict-nccl each rank of run_ranks, run_calls (tests/ranks.py), train and torchrun
+(tests/programs.py; not with restarts) writes down, in order, each process group that it makes and
+each operation over one, with its stack. After the run `check` compares what the ranks wrote. Where
+a GPU job would hang or fail it raises RulesBroken, with the stacks of both ranks. Data travel by
+gloo as without it, so a run that breaks a rule goes on to its end, and all that it breaks is found.
 It is a layer over torch.distributed and no registered backend: torch, vLLM and megatron-core ask
 for a backend's name, and would take other ways with a name that is not gloo.
 
@@ -618,8 +618,9 @@ def limits(events: Events, ended: bool) -> Iterator[Finding]:
 def operations(events: Events, ended: bool) -> Iterator[Finding]:
     """first and operation: what the members of a group call, in order."""
     used = by_group(events, Operation, lambda event: event.group)
+    by_gloo = {key for own in events.values() for key, event in numbers(own) if event.on_cpu}
     for group, own in used.items():
-        starts = {rank: own[rank][0] if own.get(rank) else None for rank in group.members}
+        starts = {rank: first_of(own.get(rank, []), by_gloo) for rank in group.members}
         batch = next(((r, e) for r, e in starts.items() if e and e.name == BATCH), None)
         for rank, event in starts.items():
             if batch is not None and event is not None and event.name != BATCH:
@@ -633,6 +634,12 @@ def operations(events: Events, ended: bool) -> Iterator[Finding]:
             yield lone("first", said, calls[0], absent[0], events)
         else:
             yield from unmatched(group, own, events, ended)
+
+
+def first_of(own: list[Operation], by_gloo: set[tuple[Group, int]]) -> Operation | None:
+    """The first operation of a rank over a group that is NCCL's on a GPU job."""
+    carried = {id(event) for key, event in numbers(own) if key in by_gloo}
+    return next((e for e in own if not e.on_cpu and id(e) not in carried), None)
 
 
 def unmatched(group: Group, own: Events, events: Events, ended: bool) -> Iterator[Finding]:

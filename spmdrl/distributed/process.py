@@ -41,6 +41,11 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+# What torch's NCCL groups read when they are made; a value of the user's wins. Where a rank has
+# died torch's watchdog of NCCL would end the others with SIGABRT, before they hear which rank it was
+# and why. Ours ends them (faults/watchdog.py), also a rank that hangs in a driver.
+NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGE_BYTES = 1 << 20
 HEAP_BYTES = 6 << 20  # of a tensor that still comes from malloc's heap while steps run
@@ -55,7 +60,7 @@ def local_neighbour() -> int | None:
 
 
 def prepare_environment() -> None:
-    for name, value in ENGINE_ENV.items():
+    for name, value in (ENGINE_ENV | NCCL_ENV).items():
         os.environ.setdefault(name, value)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks must not outlive a torchrun that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

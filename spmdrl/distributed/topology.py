@@ -141,6 +141,14 @@ class Topology:
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.control)
         return int(lowest)
 
+    def connect(self) -> None:
+        """Has the ranks of `group` make its communicator for tensors of the device. Collective.
+
+        NCCL makes it at the group's first operation, which all its ranks have to call: a batch of
+        sends and receives among some of them may not come first.
+        """
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
     def has_axis(self, name: str) -> bool:
         return name in (self.mesh.mesh_dim_names or ())
 

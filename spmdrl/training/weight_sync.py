@@ -135,6 +135,7 @@ class WeightSync:
 
     def make_transfers(self) -> None:
         """Collective over the ranks of both roles."""
+        self.topology.connect()  # some ranks may have nothing to send or to receive
         control = self.topology.control
         weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in weights}

@@ -78,6 +78,22 @@ def batch_of_two(topology):
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def connected_batch(topology):
+    """The same after Topology.connect."""
+    three = Topology.build(topology.device, range(3), dp=-1)
+    three.connect()
+    exchanged = torch.zeros(1)
+    if dist.get_rank() < 2:
+        other = 1 - dist.get_rank()
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, torch.ones(1), other, three.group),
+            dist.P2POp(dist.irecv, exchanged, other, three.group),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+    return float(exchanged)
+
+
 def two_dtypes(topology):
     """Of one size, which is all that gloo looks at."""
     dtype = torch.float32 if dist.get_rank() == 0 else torch.int32
@@ -146,6 +162,7 @@ def test_a_broken_rule_is_found(case, monkeypatch):
 
 def test_a_lawful_run_passes():
     assert run_ranks(2, lawful, timeout_s=30) == [0, 1]
+    assert run_ranks(3, connected_batch, timeout_s=30) == [1.0, 1.0, 0.0]
 
 
 # ---- our own runs
