@@ -233,8 +233,9 @@ def sampler_of(
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.training.build import build_dialogue, build_reward_model, reward_degrees
+    from spmdrl.training.build import build_dialogue, build_reward_model
     from spmdrl.training.roles import Sampler
+    from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_tokens

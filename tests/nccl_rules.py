@@ -60,6 +60,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import combinations, count, zip_longest
@@ -261,6 +262,17 @@ def install() -> None:
     watch_batches(recorder)
     for name in (*COLLECTIVES, *POINT_TO_POINT):
         watch_method(recorder, name)
+
+
+@contextmanager
+def watched_groups(recorder: Recorder) -> Iterator[None]:
+    """Meanwhile groups are written down, in a process that goes on to do other things."""
+    make = c10d._new_process_group_helper
+    watch_groups(recorder)
+    try:
+        yield
+    finally:
+        c10d._new_process_group_helper = make
 
 
 def watch_groups(recorder: Recorder) -> None:

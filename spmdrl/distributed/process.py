@@ -41,8 +41,8 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# What torch's NCCL groups read when they are made; a value of the user's wins. Where a rank has
-# died torch's watchdog of NCCL would end the others with SIGABRT, before they hear which rank it was
+# Read by torch's NCCL groups when they are made; a value of the user's wins. Where a rank has died
+# torch's watchdog of NCCL would end the others with SIGABRT, before they hear which rank it was
 # and why. Ours ends them (faults/watchdog.py), also a rank that hangs in a driver.
 NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 

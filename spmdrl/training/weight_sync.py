@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -96,20 +95,18 @@ class WeightSync:
         rollout_topology: Topology,
         dtype: str,
         config: WeightsConfig,
-        place: Callable[..., Topology] | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        """Collective over the job. actor and rollout: None outside their topologies. place: makes
-        topologies, by default of torch.distributed's own group.
+        """Collective over the job. actor and rollout: None outside their topologies. topology: of
+        the ranks of both; None: it is made.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
-        both = sorted({*actor_topology.ranks, *rollout_topology.ranks})
-        if place is None:
-            place = partial(Topology.build, device)
-        self.topology = place(tuple(both), dp=-1)
+        both = {*actor_topology.ranks, *rollout_topology.ranks}
+        self.topology = topology or Topology.build(device, tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.adapter_apart = config.lora == "adapter"
