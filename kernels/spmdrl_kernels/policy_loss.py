@@ -68,9 +68,9 @@ class Inputs:
     old_logprobs: Tensor | None = None  # None: those of the policy at hand
     ref_logprobs: Tensor | None = None
     policy_weights: Tensor | None = None  # None: 1
-    kept: Tensor | None = None  # None: the mask
+    kept_mask: Tensor | None = None  # None: the mask
     nll_weights: Tensor | None = None
-    selected: Tensor | None = None
+    selected_mask: Tensor | None = None
 
     def of_tokens(self) -> dict[str, Tensor | None]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cu_seqlens"}
@@ -91,7 +91,7 @@ def policy_loss(
     from spmdrl_kernels import policy_loss_triton
 
     assert terms.kl_coef == 0 or inputs.ref_logprobs is not None
-    assert terms.loss not in ("clip_cov", "kl_cov") or inputs.selected is not None
+    assert terms.loss not in ("clip_cov", "kl_cov") or inputs.selected_mask is not None
     loss, totals = policy_loss_triton.loss_and_totals(logprobs, entropy, inputs, terms)
     by_name = dict(zip(TOTALS, totals.unbind(), strict=True))
     return loss, {name: by_name[name] for name in reported(terms, inputs)}

@@ -107,10 +107,10 @@ def clip_cov(
     Selected are cov_fraction of the mini-batch's tokens, drawn from those with a covariance between
     cov_low and cov_high (algo/selection.py). Source: arXiv 2505.22617.
     """
-    assert mb.selected is not None
+    assert mb.selected_mask is not None
     ratio = ratio_of(logprobs, old_logprobs)
     loss, metrics = clipped_surrogate(ratio, advantages_of(mb), clip_low, clip_high)
-    return loss * (1 - mb.selected), {**metrics, "cov_fraction": mb.selected}
+    return loss * (1 - mb.selected_mask), {**metrics, "cov_fraction": mb.selected_mask}
 
 
 def kl_cov(
@@ -121,11 +121,11 @@ def kl_cov(
 
     algo/selection.py selects them. Source: arXiv 2505.22617.
     """
-    assert mb.selected is not None
+    assert mb.selected_mask is not None
     log_ratio = logprobs - old_logprobs
     loss = -advantages_of(mb) * bounded_exp(log_ratio)
-    penalty = cov_kl_coef * log_ratio.abs() * mb.selected
-    return loss + penalty, {"cov_fraction": mb.selected}
+    penalty = cov_kl_coef * log_ratio.abs() * mb.selected_mask
+    return loss + penalty, {"cov_fraction": mb.selected_mask}
 
 
 def geo_mean(
@@ -189,7 +189,7 @@ def sppo(
 
     Source: SPPO, arXiv 2405.00675, with beta = 1 / eta and the whole divided by eta^2.
     """
-    log_ratio = segment_sum((logprobs - old_logprobs) * kept_mask(mb), mb.seq_lens)
+    log_ratio = segment_sum((logprobs - old_logprobs) * trained_mask(mb), mb.seq_lens)
     target = sequence_mean(advantages_of(mb), mb)
     return (beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
 
@@ -234,14 +234,14 @@ def trust_region(
 
 def sequence_mean(values: Tensor, mb: Batch) -> Tensor:
     """(num_tokens,): the mean over the tokens of each token's sequence that are trained on."""
-    mask = kept_mask(mb)
+    mask = trained_mask(mb)
     sums, counts = segment_sum(values * mask, mb.seq_lens), segment_sum(mask, mb.seq_lens)
     return segment_expand(sums / counts.clamp(min=1), mb.seq_lens)
 
 
-def kept_mask(mb: Batch) -> Tensor:
+def trained_mask(mb: Batch) -> Tensor:
     """(num_tokens,): the loss mask, less what a rollout correction rejected."""
-    return mb.loss_mask if mb.kept is None else mb.kept
+    return mb.loss_mask if mb.kept_mask is None else mb.kept_mask
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -327,9 +327,9 @@ class PolicyLoss:
     # one term per sequence, with one advantage and one weight: nothing may choose single tokens
     of_sequences: bool = False
     has_ratio: bool = True  # False: the gradient of log pi itself; a correction then weighs it
-    # acts on tokens that are chosen over the mini-batch before each update (Batch.selected): those
-    # of the highest covariance, or some drawn from those between cov_low and cov_high. The function
-    # then has the options of SELECTION_OPTIONS
+    # acts on tokens that are chosen over the mini-batch before each update (Batch.selected_mask):
+    # those of the highest covariance, or some drawn from those between cov_low and cov_high. The
+    # function then has the options of SELECTION_OPTIONS
     selects: Literal["highest", "drawn"] | None = None
 
     def __post_init__(self) -> None:

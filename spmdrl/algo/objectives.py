@@ -64,8 +64,8 @@ def policy_objective(
             metrics |= rollout_difference(ours, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
                 metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
-            if algo.correction.bypass and mb.kept is not None and weights is not None:
-                metrics |= {"rejected": 1 - mb.kept, "correction_weight": weights}
+            if algo.correction.bypass and mb.kept_mask is not None and weights is not None:
+                metrics |= {"rejected": 1 - mb.kept_mask, "correction_weight": weights}
             sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
@@ -102,7 +102,7 @@ def kernel_inputs(mb: Batch, weights: Tensor | None) -> policy_loss.Inputs:
     assert mb.advantages is not None and mb.loss_weights is not None
     return policy_loss.Inputs(
         mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, mb.cu_seqlens,
-        mb.old_logprobs, mb.ref_logprobs, weights, mb.kept, mb.nll_weights, mb.selected,
+        mb.old_logprobs, mb.ref_logprobs, weights, mb.kept_mask, mb.nll_weights, mb.selected_mask,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, T
     weights = keep
     if algo.correction.level != "off":
         weights = keep * correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
-    return replace(mb, kept=keep), weights
+    return replace(mb, kept_mask=keep), weights
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

@@ -45,9 +45,11 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool
         [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
     )
     batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
-    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
+    batch.greedy_rewards = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
     table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
-    batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
+    batch.reward_components = torch.tensor(table, dtype=torch.float64).reshape(
+        len(samples), len(keys)
+    )
     if per_turn:
         by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
@@ -86,8 +88,8 @@ def empty_batch(
         prompts=torch.full((num_seqs,), -1),
         rewards=torch.zeros(num_seqs, dtype=torch.float64),
         valid=torch.zeros(num_seqs),
-        greedy=torch.zeros(num_seqs, dtype=torch.float64),
-        keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
+        greedy_rewards=torch.zeros(num_seqs, dtype=torch.float64),
+        reward_components=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
         policy_version=torch.zeros(tokens["policy_version"], dtype=torch.int64),
         turn_rewards=(
             torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None

@@ -46,7 +46,7 @@ def broadcast_batch(
         part = row[start:end].clone()  # so that it lies where its dtype may lie
         found[h.name] = part.view(h.dtype).view(h.shape)
         start = end
-    received = empty_batch(found["cu_seqlens"].diff(), found["keys"].shape[1])
+    received = empty_batch(found["cu_seqlens"].diff(), found["reward_components"].shape[1])
     for name, tensor in found.items():
         setattr(received, name, tensor)
     return received

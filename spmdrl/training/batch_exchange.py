@@ -171,14 +171,14 @@ def receive_batch(
 
 def seq_floats(batch: Batch) -> Tensor:
     """(num_seqs, SEQ_FLOATS + num_keys) float64: what it has beside its address and tokens."""
-    columns = [batch.rewards, batch.valid.double(), batch.greedy, batch.prompts.double()]
-    return torch.cat([torch.stack(columns, dim=1), batch.keys], dim=1)
+    columns = [batch.rewards, batch.valid.double(), batch.greedy_rewards, batch.prompts.double()]
+    return torch.cat([torch.stack(columns, dim=1), batch.reward_components], dim=1)
 
 
 def set_seq_floats(batch: Batch, values: Tensor) -> None:
     """Sets the fields that `seq_floats` has packed into columns."""
-    batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
-    batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
+    batch.rewards, batch.greedy_rewards = values[:, 0].contiguous(), values[:, 2].contiguous()
+    batch.valid, batch.reward_components = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
     batch.prompts = values[:, 3].long()
 
 

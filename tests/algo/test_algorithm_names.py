@@ -178,8 +178,8 @@ def run_example(algo):
     lengths = segment_sum(batch.loss_mask, batch.seq_lens).double()
     outcomes = advantages.Outcomes(
         groups=batch.groups, scores=batch.rewards.double(), valid=batch.valid.double(),
-        lengths=lengths, greedy=torch.zeros(n).double(), keys=torch.zeros(n, 0).double(),
-        process=torch.zeros(n).double(),
+        lengths=lengths, greedy_rewards=torch.zeros(n).double(),
+        reward_components=torch.zeros(n, 0).double(), process=torch.zeros(n).double(),
     )  # fmt: skip
     rewards = advantages.token_rewards(
         batch.rewards, batch.loss_mask, batch.seq_lens, torch.zeros_like(batch.loss_mask)

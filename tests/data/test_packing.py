@@ -55,7 +55,7 @@ def test_rewards_by_key():
     both, plain, bad = sample(0, 0, 1, 1), sample(0, 1, 1, 1), sample(0, 2, 1, 1, invalid="boom")
     both.reward_info = {"format": 0.25}
     batch = pack_samples([both, plain, bad], ["format", "score"])
-    assert batch.keys.tolist() == [[0.25, 1.5], [0.0, 1.5], [0.0, 0.0]]
+    assert batch.reward_components.tolist() == [[0.25, 1.5], [0.0, 1.5], [0.0, 0.0]]
     check_reward_keys([both, plain, bad], ("format", "score"))
     assert (both.invalid, bad.invalid) == (None, "boom")
     assert "asks for ['format'], the reward function gave ['score']" in plain.invalid

@@ -141,12 +141,12 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
         "every sample advantage 0; use n of 2 or more",
     )
     require(
-        not estimator.greedy or config.rollout.greedy_baseline,
+        not estimator.needs_greedy or config.rollout.greedy_baseline,
         f"algo.advantage={name} needs the greedy answer to each prompt: set "
         "rollout.greedy_baseline=True",
     )
     require(
-        estimator.greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
+        estimator.needs_greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
         f"rollout.greedy_baseline is set, but algo.advantage={name} has no use for it (remax has)",
     )
     require(
