@@ -196,11 +196,13 @@ def span(batch: Batch, first: int, end: int) -> Batch:
 # ---- the deal itself, for ranks that train and did not sample
 
 
-def send_deal(deal: BatchAssignment, facts: dict[str, Any], to: Ranks, post: P2PChannel) -> None:
-    """Called on one rank. facts: JSON-able, a few numbers."""
+def send_deal(
+    deal: BatchAssignment, step_info: dict[str, Any], to: Ranks, post: P2PChannel
+) -> None:
+    """Called on one rank. step_info: JSON-able, a few numbers."""
     columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
     table = torch.stack([*columns, *deal.owners.values()], dim=1)
-    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(step_info).encode()), dtype=torch.uint8)
     sizes = torch.tensor([len(table), deal.num_minis, len(text)])
     for rank in to:
         post.send(sizes, rank)
@@ -219,11 +221,11 @@ def receive_deal(
         return place
 
     num_seqs, num_minis, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
-    facts = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
+    step_info = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
     table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
     groups, indices, seq_lens, makers, minis, *owners = (c.contiguous() for c in table.unbind(1))
     by_role = dict(zip(roles, owners, strict=True))
-    return BatchAssignment(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
+    return BatchAssignment(groups, indices, seq_lens, makers, minis, by_role, num_minis), step_info
 
 
 # ---- what one role says of the tokens, to another

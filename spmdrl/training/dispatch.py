@@ -121,12 +121,12 @@ def assign_and_pack(
     """
     algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
     metrics = sample_metrics(
-        rollout.asked, sampling, penalised=algo.overlong_buffer > 0,
+        rollout.all_samples, sampling, penalised=algo.overlong_buffer > 0,
         replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
-    check_invalid(rollout.asked, roles.config.rewards, sampling)
+    check_invalid(rollout.all_samples, roles.config.rewards, sampling)
     if estimator_of(algo).groups:
-        equal = rollout.num_equal / max(rollout.num_asked, 1)
+        equal = rollout.num_equal / max(rollout.num_sampled, 1)
         metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = rollout.rounds
