@@ -4,7 +4,7 @@ One that looks at outcomes sees one row per sample of the whole step, from all r
 (the samples of one prompt) may be spread over ranks: f(outcomes, *, options) -> (n,) float64, a
 number for all tokens of a sample. One that looks at tokens sees this rank's packed tokens, and all
 outcomes: f(tokens, *, options) -> (num_tokens,) float32. The options are what algo.advantage_args
-may set, see arguments.py.
+may set, see options.py.
 
 R is the reward of a sample (less its KL penalty where that belongs to the reward), g its group,
 mu_g and sigma_g the mean and unbiased standard deviation over the group's valid samples. An invalid
@@ -23,7 +23,7 @@ import torch
 from spmdrl_kernels import scan
 from torch import Tensor
 
-from spmdrl.algo.arguments import Positive, UnitInterval, arguments_of, given_arguments
+from spmdrl.algo.options import Positive, UnitInterval, given_options, option_values
 from spmdrl.config import AlgoConfig
 from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
 
@@ -408,17 +408,17 @@ def estimator_of(algo: AlgoConfig) -> Estimator:
 def advantage_of(algo: AlgoConfig) -> Callable[[Any], Any]:
     """Returns the estimator as f(outcomes) or f(tokens), with the options of the config."""
     function = estimator_of(algo).function
-    return partial(function, **given_arguments(function, algo.advantage_args))
+    return partial(function, **given_options(function, algo.advantage_args))
 
 
-def advantage_arguments(algo: AlgoConfig) -> dict[str, Any]:
+def advantage_options(algo: AlgoConfig) -> dict[str, Any]:
     """Returns the value of every option of the config's estimator."""
-    return arguments_of(estimator_of(algo).function, algo.advantage_args)
+    return option_values(estimator_of(algo).function, algo.advantage_args)
 
 
 def reward_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
     """Returns which values of the reward function the estimator reads, in the order of
     Outcomes.reward_components; none where it has no option `reward_keys` that maps them to weights.
     """
-    keys = advantage_arguments(algo).get("reward_keys")
+    keys = advantage_options(algo).get("reward_keys")
     return tuple(keys) if isinstance(keys, Mapping) else ()

@@ -3,7 +3,7 @@
 Every policy loss is f(logprobs, old_logprobs, mb, *, options) -> (losses, metrics). logprobs carry
 the gradient; mb has the advantages A, the mask, the sequence lengths; losses is (num_tokens,),
 metrics are (num_tokens,) without gradient. r = exp(logprobs - old_logprobs). The options are what
-algo.loss_args may set, see arguments.py; low and high are clip_low and clip_high. A loss of whole
+algo.loss_args may set, see options.py; low and high are clip_low and clip_high. A loss of whole
 sequences stands on every token of its sequence, which `seq_mean_token_mean` makes one term per
 sequence. `POLICY_LOSSES` at the end is all of them; algo.policy_loss may also be a function of
 yours.
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.algo.arguments import (
+from spmdrl.algo.options import (
     AboveOne,
     BelowOne,
     Fraction,
     Positive,
-    arguments_of,
-    given_arguments,
+    given_options,
+    option_values,
 )
 from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
@@ -375,12 +375,12 @@ def loss_of(algo: AlgoConfig) -> PolicyLoss:
 def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
     """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config."""
     function = loss_of(algo).function
-    return partial(function, **given_arguments(function, algo.loss_args))
+    return partial(function, **given_options(function, algo.loss_args))
 
 
-def loss_arguments(algo: AlgoConfig) -> dict[str, Any]:
+def loss_options(algo: AlgoConfig) -> dict[str, Any]:
     """Returns the value of every option of the config's policy loss."""
-    return arguments_of(loss_of(algo).function, algo.loss_args)
+    return option_values(loss_of(algo).function, algo.loss_args)
 
 
 def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:

@@ -14,10 +14,10 @@ import torch
 from spmdrl_kernels import policy_loss
 from torch import Tensor
 
-from spmdrl.algo.advantages import PRIME_BETA, advantage_arguments, estimator_of, prime
+from spmdrl.algo.advantages import PRIME_BETA, advantage_options, estimator_of, prime
 from spmdrl.algo.correction import correction_weights, rejection_keep
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
-from spmdrl.algo.losses import loss_arguments, loss_of, policy_loss_of, value_loss
+from spmdrl.algo.losses import loss_of, loss_options, policy_loss_of, value_loss
 from spmdrl.config import AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
@@ -85,7 +85,7 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> polic
     loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
     if loss not in policy_loss.CONSTANTS:
         return None
-    options = loss_arguments(algo)
+    options = loss_options(algo)
     return policy_loss.Terms(
         loss=loss,
         constants=tuple(options[name] for name in policy_loss.CONSTANTS[loss]),
@@ -213,7 +213,7 @@ def prm_objective(
     advantage='prime'.
     """
     is_prime = estimator_of(algo).function is prime
-    beta = advantage_arguments(algo)["beta"] if is_prime else PRIME_BETA
+    beta = advantage_options(algo)["beta"] if is_prime else PRIME_BETA
 
     def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         assert mb.ref_logprobs is not None and mb.loss_weights is not None

@@ -34,9 +34,9 @@ from spmdrl.algo.correction import (
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
-    loss_arguments,
     loss_counts,
     loss_of,
+    loss_options,
     loss_weights,
     seq_mean_token_mean,
     trained_mask,
@@ -344,7 +344,7 @@ def select_tokens(
     """
     assert batch.advantages is not None and batch.old_logprobs is not None
     algo, mask = config.algo, trained_mask(batch)
-    options = loss_arguments(algo)
+    options = loss_options(algo)
     moments = covariance_moments(logprobs, batch.advantages, mask)
     covariance = covariances(logprobs, batch.advantages, mask, summed(moments, topology))
     count = max(int(options["cov_fraction"] * float(moments[0])), 1)

@@ -12,8 +12,8 @@ from golden_batches import batch_of, random_trajectories
 
 from spmdrl import config as names
 from spmdrl.algo import advantages, correction, kl, losses, selection
-from spmdrl.algo.arguments import options_of
 from spmdrl.algo.objectives import policy_objective
+from spmdrl.algo.options import options_of
 from spmdrl.cli.arguments import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
 from spmdrl.training.checks.algorithms import check_algo

@@ -7,11 +7,11 @@ import torch
 from spmdrl_kernels import policy_loss
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
-from spmdrl.algo.arguments import options_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.kl import ESTIMATORS
 from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, loss_counts, loss_weights
 from spmdrl.algo.objectives import kernel_terms, policy_objective
+from spmdrl.algo.options import options_of
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import segment_expand

@@ -12,9 +12,9 @@ from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_arguments, loss_of
+from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
-from spmdrl.training.checks.arguments import check_arguments, is_number, shown
+from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
 Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
@@ -56,7 +56,7 @@ READERS: Readers = {
 def check_algo(config: PpoConfig) -> None:
     """Raises ConfigError with the options, their values and the remedy."""
     algo = config.algo
-    check_arguments(algo)
+    check_all_options(algo)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
@@ -202,7 +202,7 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
 
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
-    name, loss, options = algo.policy_loss, loss_of(algo), loss_arguments(algo)
+    name, loss, options = algo.policy_loss, loss_of(algo), loss_options(algo)
     if loss.of_sequences:
         chosen = aggregation_of(algo)
         require(
