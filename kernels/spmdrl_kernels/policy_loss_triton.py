@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmdrl_kernels.policy_loss import NUM_MAXIMA, OF_SEQUENCES, TOTALS, Inputs, Terms, numbers_of
+from spmdrl_kernels.policy_loss_terms import (
+    NUM_MAXIMA,
+    OF_SEQUENCES,
+    TOTALS,
+    Inputs,
+    Terms,
+    numbers_of,
+)
 
 OF_A_SEQUENCE = ("logprobs", "old_logprobs", "advantages", "mask", "kept_mask", "loss_weights",
                  "policy_weights")  # fmt: skip
@@ -200,7 +207,7 @@ def _trust_region(logprobs, old, ratio, distance, advantages, low, high, cap):  
 def _local_loss(logprobs, old, advantages, selected, a, b, c, LOSS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Losses that look at one token: value, derivative, clipped, clipped at the dual bound.
 
-    a, b, c: the constants of the loss, see `policy_loss.numbers_of`.
+    a, b, c: the constants of the loss, see `policy_loss_terms.numbers_of`.
     """
     x = logprobs - old
     none = tl.zeros(x.shape, tl.float64)

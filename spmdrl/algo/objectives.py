@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from spmdrl_kernels import policy_loss
+from spmdrl_kernels.policy_loss_terms import ALIASES, CONSTANTS, Inputs, Terms
 from torch import Tensor
 
 from spmdrl.algo.advantages import PRIME_BETA, advantage_options, estimator_of, prime
@@ -74,7 +75,7 @@ def policy_objective(
     return objective
 
 
-def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
+def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> Terms | None:
     """Returns what spmdrl_kernels.policy_loss is asked for; None where it does not do it: a loss
     that it has not got, a function of the user's, a KL that is cut.
     """
@@ -82,13 +83,13 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> polic
         return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
         return None
-    loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
-    if loss not in policy_loss.CONSTANTS:
+    loss = ALIASES.get(algo.policy_loss, algo.policy_loss)
+    if loss not in CONSTANTS:
         return None
     options = loss_options(algo)
-    return policy_loss.Terms(
+    return Terms(
         loss=loss,
-        constants=tuple(options[name] for name in policy_loss.CONSTANTS[loss]),
+        constants=tuple(options[name] for name in CONSTANTS[loss]),
         kl=algo.kl_estimator,
         kl_coef=kl_coef if algo.kl_in == "loss" else 0.0,
         entropy_coef=entropy_coef,
@@ -97,10 +98,10 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> polic
     )
 
 
-def kernel_inputs(mb: Batch, weights: Tensor | None) -> policy_loss.Inputs:
+def kernel_inputs(mb: Batch, weights: Tensor | None) -> Inputs:
     """weights: of the policy loss, (num_tokens,)."""
     assert mb.advantages is not None and mb.loss_weights is not None
-    return policy_loss.Inputs(
+    return Inputs(
         mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, mb.cu_seqlens,
         mb.old_logprobs, mb.ref_logprobs, weights, mb.kept_mask, mb.nll_weights, mb.selected_mask,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from spmdrl_kernels import policy_loss
+from spmdrl_kernels.policy_loss_terms import ALIASES, CONSTANTS, KL_ESTIMATORS
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
 from spmdrl.algo.correction import TESTS
@@ -24,9 +25,7 @@ SETTINGS = {
     "ppo": {"dual_clip": 1.4}, "gspo": {"clip_low": 0.03, "clip_high": 0.05},
     "dro": {"beta": 0.7}, "sppo": {"beta": 0.4}, "kl_cov": {"cov_kl_coef": 0.7},
 }  # fmt: skip
-NAMES = sorted(
-    name for name in POLICY_LOSSES if policy_loss.ALIASES.get(name, name) in policy_loss.CONSTANTS
-)
+NAMES = sorted(name for name in POLICY_LOSSES if ALIASES.get(name, name) in CONSTANTS)
 KLS = sorted(ESTIMATORS)
 
 
@@ -118,11 +117,11 @@ else:
         torch.use_deterministic_algorithms(False)
 
     def test_every_loss_estimator_and_constant_has_its_place():
-        assert set(KLS) == policy_loss.KL_ESTIMATORS
-        known = set(policy_loss.CONSTANTS)
-        assert known == {policy_loss.ALIASES.get(name, name) for name in NAMES}
+        assert set(KLS) == KL_ESTIMATORS
+        known = set(CONSTANTS)
+        assert known == {ALIASES.get(name, name) for name in NAMES}
         for name in NAMES:
-            constants = policy_loss.CONSTANTS[policy_loss.ALIASES.get(name, name)]
+            constants = CONSTANTS[ALIASES.get(name, name)]
             assert set(constants) <= set(options_of(POLICY_LOSSES[name].function))
 
     @pytest.mark.parametrize("kl", KLS)
