@@ -10,7 +10,7 @@ from typing import Any
 
 import fire
 
-from spmdrl.cli.arguments import arguments
+from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.env import before_torch
@@ -38,7 +38,7 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl_kernels import fp8, switch
-from spmdrl_kernels.torch_compat import copy_tensors_
+from spmdrl_kernels.copies_common import Offset, check_shapes, plain_copies
 
 
 def on_triton(*tensors: Tensor) -> bool:
@@ -58,33 +58,11 @@ class Copies:
         self.table.run(to, source)
 
 
-def plain_copies(
-    to: Sequence[Tensor], source: Sequence[Tensor], via: torch.dtype | None = None
-) -> None:
-    """The reference; shapes are the caller's to check."""
-    if to:
-        copy_tensors_(
-            list(to),
-            [
-                s if via is None or via in (s.dtype, t.dtype) else s.to(via)
-                for t, s in zip(to, source, strict=True)
-            ],
-        )
-
-
-def check_shapes(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    if len(to) != len(source):
-        raise ValueError(f"{len(source)} tensors are to be copied into {len(to)}")
-    for t, s in zip(to, source, strict=True):
-        if t.shape != s.shape:
-            raise ValueError(f"a tensor of shape {tuple(s.shape)} does not fit {tuple(t.shape)}")
-
-
 class Part(NamedTuple):
     """Of a matrix in FP8 whose scales are known."""
 
     tensor: Tensor  # (rows, columns) float
-    first: fp8.Offset  # in the matrix
+    first: Offset  # in the matrix
     scale_inv: Tensor  # of all blocks of the matrix, float32
 
     def quantize(self, to: Tensor) -> None:

@@ -18,10 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from spmdrl_kernels.copies import check_shapes, plain_copies
+from spmdrl_kernels.copies_common import FP8_BLOCK, Offset, check_shapes, plain_copies
 from spmdrl_kernels.copies_kernels import block_kernel, copy_kernel, rows_kernel
-from spmdrl_kernels.fp8 import BLOCK as FP8_BLOCK
-from spmdrl_kernels.fp8 import Offset
 
 BLOCK = 4096  # elements of a tile
 NO_END = 1 << 30  # columns of a box of one row; larger ones are divided

@@ -125,7 +125,7 @@ def dry_flags(dry_run: Any, ranks: Any, show_config: Any) -> Dry:
     return dry
 
 
-def arguments(
+def read_arguments(
     kind: type[R], config: str, dry_run: Any, ranks: Any, show_config: Any,
     overrides: Mapping[str, Any],
 ) -> tuple[R, Dry]:  # fmt: skip

@@ -103,13 +103,13 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:  # noqa: BLE001  raised again below
         failure = error
-    told = gather_objects((failure is None, result), group)
+    outcomes = gather_objects((failure is None, result), group)
     if failure is not None:
         raise failure
-    failed = [rank for rank, (worked, _) in enumerate(told) if not worked]
+    failed = [rank for rank, (worked, _) in enumerate(outcomes) if not worked]
     if failed:
         raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
-    return [result for _, result in told]
+    return [result for _, result in outcomes]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -126,6 +126,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
         pickle.loads(found[: int(size)].numpy().tobytes())
         for found, size in zip(rows, sizes, strict=True)
     ]
+
+
+def broadcast_object(
+    value: Any, group: dist.ProcessGroup, source: int = 0, device: torch.device | None = None
+) -> Any:
+    """Returns the value that the group's rank number `source` gives, on every rank. Collective.
+
+    device: where the group's tensors can travel; None: on the CPU of a gloo group.
+    """
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source, device=device)
+    return values[0]
 
 
 def level_group_count(group: dist.ProcessGroup | None = None) -> None:

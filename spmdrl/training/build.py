@@ -52,11 +52,10 @@ class RlRun:
     roles: Roles
     prompts: PromptDataset
     held_out: list[tuple[int, Prompt]]  # the same on every rank
-    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
+    order: PromptOrder  # moves on the ranks that sample; step_info tells the others where
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-    asked: StepRequests | None = (
-        None  # of the next step, where it is asked while this one is scored
-    )
+    # of the next step, where its sampling begins while this one is scored
+    next_requests: StepRequests | None = None
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
-from spmdrl.weights.plan import Weight, describe, make_plan
+from spmdrl.weights.plan import Weight, describe, make_transfer_plan
 from spmdrl.weights.shards import Derived, Shards, agree_on_shards, derived_of, lying, rounds_of
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
@@ -208,7 +208,7 @@ class WeightSync:
         regions = [[(number[n], box) for n, box in mine if n in number] for mine in found]
         of_names = zip(layout.regions, layout.places, strict=True)
         places = [place for (name, _), place in of_names if name in number]
-        plan = make_plan(
+        plan = make_transfer_plan(
             dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
         )
         fp8 = dtype == torch.uint8

@@ -153,7 +153,7 @@ def compile_copies(module) -> None:
 
 def compile_policy_losses(loss_and_totals, zeros, cu_seqlens) -> None:
     """With everything there is, with as little as possible, of sequences."""
-    from spmdrl_kernels.policy_loss import Inputs, Terms
+    from spmdrl_kernels.policy_loss_terms import Inputs, Terms
 
     least, most = Inputs(*[zeros] * 4, cu_seqlens), Inputs(*[zeros] * 4, cu_seqlens, *[zeros] * 6)
     for inputs, terms in [

@@ -219,7 +219,7 @@ def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, modul
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "sampler"])
-def test_a_killed_rank_ends_the_others_as_its_own_story(folder, rank):
+def test_a_killed_rank_ends_the_others_with_its_own_failure(folder, rank):
     """Also where another only feels it, in a phase that it shares with nobody who is gone."""
     proc = start(
         folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",

@@ -62,8 +62,8 @@ def stage(
     """
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
-    state = {**facts, "content_metadata": kept}
+    common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
@@ -105,8 +105,8 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        facts = read_plain(Path(folder, COMMON))
-        config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
+        common = read_plain(Path(folder, COMMON))
+        config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():

@@ -12,9 +12,9 @@ from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_arguments, loss_of
+from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
-from spmdrl.training.checks.arguments import check_arguments, is_number, shown
+from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
 Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
@@ -56,7 +56,7 @@ READERS: Readers = {
 def check_algo(config: PpoConfig) -> None:
     """Raises ConfigError with the options, their values and the remedy."""
     algo = config.algo
-    check_arguments(algo)
+    check_all_options(algo)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
@@ -141,12 +141,12 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
         "every sample advantage 0; use n of 2 or more",
     )
     require(
-        not estimator.greedy or config.rollout.greedy_baseline,
+        not estimator.needs_greedy or config.rollout.greedy_baseline,
         f"algo.advantage={name} needs the greedy answer to each prompt: set "
         "rollout.greedy_baseline=True",
     )
     require(
-        estimator.greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
+        estimator.needs_greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
         f"rollout.greedy_baseline is set, but algo.advantage={name} has no use for it (remax has)",
     )
     require(
@@ -202,7 +202,7 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
 
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
-    name, loss, options = algo.policy_loss, loss_of(algo), loss_arguments(algo)
+    name, loss, options = algo.policy_loss, loss_of(algo), loss_options(algo)
     if loss.of_sequences:
         chosen = aggregation_of(algo)
         require(
