@@ -10,7 +10,7 @@ import pytest
 from fault_script import FAULT, LIMIT_S
 from programs import CONFIG, finish, metrics_of, pids_of, start, train, wait_for, write_task
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 # every role: critic, reference, two mini-batches, an evaluation after every step
 ALL_ROLES = CONFIG.replace("    eval_every=0,\n", "    eval_every=1,\n").replace(

@@ -16,7 +16,7 @@ from spmdrl.config import (
     TrainConfig,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
 
 def host_updates_on(topology, cases, model, folder):
