@@ -40,7 +40,7 @@ class Topology:
     sharding: DeviceMesh | None = None
     # the groups of the axes and of these ranks, for other arrangements of the same ranks; the same
     # keys on every rank of the job
-    groups: Groups = field(default_factory=dict, repr=False)
+    groups: Groups = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
