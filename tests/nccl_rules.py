@@ -39,7 +39,7 @@ What a CPU run does not show is read from the source of the caller. A group that
 a literal, there or where that function is called, is gloo on GPUs too; one that is given a variable
 has gloo for CPU tensors and NCCL for those of GPUs, as in topology.group_of; any other has its
 parent's backends. A
-tensor counts as a CPU tensor where the function that calls the collective assigns it from
+tensor counts as a CPU tensor where the function that calls the collective assigned it last from
 torch.zeros or the like without `device`, or from `.cpu()`; any other counts as a device's. So a CPU
 tensor that comes from elsewhere is not found by "CPU tensor", and is held to "order" though gloo
 carries it. Of an operation whose tensor one rank makes on the CPU all ranks' are CPU tensors. So
@@ -428,22 +428,31 @@ def calls_of(file: str) -> dict[tuple[Any, ...], ast.Call]:
 
 
 def made_on_cpu(frame: FrameType, tensor: torch.Tensor) -> bool:
-    """Whether the function makes the tensor without a device, by what it assigns to its names."""
+    """Whether the function makes the tensor without a device, by what it assigned last, above the
+    line of the call, to one of its names.
+    """
     code = frame.f_code
-    made = cpu_names(code.co_filename, code.co_firstlineno)
-    return any(frame.f_locals.get(name) is tensor for name in made)
+    for name, assigned in assignments(code.co_filename, code.co_firstlineno).items():
+        above = [on_cpu for line, on_cpu in assigned if line <= frame.f_lineno]
+        if above and above[-1] and frame.f_locals.get(name) is tensor:
+            return True
+    return False
 
 
 @lru_cache(None)
-def cpu_names(file: str, line: int) -> frozenset[str]:
-    """Names to which the function at this line assigns tensors that it makes on the CPU."""
-    names = set()
+def assignments(file: str, line: int) -> dict[str, list[tuple[int, bool]]]:
+    """By name: the lines where the function at this line assigns to it, and whether a tensor that
+    it makes on the CPU.
+    """
+    found: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.FunctionDef) and starts_at(node) == line:
             for part in ast.walk(node):
-                if isinstance(part, ast.Assign) and makes_on_cpu(part.value):
-                    names.update(t.id for t in part.targets if isinstance(t, ast.Name))
-    return frozenset(names)
+                if isinstance(part, ast.Assign):
+                    names = [t.id for t in part.targets if isinstance(t, ast.Name)]
+                    for name in names:
+                        found[name].append((part.lineno, makes_on_cpu(part.value)))
+    return {name: sorted(lines) for name, lines in found.items()}
 
 
 def starts_at(function: ast.FunctionDef) -> int:
