@@ -10,6 +10,7 @@ from typing import Any
 
 import fire
 
+from spmdrl.algo.option_help import option_lines
 from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, PpoConfig
@@ -32,7 +33,7 @@ def main(
         show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
-    if asks_for_help(overrides, main, PpoConfig):
+    if asks_for_help(overrides, main, PpoConfig, option_lines):
         return
     GUARD.install()
     keep_output()

@@ -1,9 +1,8 @@
 """Checkpoints of the Megatron engine, in megatron-core's dist_checkpointing format "torch_dist".
 
 Weights and optimizer are stored by global names and whole shapes, so that a checkpoint loads in
-another tensor, pipeline and data parallel layout. megatron-core reads what is written here. What
-its own `dist_checkpointing.save` wrote is refused, since the index of such a folder is a pickle
-that names classes of torch's planner (checkpoint/safe_load.py).
+another tensor, pipeline and data parallel layout. megatron-core reads what is written here, and
+what its own `dist_checkpointing.save` wrote of the same state is read here.
 """
 
 from __future__ import annotations
@@ -85,7 +84,13 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
             "run from that model, or resume with the engine that wrote it"
         )
-    stored = read_plain(Path(folder, COMMON)).get("content_metadata") or {}
+    common = read_plain(Path(folder, COMMON))
+    if "num_updates" not in common:
+        raise ConfigError(
+            f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
+            "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
+        )
+    stored = common.get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
     ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
     with reading_plain():
