@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.torch_compat import timeout_of
 
 
@@ -131,9 +132,7 @@ class Topology:
 
     def lowest(self, value: int) -> int:
         """The least that any of the ranks says. Collective."""
-        lowest = torch.tensor([value])
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.control)
-        return int(lowest)
+        return lowest(value, self.control)
 
     def has_axis(self, name: str) -> bool:
         return name in (self.mesh.mesh_dim_names or ())
