@@ -196,16 +196,14 @@ def span(batch: Batch, first: int, end: int) -> Batch:
 # ---- the deal itself, for ranks that train and did not sample
 
 
-def send_deal(deal: BatchAssignment, facts: dict[str, Any], to: Ranks, post: P2PChannel) -> None:
+def send_deal(deal: BatchAssignment, facts: dict[str, Any], to: int, post: P2PChannel) -> None:
     """Called on one rank. facts: JSON-able, a few numbers."""
     columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
     table = torch.stack([*columns, *deal.owners.values()], dim=1)
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     sizes = torch.tensor([len(table), deal.num_minis, len(text)])
-    for rank in to:
-        post.send(sizes, rank)
-        post.send(text, rank)
-        post.send(table, rank)
+    for values in (sizes, text, table):
+        post.send(values, to)
 
 
 def receive_deal(
