@@ -203,7 +203,7 @@ def span(batch: Batch, first: int, end: int) -> Batch:
 
 
 def send_assignment(
-    assignment: BatchAssignment, step_info: dict[str, Any], to: Ranks, post: P2PChannel
+    assignment: BatchAssignment, step_info: dict[str, Any], to: int, post: P2PChannel
 ) -> None:
     """Called on one rank. step_info: JSON-able, a few numbers."""
     columns = [
@@ -213,10 +213,8 @@ def send_assignment(
     table = torch.stack(columns, dim=1)
     text = torch.frombuffer(bytearray(json.dumps(step_info).encode()), dtype=torch.uint8)
     sizes = torch.tensor([len(table), assignment.num_mini_batches, len(text)])
-    for rank in to:
-        post.send(sizes, rank)
-        post.send(text, rank)
-        post.send(table, rank)
+    for values in (sizes, text, table):
+        post.send(values, to)
 
 
 def receive_assignment(

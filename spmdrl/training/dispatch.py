@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
 from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
+from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
@@ -72,6 +73,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     dealt: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
+    first = roles.training.ranks[0]  # hears of the assignment, and tells the others that train
     # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
     # may be waiting for them to take weights
     ahead = config.async_steps if roles.sampling.here else 0
@@ -80,9 +82,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         assert rollout is not None
         with roles.phases("balance", roles.sampling):
             batch, dealt, step_info = assign_and_pack(roles, rollout, step)
-            if roles.sampling.rank == 0:
-                others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
-                send_assignment(dealt, step_info, others, post)
+            if roles.sampling.rank == 0 and first not in roles.sampling.ranks:
+                send_assignment(dealt, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
                 order = packing_order(dealt, ranks, post.rank)
                 batch = reorder(batch, order, dealt)
@@ -91,8 +92,11 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         return None
     name = "receive" if roles.sampling.here else "wait samples"
     with roles.phases(name, roles.training):
-        if dealt is None:
+        if dealt is None and post.rank == first:
             dealt, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
+        if not set(roles.training.ranks) <= set(roles.sampling.ranks):
+            dealt, step_info = broadcast_from_first((dealt, step_info), roles.training.control)
+        assert dealt is not None
         batches = {
             ranks: receive_batch(
                 own.get(ranks), dealt, ranks, names, len(reward_keys_of(config.algo)), post

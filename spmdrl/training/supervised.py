@@ -38,7 +38,7 @@ from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.step_line import of_rows
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.loop import TrainingRun
-from spmdrl.training.measurements import reports, timing
+from spmdrl.training.measurements import report, timing
 from spmdrl.training.roles import Trainer, update
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
@@ -195,8 +195,8 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     if nan_updates:
         metrics[f"{task.name}/skipped_updates"] = float(not updated)
     num_tokens = float(run.rows.measured.num_tokens[indices].sum())
-    everyone = reports(run.spans, step, run.runtime.topology, moved_bytes={})
-    return metrics | timing(everyone, num_tokens, time.perf_counter() - started_at)
+    found = report(run.spans, step, run.runtime.topology, moved_bytes={})
+    return metrics | timing(found, num_tokens, time.perf_counter() - started_at)
 
 
 def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
