@@ -26,6 +26,17 @@ import torch
 from step import save_model
 
 LIMIT_S = 900
+# What the command `vllm bench throughput` runs; the command itself asks for a package of the name
+# vllm, which the build for CPUs has not.
+COMMAND = """
+from vllm.benchmarks.throughput import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    main(parser.parse_args())
+"""
 ALONE = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
@@ -42,9 +53,11 @@ def vllm_seconds(model: str, size: dict[str, int], engine: dict[str, Any]) -> fl
             "num-warmups": min(32, size["prompts"]), "seed": 0, "output-json": found, **engine,
         }  # fmt: skip
         words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+        script = Path(own, "bench_throughput.py")  # a file, which a spawned engine imports again
+        script.write_text(COMMAND)
         done = subprocess.run(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "throughput", *words,
-             "--disable-detokenize"], timeout=LIMIT_S, text=True, capture_output=True,
+            [sys.executable, str(script), *words, "--disable-detokenize"], timeout=LIMIT_S,
+            text=True, capture_output=True,
             env=os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         if done.returncode:

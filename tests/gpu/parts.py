@@ -318,7 +318,8 @@ def kernel_figures(found: Row) -> Figures:
     assert not errors, errors
     ours = sorted(row["fraction"] for row in rows if row.get("fraction") and row["form"] == "ours")
     figures: Figures = {"cases": len(rows) - len(left_out), "left out": len(left_out)}
-    figures |= {"copy GB/s, matmul TFLOP/s": found["ceilings_gb_per_s_and_tflops"]}
+    copies, products = found["ceilings_gb_per_s_and_tflops"]
+    figures |= {"copies GB/s": round(copies), "products TFLOP/s": round(products, 1)}
     if ours:
         figures |= {"median fraction": round(ours[len(ours) // 2], 2)}
         figures |= {"least fraction": round(ours[0], 2)}
