@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from logging.handlers import MemoryHandler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli.arguments import fingerprint
 from spmdrl.config import ConfigError
+from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_device
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -145,21 +145,11 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
-        wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
-        if wanted and Path("/dev/nvidiactl").exists():
-            raise ConfigError(
-                f"this host has NVIDIA GPUs that torch {torch.__version__} cannot use: install a "
-                "CUDA build that its driver supports, or set CUDA_VISIBLE_DEVICES= for a CPU run"
-            )
+        check_no_gpu_is_left_out()
         map_large_tensors()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on this host, but {torch.cuda.device_count()} "
-            "GPUs: use --nproc-per-node at most that, or CUDA_VISIBLE_DEVICES= for a CPU run"
-        )
-    device = torch.device("cuda", local_rank)
+    device = local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
