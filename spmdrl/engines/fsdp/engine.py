@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader
@@ -34,7 +33,6 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
-from spmdrl.engines.fsdp.classifier import build_classifier
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
     Adapters,
@@ -47,12 +45,19 @@ from spmdrl.engines.fsdp.model import (
     TokenPolicy,
     TokenReward,
     TokenValue,
-    build_model,
     decoder_layers,
     require_given,
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.sharded_loading import (
+    allocate,
+    drop_data,
+    fingerprint_of,
+    open_model,
+    read_shards,
+    scatter_weights,
+)
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -63,6 +68,7 @@ from spmdrl.engines.fsdp.ulysses import (
     shared,
     whole,
 )
+from spmdrl.engines.fsdp.weight_files import WeightFiles
 from spmdrl.engines.host_copies import HostCopies, StagedShards, stage
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
@@ -105,11 +111,7 @@ class FsdpEngine:
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        if kind == "reward":
-            hf = build_classifier(model, topology.rank == 0)
-        else:
-            full = topology.rank == 0 and load_weights
-            hf = build_model(model, full, has_head=kind != "value")
+        hf, files = open_model(kind, model, topology, load_weights)
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
@@ -128,12 +130,15 @@ class FsdpEngine:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
         self.adapters: Adapters | None = None
         self.without_adapters = False
+        on_first = load_weights and files is None  # the whole model, which it hands out
+        if not on_first:
+            drop_data(self.module)
         if config.lora is not None and not frozen:
             self.adapters = add_adapters(
-                hf, model, config, self.parts, topology.rank == 0,
+                hf, model, config, self.parts, on_first and topology.rank == 0,
                 layers.on_fast_cpu(config, topology.device),
             )  # fmt: skip
-        full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
+        full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
         if not frozen:
             use_checkpointing(hf, config.activation_checkpointing)
         blocks = decoder_layers(hf)
@@ -144,7 +149,11 @@ class FsdpEngine:
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
             self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
-        scatter_weights(self.module, full_weights, topology)
+        if on_first:
+            scatter_weights(self.module, full_weights, topology)
+        else:
+            allocate(self.module, topology.device)
+            self._fill(files)
         self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.params = list(self.trained.values())
         self.optimizer: Optimizer | None = None
@@ -158,6 +167,14 @@ class FsdpEngine:
                 self.trained, config.optim, hidden, DTYPES[config.dtype]
             )
             self.average = ema.start(self.trained) if config.ema else {}
+
+    def _fill(self, files: WeightFiles | None) -> None:
+        """Reads this rank's shards; without files they are 0 but for new adapters."""
+        adapters = self.adapters
+        new = adapters.initial(self.module.hf) if adapters is not None else iter(())
+        sums = read_shards(self.module, files, new, self.topology)
+        if adapters is not None and files is not None:
+            adapters.fingerprint = fingerprint_of(files, sums, self.topology)
 
     # ---- passes without gradient
 
@@ -406,29 +423,6 @@ def shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
             part.set_force_sum_reduction_for_comms(True)
-
-
-@torch.no_grad()
-def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topology) -> None:
-    """Fills the shards of `module` from the full tensors that the topology's first rank has."""
-    group, ranks = topology.group, topology.world
-    for name, target in module.state_dict().items():
-        if not isinstance(target, DTensor):
-            value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()
-            dist.broadcast(value, group=group, group_src=0)
-            target.copy_(value)
-            continue
-        shards = topology.copies.size(1)
-        rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
-        mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
-        parts = None
-        if topology.rank == 0:
-            padded = torch.zeros(rows * shards, *target.shape[1:], dtype=target.dtype)
-            padded[: target.shape[0]] = full[name]
-            parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
-        dist.scatter(mine, parts, group=group, group_src=0)
-        local = target.to_local()
-        local.copy_(mine[: len(local)])
 
 
 def set_replica_sync(module: nn.Module, last: bool) -> None:
