@@ -63,3 +63,10 @@ def checkpoint_files(model: str, config: PreTrainedConfig) -> list[str]:
         transformers_explicit_filename=getattr(config, "transformers_weights", None),
     )  # fmt: skip
     return list(files or ())
+
+
+def keeps_float32(model: PreTrainedModel) -> bool:
+    """Returns whether a model keeps some of its weights in float32 when it is loaded in another
+    dtype. Reads its _keep_in_fp32_modules and _keep_in_fp32_modules_strict.
+    """
+    return bool(model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)

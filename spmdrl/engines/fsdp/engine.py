@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader
@@ -95,8 +95,10 @@ class FsdpEngine:
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
     given no sequences are empty, and so are their results for tokens.
-    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
-    compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
+    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments. With
+    config.offload_policy these lie on the CPU, where the gradients of micro-batches are summed and
+    the optimizer steps; a unit's weights come to the device while it is computed.
+    Compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
     called. strict: the policy's logprobs are bit for bit those of a strict rollout engine with the
     same weights (engines/fsdp/strict.py).
     With config.lora the model's own weights are frozen, in config.dtype; gradients and moments are
@@ -145,14 +147,14 @@ class FsdpEngine:
         if config.compile:
             layers.compile_layers(blocks)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
-        shard(self.module, blocks, DTYPES[config.dtype], topology)
+        shard(self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy)
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
             self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
         if on_first:
             scatter_weights(self.module, full_weights, topology)
         else:
-            allocate(self.module, topology.device)
+            allocate(self.module, topology.device, config.offload_policy)
             self._fill(files)
         self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.params = list(self.trained.values())
@@ -406,9 +408,12 @@ def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
 
 
 def shard(
-    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology
-) -> None:
-    """Shards each layer, then the rest with the root; gradients are summed in float32."""
+    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology,
+    offload: bool = False,
+) -> None:  # fmt: skip
+    """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
+    shards stay on the CPU (FSDP2's CPUOffloadPolicy).
+    """
     settings: dict[str, Any] = {
         "mesh": topology.copies,
         "mp_policy": MixedPrecisionPolicy(
@@ -416,6 +421,9 @@ def shard(
             reduce_dtype=torch.float32,
         ),
     }
+    if offload:
+        pinned = topology.device.type == "cuda"
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
     for layer in layers:
         fully_shard(layer, **settings)
     fully_shard(module, **settings)

@@ -77,9 +77,13 @@ def drop_data(module: nn.Module) -> None:
     replace_parameters(module, lambda p: torch.empty_like(p, device="meta"))
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives parameters on "meta" memory of any value, after the module was sharded."""
-    replace_parameters(module, lambda p: torch.empty_like(p, device=device) if p.is_meta else p)
+def allocate(module: nn.Module, device: torch.device, offload: bool) -> None:
+    """Gives parameters on "meta" memory of any value, after the module was sharded.
+
+    offload: they stay on the CPU; FSDP itself takes them back there, pinned, from a device.
+    """
+    where = torch.device("cpu") if offload else device
+    replace_parameters(module, lambda p: torch.empty_like(p, device=where) if p.is_meta else p)
     module.to(device)  # FSDP looks its parameters up anew, and pads them
 
 
