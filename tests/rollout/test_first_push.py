@@ -102,7 +102,8 @@ def filled_on(topology, model, bare):
         found[case] = {
             "before": seen["holes"], "after": after, "checked": weights.check(),
             "size": sum(t.numel() for t in rollout.model.parameters()),
-            "scales": scales_of(rollout), "away": rollout_difference(actor, ranks, rollout), "moments": moments,
+            "scales": scales_of(rollout), "moments": moments,
+            "away": rollout_difference(actor, ranks, rollout),
         }  # fmt: skip
         rollout.shutdown()
     found["refused"] = left_out(topology, model, bare)

@@ -413,6 +413,10 @@ def shard(
 ) -> None:  # fmt: skip
     """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
     shards stay on the CPU (FSDP2's CPUOffloadPolicy).
+
+    The root is gathered from the first layer's forward pass to the end of the backward pass, which
+    begins with the head's: an embedding that is not tied to the head is a unit of its own, so that
+    it is not gathered meanwhile.
     """
     settings: dict[str, Any] = {
         "mesh": topology.copies,
@@ -424,13 +428,20 @@ def shard(
     if offload:
         pinned = topology.device.type == "cuda"
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
-    for layer in layers:
-        fully_shard(layer, **settings)
+    for unit in [*layers, *untied_embedding(module.hf)]:
+        fully_shard(unit, **settings)
     fully_shard(module, **settings)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
             part.set_force_sum_reduction_for_comms(True)
+
+
+def untied_embedding(hf: Any) -> list[nn.Module]:
+    """Returns the input embedding; nothing where its weight is the head's too."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    return [] if tied else [embedding]
 
 
 def set_replica_sync(module: nn.Module, last: bool) -> None:
