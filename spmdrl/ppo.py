@@ -10,7 +10,8 @@ from typing import Any
 
 import fire
 
-from spmdrl.cli.arguments import arguments
+from spmdrl.algo.option_help import option_lines
+from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.distributed.env import before_torch
@@ -32,13 +33,13 @@ def main(
         show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
-    if asks_for_help(overrides, main, PpoConfig):
+    if asks_for_help(overrides, main, PpoConfig, option_lines):
         return
     GUARD.install()
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)

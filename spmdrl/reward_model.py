@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli.arguments import arguments
+from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, RewardTrainingConfig
 from spmdrl.distributed.env import before_torch
@@ -50,7 +50,9 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = arguments(RewardTrainingConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(
+            RewardTrainingConfig, config, dry_run, ranks, show_config, overrides
+        )
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fire
 
-from spmdrl.cli.arguments import arguments
+from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, SftConfig
 from spmdrl.distributed.env import before_torch
@@ -49,7 +49,7 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = arguments(SftConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(SftConfig, config, dry_run, ranks, show_config, overrides)
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -96,7 +97,10 @@ def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProc
 
 
 def records_in(folder: Path) -> dict[str, str]:
-    """What the ranks' environment has besides; nothing but with --strict-nccl."""
+    """What the ranks' environment has besides; nothing but with --strict-nccl. Empties the
+    folder.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     if STRICT not in os.environ:
         return {}
     folder.mkdir()

@@ -27,9 +27,12 @@ _METADATA = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata",
 )  # fmt: skip
+# megatron-core's own dist_checkpointing.save keeps in its index who wrote which tensor.
+_PLANS = ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 # What the metadata of torch.distributed.checkpoint is made of: data without behaviour.
 ADMITTED = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+    *(("torch.distributed.checkpoint.planner", name) for name in _PLANS),
     *CHECKPOINT_INDEX_NAMES,
     ("torch", "Size"),
     ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),

@@ -38,8 +38,7 @@ from spmdrl.checkpoint.format import (
 from spmdrl.config import CheckpointConfig, ConfigError
 from spmdrl.distributed.collectives import FailedElsewhere, together
 from spmdrl.distributed.phases import Phases
-from spmdrl.distributed.topology import Topology
-from spmdrl.distributed.torch_compat import timeout_of
+from spmdrl.distributed.topology import Topology, new_group
 
 PROBE_BYTES = 1 << 20
 
@@ -207,12 +206,10 @@ class UnstagedEngine:
 def own_groups(topologies: Iterable[Topology]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """One for the ranks of each. Collective over the job."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    whole = dist.group.WORLD
-    assert whole is not None
     for topology in topologies:
         ranks = tuple(sorted(topology.ranks))
         if ranks not in groups:
-            groups[ranks] = dist.new_group(ranks, backend="gloo", timeout=timeout_of(whole))
+            groups[ranks] = new_group(ranks, "gloo")
     return groups
 
 

@@ -28,6 +28,7 @@ R = TypeVar("R", bound=RunConfig)
 def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
     """Executes the file, takes its `config`, and replaces fields: {"actor.optim.lr": 1e-6}.
 
+    A whole group is replaced before single keys of it, in whatever order they are given.
     The file's folder is importable while it runs, so that configs can share a base.
     Raises ConfigError with the file, the key and the nearest valid names.
     """
@@ -73,8 +74,8 @@ def load_config(path: str, kind: type[C], overrides: Mapping[str, Any]) -> C:
             f"{'nothing of that name' if config is None else type(config).__name__}"
         )
     config = checked(config, str(path))
-    for key, value in overrides.items():
-        config = override(config, key, value)
+    for key in sorted(overrides, key=lambda key: key.count(".")):
+        config = override(config, key, overrides[key])
     return config
 
 
@@ -125,7 +126,7 @@ def dry_flags(dry_run: Any, ranks: Any, show_config: Any) -> Dry:
     return dry
 
 
-def arguments(
+def read_arguments(
     kind: type[R], config: str, dry_run: Any, ranks: Any, show_config: Any,
     overrides: Mapping[str, Any],
 ) -> tuple[R, Dry]:  # fmt: skip

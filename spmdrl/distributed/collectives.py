@@ -14,9 +14,11 @@ from torch import Tensor
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import (
     default_group,
+    default_time_limit,
     group_count,
     set_default_group,
     set_group_count,
+    timeout_of,
 )
 
 T = TypeVar("T")
@@ -101,13 +103,13 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:  # noqa: BLE001  raised again below
         failure = error
-    told = gather_objects((failure is None, result), group)
+    outcomes = gather_objects((failure is None, result), group)
     if failure is not None:
         raise failure
-    failed = [rank for rank, (worked, _) in enumerate(told) if not worked]
+    failed = [rank for rank, (worked, _) in enumerate(outcomes) if not worked]
     if failed:
         raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
-    return [result for _, result in told]
+    return [result for _, result in outcomes]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -124,6 +126,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
         pickle.loads(found[: int(size)].numpy().tobytes())
         for found, size in zip(rows, sizes, strict=True)
     ]
+
+
+def broadcast_object(
+    value: Any, group: dist.ProcessGroup, source: int = 0, device: torch.device | None = None
+) -> Any:
+    """Returns the value that the group's rank number `source` gives, on every rank. Collective.
+
+    device: where the group's tensors can travel; None: on the CPU of a gloo group.
+    """
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source, device=device)
+    return values[0]
 
 
 def level_group_count(group: dist.ProcessGroup | None = None) -> None:
@@ -145,10 +159,12 @@ def world_of(group: dist.ProcessGroup) -> Iterator[None]:
 
     For libraries that take the default group for their world: they see the group's ranks alone,
     and make their own groups among them, whatever other ranks the job has and whatever they do.
+    Those get the time limit of the group where the library gives none.
     """
     world = default_group()
     set_default_group(group)
     try:
-        yield
+        with default_time_limit(timeout_of(group)):
+            yield
     finally:
         set_default_group(world)

@@ -41,6 +41,11 @@ ENGINE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+# Read by torch's NCCL groups when they are made; a value of the user's wins. Where a rank has died
+# torch's watchdog of NCCL would end the others with SIGABRT, before they hear which rank it was
+# and why. Ours ends them (faults/watchdog.py), also a rank that hangs in a driver.
+NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGE_BYTES = 1 << 20
 HEAP_BYTES = 6 << 20  # of a tensor that still comes from malloc's heap while steps run
@@ -55,7 +60,7 @@ def local_neighbour() -> int | None:
 
 
 def prepare_environment() -> None:
-    for name, value in ENGINE_ENV.items():
+    for name, value in (ENGINE_ENV | NCCL_ENV).items():
         os.environ.setdefault(name, value)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks must not outlive a torchrun that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -105,7 +110,13 @@ def notes_last(wanted: bool) -> Iterator[None]:
 
 
 def start_process_group(timeout: timedelta, start: StartupBarrier | None = None) -> torch.device:
-    """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes."""
+    """gloo for CPU tensors everywhere, NCCL for those on GPUs. start: sees to the time it takes.
+
+    The group is not bound to the GPU (`device_id`): torch would then make every later group by a
+    split of this one's communicator, in which all ranks have to take part, and with gloo groups of
+    some ranks they do not (pytorch#145376). So NCCL connects the ranks of a group at the group's
+    first operation.
+    """
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
@@ -125,7 +136,7 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **met)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
     return device
 
 

@@ -23,11 +23,11 @@ from spmdrl.training.batch_exchange import (
     ASKED_FIELDS,
     FIELDS,
     packing_order,
+    receive_assignment,
     receive_batch,
-    receive_deal,
     receive_results,
+    send_assignment,
     send_batch,
-    send_deal,
     send_results,
 )
 from spmdrl.training.collect import RolloutResult
@@ -82,7 +82,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             batch, dealt, step_info = assign_and_pack(roles, rollout, step)
             if roles.sampling.rank == 0:
                 others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
-                send_deal(dealt, step_info, others, post)
+                send_assignment(dealt, step_info, others, post)
             for ranks, names in zip(sets, fields, strict=True):
                 order = packing_order(dealt, ranks, post.rank)
                 batch = reorder(batch, order, dealt)
@@ -92,7 +92,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     name = "receive" if roles.sampling.here else "wait samples"
     with roles.phases(name, roles.training):
         if dealt is None:
-            dealt, step_info = receive_deal(roles.sampling.ranks[0], sets, post)
+            dealt, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
         batches = {
             ranks: receive_batch(
                 own.get(ranks), dealt, ranks, names, len(reward_keys_of(config.algo)), post
@@ -106,7 +106,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             has_turns = per_turn and trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
                 empty_batch(nothing, len(reward_keys_of(config.algo)), per_turn=has_turns)
-                for _ in range(dealt.num_minis)
+                for _ in range(dealt.num_mini_batches)
             ]
     return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
 
@@ -121,12 +121,12 @@ def assign_and_pack(
     """
     algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
     metrics = sample_metrics(
-        rollout.asked, sampling, penalised=algo.overlong_buffer > 0,
+        rollout.all_samples, sampling, penalised=algo.overlong_buffer > 0,
         replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
-    check_invalid(rollout.asked, roles.config.rewards, sampling)
+    check_invalid(rollout.all_samples, roles.config.rewards, sampling)
     if estimator_of(algo).groups:
-        equal = rollout.num_equal / max(rollout.num_asked, 1)
+        equal = rollout.num_equal / max(rollout.num_sampled, 1)
         metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = rollout.rounds
@@ -146,7 +146,7 @@ def assign_and_pack(
     dealt = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
     metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
     if batch is None:  # packed in the order in which it is sent: no copy on the way
-        mine = (dealt.makers == roles.post.rank).nonzero().flatten()
+        mine = (dealt.sample_ranks == roles.post.rank).nonzero().flatten()
         order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
         in_order = [samples[i] for i in order.tolist()]
         batch = pack_samples(in_order, reward_keys_of(algo), per_turn)

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -129,14 +128,19 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     """
     roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
     if can_overlap(roles):
-        rollout, run.asked = collect_overlapping(
-            roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
+        rollout, run.next_requests = collect_overlapping(
+            roles,
+            source,
+            step,
+            run.next_requests,
+            run.order.state_dict,
+            asks_next=not ends_here(run, step),
         )
     else:
         rollout = collect(roles, source, step)
         rollout.step_info = {"order": run.order.state_dict()}
-    run.samples = rollout.asked
-    show_samples(run, f"step_{step}", rollout.asked)
+    run.samples = rollout.all_samples
+    show_samples(run, f"step_{step}", rollout.all_samples)
     if run.config.async_steps > 0:
         rollout.step_info["reports"] = rank_reports(run, step, roles.sampling)
     return rollout
@@ -160,14 +164,13 @@ def write_transfers(run: RlRun) -> None:
 
 def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
-    told: list[Any] = [None]
+    metrics: dict[str, float] = {}
     if roles.sampling.here:
         show = partial(show_samples, run, f"eval_{step}")
-        told[0] = evaluate(roles, run.held_out, step, show)
+        metrics = evaluate(roles, run.held_out, step, show)
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
-        dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
-    metrics = told[0]
+        metrics = broadcast_object(metrics, roles.topology.control, roles.sampling.ranks[0])
     log.held_out_line(step, of_evaluation(metrics), f"{len(run.held_out)} prompts")
     return metrics
 
@@ -200,21 +203,21 @@ def state_of(run: RlRun) -> RunState:
         files=[run.prompts.files] if run.prompts.vision is not None else [],
         log_rank=actor.topology.ranks[0],
         pretrained=[*actor.model.pretrained, roles.tokenizer] if run.is_log else [],
-        facts=partial(adaptive, run),
+        algorithm_state=partial(adaptive_coefficients, run),
         of_rank=of_rank,
         restore=partial(restore, run),
     )
 
 
-def adaptive(run: RlRun) -> dict[str, Any]:
-    """The coefficients that adapt, for run.json."""
+def adaptive_coefficients(run: RlRun) -> dict[str, Any]:
+    """Returns the coefficients that adapt, for run.json."""
     roles = run.roles
-    found = {
+    coefficients = {
         "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
         "entropy_coef": roles.entropy_coef if roles.entropy is not None else None,
         "entropy": roles.entropy,
     }
-    return {"adaptive": found}
+    return {"adaptive": coefficients}
 
 
 def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) -> None:

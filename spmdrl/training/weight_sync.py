@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.base import RolloutEngine
@@ -23,7 +22,7 @@ from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
-from spmdrl.weights.plan import Weight, describe, make_plan
+from spmdrl.weights.plan import Weight, describe, make_transfer_plan
 from spmdrl.weights.shards import Derived, Shards, agree_on_shards, derived_of, lying, rounds_of
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
@@ -96,20 +95,18 @@ class WeightSync:
         rollout_topology: Topology,
         dtype: str,
         config: WeightsConfig,
-        place: Callable[..., Topology] | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        """Collective over the job. actor and rollout: None outside their topologies. place: makes
-        topologies, by default of torch.distributed's own group.
+        """Collective over the job. actor and rollout: None outside their topologies. topology: of
+        the ranks of both; None: it is made.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
-        both = sorted({*actor_topology.ranks, *rollout_topology.ranks})
-        if place is None:
-            place = partial(Topology.build, device)
-        self.topology = place(tuple(both), dp=-1)
+        both = {*actor_topology.ranks, *rollout_topology.ranks}
+        self.topology = topology or Topology.build(device, tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.adapter_apart = config.lora == "adapter"
@@ -135,6 +132,7 @@ class WeightSync:
 
     def make_transfers(self) -> None:
         """Collective over the ranks of both roles."""
+        self.topology.connect()  # some ranks may have nothing to send or to receive
         control = self.topology.control
         weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in weights}
@@ -210,7 +208,7 @@ class WeightSync:
         regions = [[(number[n], box) for n, box in mine if n in number] for mine in found]
         of_names = zip(layout.regions, layout.places, strict=True)
         places = [place for (name, _), place in of_names if name in number]
-        plan = make_plan(
+        plan = make_transfer_plan(
             dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
         )
         fp8 = dtype == torch.uint8
@@ -237,7 +235,7 @@ class WeightSync:
         for column in zip(*self.table, strict=True):
             for start in range(0, len(column), block):
                 peers = list(column[start : start + block])
-                group = dist.new_group(peers) if len(peers) > 1 else None
+                group = group_of(tuple(peers), self.topology.groups, self.topology.device)
                 if dist.get_rank() in peers:
                     mine = group
         return mine

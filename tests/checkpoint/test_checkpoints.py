@@ -212,7 +212,7 @@ def too_large_on(topology, model, root):
     engine, said = built(topology, model), []
     saver = saver_of(topology, root, engine, lambda step, folder: said.append(step), keep=3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    story = None
+    failure = None
     for step in (1, 2, 3):
         saver.wait()
         if step == 2 and topology.rank == 1:
@@ -225,11 +225,11 @@ def too_large_on(topology, model, root):
             try:
                 saver.wait()
             except PhaseError as error:
-                story = error.story
+                failure = error.report
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     saver.wait()
     names = sorted(path.name for path in Path(root).iterdir())
-    return story.rank, story.phase, story.cause, said, names
+    return failure.rank, failure.phase, failure.cause, said, names
 
 
 SCORES = [0.5, 0.9, float("nan"), 0.1, None, 0.9, 0.2]
@@ -244,8 +244,8 @@ def kept_on(topology, model, root):
         )
         for step, score in enumerate(SCORES, start=1):
             metrics = {"other": 1.0} | ({} if score is None else {"m": score})
-            facts = {"engines": ["actor"], "metrics": metrics}
-            saver.save(step, {"actor": engine}, facts, [])
+            run_info = {"engines": ["actor"], "metrics": metrics}
+            saver.save(step, {"actor": engine}, run_info, [])
         saver.wait()
         found.append([step for step, _ in checkpoint.steps_in(where)])
     return found

@@ -10,7 +10,7 @@ from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, OptimConfig
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 
 def update_on(topology, kind, model, config, order):

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from tiny_models import CHARS, save_qwen3, save_tokenizer
 
-pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.strict_nccl]
 
 
 def save_moe(folder: Path) -> Path:

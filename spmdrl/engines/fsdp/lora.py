@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import turn_adapter
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
@@ -302,12 +302,10 @@ def read_base(folder: Path) -> dict[str, Any] | None:
 
 def check_base(adapters: Adapters | None, folder: Path, topology: Topology) -> None:
     """Raises ConfigError where the checkpoint's adapters are not this run's. Collective."""
-    problem: list[Any] = [None]
-    if topology.rank == 0:
-        problem = [difference(adapters, folder)]
-    dist.broadcast_object_list(problem, group=topology.control, group_src=0)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
+    problem = difference(adapters, folder) if topology.rank == 0 else None
+    problem = broadcast_object(problem, topology.control)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def difference(adapters: Adapters | None, folder: Path) -> str | None:

@@ -283,6 +283,18 @@ def degrees_of(config: TrainConfig) -> Degrees:
     return Degrees(**{name: getattr(config, option) for name, option in OPTIONS.items()})
 
 
+def parallel_sizes(degrees: Degrees) -> dict[str, int | None]:
+    """Returns the arguments of parallel_state.initialize_model_parallel."""
+    return {
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "virtual_pipeline_model_parallel_size": degrees.virtual if degrees.virtual > 1 else None,
+        "context_parallel_size": degrees.context,
+        "expert_model_parallel_size": degrees.expert,
+        "expert_tensor_parallel_size": degrees.expert_tensor,
+    }
+
+
 def build_parts(
     kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool,
     load_weights: bool = True,
@@ -296,15 +308,7 @@ def build_parts(
     hf_config = load_hf_config(model)
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
-    state = RoleState.build(
-        topology,
-        tensor_model_parallel_size=degrees.tensor,
-        pipeline_model_parallel_size=degrees.pipeline,
-        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
-        context_parallel_size=degrees.context,
-        expert_model_parallel_size=degrees.expert,
-        expert_tensor_parallel_size=degrees.expert_tensor,
-    )
+    state = RoleState.build(topology, **parallel_sizes(degrees))
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],

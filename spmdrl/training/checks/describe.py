@@ -35,9 +35,9 @@ from spmdrl.engines.stored_dtype import DTYPES, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rewards.reward_model import train_config
 from spmdrl.rollout.build import ENGINES
-from spmdrl.training.checks.arguments import shown
 from spmdrl.training.checks.host_memory import host_lines, process_gib
 from spmdrl.training.checks.memory import GIB, Memory, memory_of, parameter_count
+from spmdrl.training.checks.options import shown
 from spmdrl.training.checks.rl import updates_per_run
 
 Array = np.ndarray[Any, Any]
