@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
