@@ -187,6 +187,9 @@ class TrainConfig:
     activation_offload: bool = False  # of fsdp: what is kept for the backward pass, to the CPU
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False
+    # of fsdp: weights, gradients and optimizer stay on the CPU, also while the role works, and the
+    # optimizer steps there; a layer's weights are on the device while it is computed
+    offload_policy: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
     lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is

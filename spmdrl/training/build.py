@@ -26,7 +26,7 @@ from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
-from spmdrl.rollout.build import engine_text
+from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
@@ -120,7 +120,7 @@ def build(
         PROGRESS.detail(engine_text(config.rollout, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
-            load_weights=host is None,
+            load_weights=host is None and not is_filled_by_push(config.model, config.rollout),
         )  # fmt: skip
         if rollout is not None:
             undo.callback(rollout.shutdown)

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -213,7 +214,7 @@ class WeightSync:
         )
         fp8 = dtype == torch.uint8
         return Transfer(
-            plan, self.shards,
+            plan, partial(self.shards, weights),
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
             dtype, self.topology.device, self.topology.group, scales=scales,
         )  # fmt: skip
@@ -240,36 +241,42 @@ class WeightSync:
                     mine = group
         return mine
 
-    def shards(self) -> Held:
-        return lying(self.named)
+    def shards(self, weights: list[Weight]) -> Held:
+        mine = {w.name: self.named[w.name] for w in weights if w.name in self.named}
+        return lying(mine, self.topology.device)
 
     def full_tensors(
         self, weights: list[Weight], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
         return full_tensors(
-            weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
-            self.topology,
+            weights, partial(self.shards, weights), self.table, dtype or self.dtype,
+            self.slot_bytes, self.topology,
         )  # fmt: skip
 
     def push(self) -> SyncStats:
         """Puts the actor's weights into the engine. Collective over the ranks of both roles.
 
-        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check
+        Requests in the engine go on under the new weights. Raises WeightMismatch where the first
+        push leaves out a weight of an engine that was built without any, and with config.check
         where the engine does not hold what was sent. Does nothing on ranks outside both roles.
         """
         start = time.perf_counter()
         moved = planned = opaque = 0
         if not self.rounds:
             return SyncStats(0, 0, 0, 0.0)
+        if self.rollout is not None and not self.base_is_there:
+            self.rollout.clear_weights()
         for group in self.rounds:
             if group.once and self.base_is_there:
                 continue
             moved += self.push_round(group)
             planned, opaque = planned + group.plan_bytes(), opaque + group.opaque_bytes
-        self.base_is_there = True
         if self.rollout is not None:
+            if not self.base_is_there:
+                self.rollout.require_written()
             self.rollout.finish_load()
+        self.base_is_there = True
         if self.config.check:
             self.check()
         if self.derived is not None:
@@ -294,7 +301,7 @@ class WeightSync:
     def push_fp8(self, group: PushRound) -> int:
         if group.fp8 is None or group.scales is None:
             return 0
-        group.scales.agree(self.shards(), self.topology.group)
+        group.scales.agree(self.shards(group.weights), self.topology.group)
         for place, scales in group.scale_places:
             place.tensor().copy_(scales)
         return group.fp8.run()

@@ -245,7 +245,8 @@ def gathered(
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
+        table = [[rank] for rank in topology.ranks]
         yield from full_tensors(
-            group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
+            group, lambda: lying(named, topology.device), table, dtype,
             slot_bytes(bucket_bytes, topology.device), topology,
         )  # fmt: skip

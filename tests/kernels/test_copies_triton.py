@@ -172,6 +172,12 @@ class Engine:
     def finish_load(self, running: bool = False) -> None:
         pass
 
+    def clear_weights(self) -> None:
+        pass
+
+    def require_written(self) -> None:
+        pass
+
 
 def push_both_ways(topology: Any, cases: list[tuple[Ranks, Ranks, int, int]]) -> list[int]:
     """Pushes as on a CPU and as on a GPU, twice; returns how many launches the latter had."""

@@ -108,8 +108,8 @@ def check_supervised(
             not getattr(config.actor, field),
             f"actor.{field} has no effect on {what}: it clears the device for other roles "
             "while a role is idle, and here the actor is the only one and never idle. To save "
-            "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit' or lower "
-            "actor.micro_batch_tokens",
+            "memory set actor.activation_checkpointing, actor.optim.name='adamw8bit', "
+            "actor.offload_policy or lower actor.micro_batch_tokens",
         )
     if config.trust_remote_code:
         allow_code(config.model)
