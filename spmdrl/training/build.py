@@ -30,6 +30,8 @@ from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -106,6 +108,8 @@ def build(
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
+        if host is None:  # nobody knows what another program's model takes
+            check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     has_images = looks is not None and looks.per_prompt > 0
     images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
     trainers = build_trainers(config, runtime, topologies, placement, images, host)

@@ -19,7 +19,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training import loop
 from spmdrl.training.build import RlRun, build, close
-from spmdrl.training.checks.describe import least_checkpoint_bytes
+from spmdrl.training.checks.memory_plan import least_checkpoint_bytes
 from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.curves import REWARD

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -140,7 +140,7 @@ class FsdpEngine:
             )  # fmt: skip
         full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
         if not frozen:
-            use_checkpointing(hf, config.activation_checkpointing)
+            use_checkpointing(hf, checkpointing_of(config, topology.device.type == "cuda"))
         blocks = decoder_layers(hf)
         if config.compile:
             layers.compile_layers(blocks)
