@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmdrl.data.images import Picture
 from spmdrl.rollout.rng import preserved_rng
+from spmdrl.types import Picture
 from spmdrl.weights.engine_layout import Layout
 
 NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an environment wrote

@@ -26,7 +26,7 @@ from spmdrl.algo.advantages import Estimator, advantage_options
 from spmdrl.algo.losses import PolicyLoss, loss_options
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, RunConfig
-from spmdrl.data.images import pictures_of
+from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
