@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 RewardFn = Callable[..., Any]
 Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
-Shape = dict[str, int]
 
 
 class ConfigError(ValueError):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
-from spmdrl.data.prompts import PromptDataset, PromptOrder
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology

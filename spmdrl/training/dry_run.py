@@ -7,7 +7,9 @@ from typing import Any
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
-from spmdrl.data.prompts import PromptDataset, PromptOrder, left_out_lines
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer

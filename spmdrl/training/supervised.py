@@ -20,7 +20,8 @@ from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import SftDataConfig, SupervisedConfig, require
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
-from spmdrl.data.prompts import PromptOrder, left_out_lines
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.row_reports import left_out_lines
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.progress import PROGRESS, model_text

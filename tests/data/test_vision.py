@@ -20,16 +20,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig, TrainConfig
 from spmdrl.data import images
-from spmdrl.data.images import (
-    BatchImages,
-    ImageLimits,
-    ImageProcessor,
-    open_picture,
-    pictures_of,
-    rope_positions,
-    size_of,
-)
+from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, rope_positions
 from spmdrl.data.packing import empty_batch
+from spmdrl.data.pictures import open_picture, pictures_of, size_of
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology

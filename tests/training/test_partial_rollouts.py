@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.config import AlgoConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.data.packing import pack_samples
-from spmdrl.data.prompts import PromptOrder, epoch_permutation
+from spmdrl.data.prompt_order import PromptOrder, epoch_permutation
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.hf.engine import HfEngine
