@@ -55,7 +55,7 @@ def is_filled_by_push(model: str, config: RolloutConfig) -> bool:
     parameters = dict(shell.named_parameters(remove_duplicate=False))
     plain = config.quantization is None and getattr(hf, "quantization_config", None) is None
     plain = plain and not Path(model, "hf_quant_config.json").is_file()  # which vLLM reads too
-    mixed = config.engine == "hf" and keeps_float32(shell)
+    mixed = ENGINES[config.engine].mixes_dtypes and keeps_float32(shell)
     return plain and not mixed and shell.state_dict().keys() <= parameters.keys()
 
 

@@ -39,6 +39,7 @@ class EngineSpec:
     least_temperature: float = 0.0  # that it samples with as it stands; 0 is greedy
     quantizes: bool = False  # takes rollout.quantization
     takes_engine_args: bool = False  # takes rollout.engine_args
+    mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept
     # of the model: its folder, its whole config; rollout; strict

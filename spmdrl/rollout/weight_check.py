@@ -44,7 +44,8 @@ def clear_weights(model: nn.Module) -> None:
     trainer never sends: `require_written` then finds what a push has left out.
     """
     for parameter in model.parameters():
-        parameter.fill_(float("nan"))
+        if parameter.is_floating_point():  # those of a model that is quantised may not be
+            parameter.fill_(float("nan"))
 
 
 def require_written(model: nn.Module) -> None:

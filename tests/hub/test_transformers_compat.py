@@ -59,6 +59,22 @@ def test_transformers_still_names_the_repeated_layers_of_a_model(model: Any) -> 
     assert transformers_compat.undivided_layers(model) == {type(model.model.layers[0]).__name__}
 
 
+def test_transformers_still_says_which_files_it_reads(qwen3: Any, tmp_path: Any) -> None:
+    config = Qwen3Config.from_pretrained(qwen3)
+    found = transformers_compat.checkpoint_files(str(qwen3), config)
+    assert found == [str(qwen3 / "model.safetensors")]
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        transformers_compat.checkpoint_files(str(tmp_path), config)
+
+
+def test_transformers_still_names_what_it_keeps_in_float32(model: Any) -> None:
+    class Own(Qwen3ForCausalLM):
+        _keep_in_fp32_modules_strict = ("norm",)
+
+    assert not transformers_compat.keeps_float32(model)
+    assert transformers_compat.keeps_float32(Own(CONFIG))
+
+
 def test_peft_still_turns_an_adapter_off_by_its_disable_adapters() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -107,7 +107,7 @@ class FsdpEngine:
         self, kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool = False,
         strict: bool = False, load_weights: bool = True,
     ) -> None:  # fmt: skip
-        """load_weights: without it they are anything, until `take_weights`."""
+        """load_weights: without it weights are 0, until `take_weights`."""
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
@@ -172,7 +172,7 @@ class FsdpEngine:
         """Reads this rank's shards; without files they are 0 but for new adapters."""
         adapters = self.adapters
         new = adapters.initial(self.module.hf) if adapters is not None else iter(())
-        sums = read_shards(self.module, files, new, self.topology)
+        sums = read_shards(self.module, files, new, self.topology, checksums=adapters is not None)
         if adapters is not None and files is not None:
             adapters.fingerprint = fingerprint_of(files, sums, self.topology)
 

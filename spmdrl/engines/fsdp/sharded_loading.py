@@ -103,23 +103,24 @@ def replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) ->
 @torch.no_grad()
 def read_shards(
     module: nn.Module, files: WeightFiles | None, initial: Iterable[tuple[str, Tensor]],
-    topology: Topology,
+    topology: Topology, checksums: bool = False,
 ) -> dict[str, RowsChecksum]:  # fmt: skip
     """Fills the shards of `module`, whose names are those of the files' model after "hf.".
 
     initial: (name in module, full tensor) of what begins with other values than the files'. What
-    neither has begins with zeros; without files all of it does. Returns the checksums of what this
-    rank has read, by the names of the files' model. Collective over the topology. Raises
-    ConfigError on all ranks where one of them does.
+    neither has begins with zeros; without files all weights do. Returns the checksums, if they are
+    asked for, of what this rank has read, by the names of the files' model. Collective over the
+    topology. Raises ConfigError on all ranks where one of them does.
     """
     targets = dict(module.state_dict())
     problem: str | None = None
     sums: dict[str, RowsChecksum] = {}
     try:
         if topology.copies.get_local_rank("dp") == 0:
-            for target in targets.values() if files is None else ():
-                local(target).zero_()
-            sums = read_into(targets, files) if files is not None else {}
+            for target in targets.values():
+                if isinstance(target, DTensor):  # buffers are as they were built
+                    target.to_local().zero_()
+            sums = read_into(targets, files, checksums) if files is not None else {}
             for name, full in initial:
                 take_rows(targets[name], full)
     except (ConfigError, SafetensorError, OSError) as error:
@@ -133,20 +134,25 @@ def read_shards(
     return sums
 
 
-def read_into(targets: Mapping[str, Tensor], files: WeightFiles) -> dict[str, RowsChecksum]:
-    """Returns the checksums of what was read. Targets are taken in the order of the files."""
+def read_into(
+    targets: Mapping[str, Tensor], files: WeightFiles, checksums: bool
+) -> dict[str, RowsChecksum]:  # fmt: skip
+    """Returns the checksums of what was read, {} if they are not asked for. Targets are taken in
+    the order of the files; a value head and adapters are in none.
+    """
     names = {name: name.removeprefix("hf.").replace(".base_layer.", ".") for name in targets}
     sums: dict[str, RowsChecksum] = {}
     for name, own in sorted(names.items(), key=lambda item: files.path_of(item[1])):
         target = targets[name]
         box = held_box(target)
-        if own not in files.dtypes:  # a value head, or an adapter
-            local(target).zero_()
-        elif box is not None and (own in files.sources or own not in files.tied):
-            first, last = box[0] if box else (0, 1)
-            rows = files.rows(own, first, last)
-            require_tied(own, files, rows, first, last)
-            local(target).copy_(rows)
+        by_other_name = own in files.tied and own not in files.sources
+        if own not in files.dtypes or box is None or by_other_name:
+            continue
+        first, last = box[0] if box else (0, 1)
+        rows = files.rows(own, first, last)
+        require_tied(own, files, rows, first, last)
+        local(target).copy_(rows)
+        if checksums:
             data: Any = rows.contiguous().view(-1).view(torch.uint8).numpy()
             sums[own] = RowsChecksum(first, data.nbytes, zlib.crc32(data))
     files.close()

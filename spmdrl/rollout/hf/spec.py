@@ -40,6 +40,7 @@ SPEC = EngineSpec(
     title="transformers",
     library="transformers",
     build=build,
+    mixes_dtypes=True,
     check=check,
     check_strict=check_strict,
 )
