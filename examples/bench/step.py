@@ -58,7 +58,8 @@ config = PpoConfig(
     model="model", reward=vowels, run_dir="run", steps={steps}, eval_every=0,
     data=DataConfig(train="train.jsonl", prompts_per_step={prompts}, max_prompt_tokens={question}),
     rollout=RolloutConfig(n={n}, max_tokens={answer}, ignore_eos=True, max_num_seqs=512),
-    actor=TrainConfig(micro_batch_tokens=16384, optim=OptimConfig(lr=1e-6)),
+    actor=TrainConfig(
+        micro_batch_tokens=16384, activation_checkpointing=False, optim=OptimConfig(lr=1e-6)),
     checkpoint=CheckpointConfig(every_steps=0), tensorboard=False, log_samples=0,
 )
 """

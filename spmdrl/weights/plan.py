@@ -70,7 +70,7 @@ class Bucket:
 
 
 @dataclass
-class Plan:
+class TransferPlan:
     """Rank `me`'s part of the transfer of `weights`."""
 
     me: int
@@ -91,14 +91,14 @@ Shares = list[Box | None] | None  # by position in the block; None: every rank h
 Table = Sequence[Sequence[int]]  # global rank of [engine][tp rank]
 
 
-def make_plan(
+def make_transfer_plan(
     me: int,
     weights: list[Weight],
     regions: Sequence[Regions],
     table: Table,
     itemsize: int,
     slot_bytes: int,
-) -> Plan:
+) -> TransferPlan:
     """regions: what each tensor-parallel rank needs.
 
     itemsize: bytes per element on the wire. A bucket takes at most slot_bytes on any rank, or one
@@ -111,7 +111,7 @@ def make_plan(
     start = engine // block * block
     peers = [row[column] for row in table[start : start + block]] if mine else []
     cost = _cost(weights, regions, table, block, shares)
-    plan = Plan(
+    plan = TransferPlan(
         me, weights, list(regions[column]) if mine else [], block, peers,
         peers.index(me) if mine else -1, cost.handed > 0, [],
         Cost(*(n * itemsize for n in cost)), 0, 0,
@@ -141,12 +141,12 @@ def make_plan(
     return plan
 
 
-def empty_bucket(plan: Plan) -> Bucket:
+def empty_bucket(plan: TransferPlan) -> Bucket:
     return Bucket({}, [[] for _ in plan.peers], 0, [])
 
 
 def add_piece(
-    plan: Plan,
+    plan: TransferPlan,
     bucket: Bucket,
     receiver: int,
     region: int,
@@ -164,7 +164,7 @@ def add_piece(
         bucket.sends.setdefault(receiver, []).append((weight, piece.box))
 
 
-def close_bucket(plan: Plan, bucket: Bucket) -> None:
+def close_bucket(plan: TransferPlan, bucket: Bucket) -> None:
     for share in bucket.shares:
         share.sort(key=lambda piece: piece.sender)  # stable: a sender's order is kept
     bucket.share_numel = max((sum(numel(p.box) for p in s) for s in bucket.shares), default=0)
@@ -334,7 +334,7 @@ class _Units:
         return dict(sent + taken)
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: TransferPlan) -> list[str]:
     """Lines for a log: what travels, and what full tensors would have cost."""
     mib = 1 << 20
     gathers = f", {plan.block} engines gather" if plan.cost.gathered else ""

@@ -27,7 +27,7 @@ from torch import Tensor
 from spmdrl.distributed.topology import Topology
 from spmdrl.weights.boxes import numel, whole
 from spmdrl.weights.bucket_messages import Binder, BoundBucket, Held, Message
-from spmdrl.weights.plan import Plan, Weight, make_plan
+from spmdrl.weights.plan import TransferPlan, Weight, make_transfer_plan
 from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
@@ -98,7 +98,7 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         shards: Callable[[], Held],  # my parts of the training weights
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
         dtype: torch.dtype,
@@ -192,7 +192,7 @@ class Transfer:
         now.works += dist.batch_isend_irecv(ops) if ops else []
 
 
-def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
+def planned_bytes(plan: TransferPlan, itemsize: int, padded: bool) -> int:
     """Returns how many bytes rank plan.me is to send in one run; padded: with an all-gather's
     shares of one size.
     """
@@ -225,7 +225,7 @@ def full_tensors(
     for weight in weights:
         box = whole(weight.shape)
         needed = [[(0, box)] for _ in table[0]]
-        plan = make_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
+        plan = make_transfer_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:
@@ -245,7 +245,8 @@ def gathered(
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
+        table = [[rank] for rank in topology.ranks]
         yield from full_tensors(
-            group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
+            group, lambda: lying(named, topology.device), table, dtype,
             slot_bytes(bucket_bytes, topology.device), topology,
         )  # fmt: skip
