@@ -206,7 +206,8 @@ def counts(text: str) -> Found:
 
 def reason(text: str, code: int) -> str:
     """What went wrong, in a line: the first error that a test or a program told."""
-    for pattern in (r"^FAILED \S+.*", r"^spmdrl: .*", r"^(?:E +)?\w*(?:Error|Exception): .*"):
+    error = r"^(?:E +|\[rank\d+\]: *)?[\w.]*(?:Error|Exception): .*"
+    for pattern in (r"^FAILED \S+.*", r"^spmdrl: .*", error):
         told = re.findall(pattern, text, re.M)
         if told:
             return " ".join(told[-1].split())
