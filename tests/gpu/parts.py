@@ -53,6 +53,7 @@ COMPARED = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
 # nats per token on average between engine and trainer
 NEAR = {"float32": 1e-3, "bfloat16": 0.02}
 LOST_WITHIN_S = 15.0
+CANNOT_CODE = 77  # as in session.py
 KEPT_BYTES = 15 << 20  # of a trace; of a larger one the shares in the table remain
 
 
@@ -76,6 +77,7 @@ def launch(folder: Path, name: str, ranks: int, *program: str) -> subprocess.Pop
 
 def train(folder: Path, name: str, ranks: int, *args: str, config: str = "cfg.py") -> list[Row]:
     """Runs spmdrl.ppo with every push of weights compared; returns its rows, one per step."""
+    prepare(folder)
     shutil.rmtree(folder / name, ignore_errors=True)
     process = launch(
         folder, name, ranks, "-m", "spmdrl.ppo", "--config", config, "--run_dir", name,
@@ -88,28 +90,20 @@ def train(folder: Path, name: str, ranks: int, *args: str, config: str = "cfg.py
 
 
 def prepare(folder: Path) -> None:
-    """The tiny model, its task and its config, unless they are there."""
-    from programs import CONFIG, write_task
-    from tiny_models import save_qwen3
-
-    if not Path(folder, "cfg.py").exists():
-        save_qwen3(folder / "model", **SHAPE)
-        write_task(folder)
-        Path(folder, "cfg.py").write_text(CONFIG)
-
-
-def prepare_experts(folder: Path) -> None:
-    """A model with four experts, and a config for it."""
-    import tiny_megatron_models
-    from programs import CONFIG
-    from tiny_models import CHARS, save_tokenizer
-
+    """The tiny model, its task and its config, unless they are there; and one with four experts."""
     if not Path(folder, "experts.py").exists():
-        tiny_megatron_models.save_model(
+        from programs import CONFIG, write_task
+        from tiny_megatron_models import save_model
+        from tiny_models import CHARS, save_qwen3, save_tokenizer
+
+        write_task(folder)
+        save_qwen3(folder / "model", **SHAPE)
+        save_model(
             "qwen3_moe normalised", folder / "experts", vocab_size=len(CHARS), eos_token_id=2,
             bos_token_id=1, pad_token_id=0,
         )  # fmt: skip
         save_tokenizer(folder / "experts")
+        Path(folder, "cfg.py").write_text(CONFIG)
         Path(folder, "experts.py").write_text(CONFIG.replace('model="model"', 'model="experts"'))
 
 
@@ -235,6 +229,7 @@ def killed_rank(folder: Path) -> Figures:
     """One of two ranks is killed in training: the other names it, and all end within a limit."""
     import psutil
 
+    prepare(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
     process = launch(
         folder, "killed", 2, "-m", "spmdrl.ppo", "--config", "cfg.py", "--run_dir", "killed",
@@ -303,6 +298,11 @@ def step(folder: Path) -> Figures:
 def kernels(folder: Path) -> Figures:
     """Fraction: the time that the least bytes and operations take at the measured ceilings, over
     the time of our kernel; the median and the least over all cases."""
+    from spmdrl_kernels import device
+
+    if ON_GPU and not device.triton_runs(torch.device("cuda", 0)):
+        print(f"our kernels do not run on this GPU, or are off: {device.ON_AMD}=1 on AMD's")
+        sys.exit(CANNOT_CODE)
     command = [sys.executable, str(ROOT / "kernels/bench/run.py"), "--minutes", "2.5", "--out",
                str(folder / "kernels")]  # fmt: skip
     done = subprocess.run(command, cwd=folder, env=environment())
@@ -411,7 +411,7 @@ def driver() -> str | None:
         if shutil.which(command[0]):
             done = subprocess.run(command, text=True, capture_output=True, timeout=60)
             if done.returncode == 0 and done.stdout.strip():
-                return done.stdout.split()[-1]
+                return done.stdout.split()[-1].split(",")[-1]
     return None
 
 
@@ -434,9 +434,6 @@ def main(name: str, folder: str = ".") -> None:
     work = Path(folder).resolve()
     if name != "sharing_rank":
         work.mkdir(parents=True, exist_ok=True)
-        prepare(work)
-        if name == "megatron_ep_2":
-            prepare_experts(work)
     figures = PARTS[name](work)
     if figures:
         print(json.dumps(figures), flush=True)

@@ -43,6 +43,7 @@ LEAST_SHARE = 0.4  # of a part's limit has to be left for it to begin
 LOG_BYTES = 60_000  # of a part's output that are kept
 PASSED, FAILED, LATE, CANNOT, NO_TIME = "passed", "failed", "over its limit", "cannot", "no time"
 FINAL = (PASSED, FAILED, LATE)
+CANNOT_CODE = 77  # of a part whose last line says what it lacks
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Part:
 def pytest_part(
     name: str, what: str, limit_s: float, *paths: str, needs: tuple[str, ...]
 ) -> Part:  # fmt: skip
-    command = ("-m", "pytest", "-vv", *paths)
+    command = ("-m", "pytest", "-vv", *(str(ROOT / path) for path in paths))
     return Part(name, what, limit_s, needs=("pytest", *needs), command=command)
 
 
@@ -90,7 +91,7 @@ PARTS = (
     pytest_part("strict", "strict=True: equal in every bit", 300, "tests/gpu/test_strict_gpu.py",
           needs=RL + VLLM),
     Part("killed_rank", "a rank is killed: who, and how soon", 120, 2, RL),
-    Part("step", "a step of Qwen3-0.6B's shape, profiled", 300, needs=RL + VLLM),
+    Part("step", "a step of Qwen3-0.6B's shape, profiled", 360, needs=RL + VLLM),
     Part("kernels", "kernels against the machine's ceilings", 240, needs=("triton",)),
     Part("throughput", "our rollout beside `vllm bench throughput`", 300, needs=RL + VLLM),
     pytest_part("tests_kernels", "kernels against float64", 240, "tests/kernels/test_kernels.py",
@@ -146,6 +147,8 @@ def run_part(part: Part, session: Session) -> Found:
     figures = counts(text) if part.is_tests else last_json(text)
     if code is None:
         return result(part, session, LATE, f"ended after {limit_s:.0f} s", seconds, figures)
+    if code == CANNOT_CODE:
+        return result(part, session, CANNOT, text.strip().splitlines()[-1], seconds)
     if code:
         return result(part, session, FAILED, reason(text, code), seconds, figures)
     return result(part, session, PASSED, "", seconds, figures)
@@ -203,7 +206,8 @@ def counts(text: str) -> Found:
 
 def reason(text: str, code: int) -> str:
     """What went wrong, in a line: the first error that a test or a program told."""
-    for pattern in (r"^FAILED \S+.*", r"^spmdrl: .*", r"^(?:E +)?\w*(?:Error|Exception): .*"):
+    error = r"^(?:E +|\[rank\d+\]: *)?[\w.]*(?:Error|Exception): .*"
+    for pattern in (r"^FAILED \S+.*", r"^spmdrl: .*", error):
         told = re.findall(pattern, text, re.M)
         if told:
             return " ".join(told[-1].split())

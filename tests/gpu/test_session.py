@@ -59,6 +59,7 @@ raise ValueError("the loss is 3, with one rank 2")''')),
     Part("tests", "pytest", 50, command=("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-c",
                                          "/dev/null", "some_tests.py"), needs=("pytest",)),
     Part("lacks", "needs what is not there", 20, needs=("no_such_module",)),
+    Part("refuses", "this GPU", 20, command=("-c", "print('too old a GPU'); raise SystemExit(77)")),
     Part("sharing", "two ranks", 20, 2, command=("-c", "raise SystemExit('NCCL is too old')")),
     Part("pair", "two ranks", 20, 2),
     Part("long", "more than is left", 1000),
@@ -87,13 +88,14 @@ def test_no_part_stops_the_others(folder: Path) -> None:
     found = json.loads(Path(folder, "results.json").read_text())["parts"]
     ended = {name: result["result"] for name, result in found.items()}
     assert ended == {"good": "passed", "bad": "failed", "hangs": "over its limit",
-                     "tests": "failed", "lacks": "cannot", "sharing": "failed", "pair": "cannot",
-                     "long": "no time"}  # fmt: skip
+                     "tests": "failed", "lacks": "cannot", "refuses": "cannot",
+                     "sharing": "failed", "pair": "cannot", "long": "no time"}  # fmt: skip
     assert found["good"]["figures"]["tokens/s"] == 5
     assert found["bad"]["why"] == "ValueError: the loss is 3, with one rank 2"
     assert found["tests"]["figures"] == {"passed": 1, "failed": 1}
     assert "test_b" in found["tests"]["why"] and "one is not two" in found["tests"]["why"]
     assert found["lacks"]["why"] == "the environment has no no_such_module"
+    assert found["refuses"]["why"] == "too old a GPU"
     assert "2 ranks cannot share this GPU" in found["pair"]["why"]
     assert "NCCL is too old" in found["pair"]["why"]
     assert "were left, and it wants 400" in found["long"]["why"]
@@ -121,7 +123,7 @@ def test_the_table_stands_in_its_page(folder: Path) -> None:
     assert page == PAGE.replace("an old table\n", table)
     assert "1 x None Such, driver 1, 2 processor cores, torch 0, python 3, NCCL 2.29.7" in table
     rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 8 and all(row.count("|") == 7 for row in rows)
+    assert len(rows) == 1 + 9 and all(row.count("|") == 7 for row in rows)
     assert "| good | says a number | 1 | passed | 0 | tokens/s 5; of / for (x) |" in rows
     assert any(row.startswith("| pair | two ranks | 2, sharing a GPU | cannot |") for row in rows)
 
