@@ -12,10 +12,11 @@ from spmdrl.distributed.progress import model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.hf.spec import SPEC as HF
+from spmdrl.rollout.sglang.spec import SPEC as SGLANG
 from spmdrl.rollout.spec import EngineSpec
 from spmdrl.rollout.vllm.spec import SPEC as VLLM
 
-ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (VLLM, HF)}
+ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (VLLM, HF, SGLANG)}
 
 
 def build_engine(

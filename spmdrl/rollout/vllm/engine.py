@@ -34,6 +34,8 @@ from spmdrl.rollout.base import (
     check_lengths,
     generate,
 )
+from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
+from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import seed_of_continuation
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
@@ -45,7 +47,6 @@ from spmdrl.rollout.vllm.core import (
     LEAST_TEMPERATURE,
     build_core,
     import_vllm,
-    preserved_process,
 )
 from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.weights.checkpoint_names import is_adapter
@@ -91,7 +92,7 @@ class VllmEngine:
         VllmEngine.live += 1
         with ExitStack() as undo:
             undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
-            with preserved_process():
+            with preserved_process("vllm"):
                 import_vllm()
                 with patches, world_of(group):
                     self.core = build_core(
@@ -381,7 +382,7 @@ class VllmEngine:
             return
         self.forget_prefixes()
         if self.on_cpu:
-            self.freed_kv_cache = vllm_cpu.free_kv_cache(self.runner.kv_caches)
+            self.freed_kv_cache = free_kv_cache(self.runner.kv_caches)
         else:
             self.core.sleep(level=2 if self.slots is None else 1)
 
@@ -389,7 +390,7 @@ class VllmEngine:
         if not self.may_sleep:
             return
         if self.on_cpu:
-            vllm_cpu.restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
+            restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
             self.freed_kv_cache = []
         else:
             self.core.wake_up()
