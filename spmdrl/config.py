@@ -92,7 +92,7 @@ CPU_KV_CACHE_MIB = 512
 class RolloutConfig:
     """The engine that samples, and how it samples while training."""
 
-    engine: Literal["vllm", "hf"] = "vllm"
+    engine: Literal["vllm", "hf", "sglang"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
     top_p: float = 1.0  # below 1, like top_k, samples from another policy: needs algo.correction
