@@ -4,8 +4,10 @@
 
 Real ranks are gloo processes of this machine with light functions, so 64 of them need 3 GB; figures
 for more are simulated or by a model. A line of JSON for each point, then a table: for each series
-the value at the fewest and the most ranks, and the exponent k of value ~ ranks^k, by least squares
-on logarithms. With --only some of the measurements; their names are those of MEASUREMENTS.
+the value at the fewest and the most ranks, the exponent k of value ~ ranks^k, by least squares on
+logarithms, and for what is measured the value at 1,024 ranks by that fit, which is too high for
+what grows with the logarithm. With --only some of the measurements; their names are those of
+MEASUREMENTS.
 """
 
 from __future__ import annotations
@@ -85,13 +87,20 @@ def exponent(curve: list[tuple[int, float]]) -> float | None:
     return float(np.polyfit(ranks, values, 1)[0])
 
 
+def extrapolated(curve: list[tuple[int, float]], ranks: int) -> float:
+    known, values = np.log(np.array(curve).T)
+    return float(np.exp(np.polyval(np.polyfit(known, values, 1), np.log(ranks))))
+
+
 def table(curves: Curves) -> list[str]:
-    rows = ["| series | unit | how | fewest ranks | most ranks | k |", "|---|---|---|---|---|---|"]
+    rows = ["| series | unit | how | fewest ranks | most ranks | k | 1,024 by the fit |",
+            "|---|---|---|---|---|---|---|"]  # fmt: skip
     for (series, unit, kind), curve in curves.items():
         k = exponent(curve)
         ends = [f"{value:.3g} at {ranks:,}" for ranks, value in (curve[0], curve[-1])]
         shown = "" if k is None else f"{k:.2f}"
-        rows.append(f"| {series} | {unit} | {kind} | {ends[0]} | {ends[1]} | {shown} |")
+        far = f"{extrapolated(curve, 1024):.3g}" if kind == "measured" and k is not None else ""
+        rows.append(f"| {series} | {unit} | {kind} | {ends[0]} | {ends[1]} | {shown} | {far} |")
     return rows
 
 

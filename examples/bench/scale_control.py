@@ -1,8 +1,8 @@
 """What ranks tell each other, and how that grows with their number; see scale.py.
 
 Real ranks are gloo processes of this machine, forked after the imports, with the store in a
-process of its own, as with torchrun. "simulated" is counted from the same functions that the ranks use, for
-more ranks than there are; "model" is such a count times what one message takes.
+process of its own, as with torchrun. "simulated" is counted from the same functions that the ranks
+use, for more ranks than there are; "model" is such a count times what one message takes.
 """
 
 from __future__ import annotations
@@ -172,13 +172,19 @@ def use_after(rank: int, world: int, store: Any) -> int:
 
 
 def files_of(rank: int, world: int) -> int:
-    """What use_after takes, counted: the default group has a barrier, the control group the tree,
-    a broadcast and a barrier, the votes a ring, the checkpoints the tree."""
+    """What use_after takes, counted."""
+    return sum(OWN_FILES + len(peers) for peers in peers_of(rank, world))
+
+
+def peers_of(rank: int, world: int) -> list[set[int]]:
+    """The ranks that this one has connections to in each group of use_after: the default group has
+    a barrier, the control group the tree, a broadcast and a barrier, the votes a ring, the
+    checkpoints the tree. A broadcast's are among a barrier's.
+    """
     barrier = {(rank + sign * 2**k) % world for k in range(ceil(log2(world))) for sign in (1, -1)}
     tree = {*children(rank, world), *([parent(rank)] if rank else [])}
     ring = {(rank + 1) % world, (rank - 1) % world}
-    peers = [barrier, tree | barrier, ring, tree]  # a broadcast's are among a barrier's
-    return sum(OWN_FILES + len(own - {rank}) for own in peers)
+    return [own - {rank} for own in (barrier, tree | barrier, ring, tree)]
 
 
 # ---- the end of a phase
@@ -450,20 +456,26 @@ def store(real: list[int], simulated: list[int]) -> list[Point]:
     """Operations of a rank on the store: to start, in a step, and of its watchdog in a second."""
     points = []
     for world in real:
+        found = [{"start, before": n} for n in on_ranks(world, count_before, lazy=False)]
+        points.append(most_operations("start, before", world, found))
         found = on_ranks(world, count_operations)
-        for series in ("start", "ten phases and a report", "watchdog, a second"):
-            most = max(calls[series] for calls in found)
-            points.append(Point(f"store, {series}", "operations", "measured", world, most))
-    for world in simulated:
-        most = max(connections(rank, world) for rank in range(world))
+        points += [most_operations(series, world, found) for series in found[0]]
+    for world in [*real, *simulated]:
+        most = max(sum(1 + 2 * len(own) for own in peers_of(r, world)) for r in range(world))
         points.append(Point("store, start", "operations", "simulated", world, most))
     return points
 
 
-def connections(rank: int, world: int) -> int:
-    """As count_operations at the start: each group tells its address, and asks for a peer's."""
-    tree = len(children(rank, world)) + (rank > 0)
-    return 4 + 2 * tree + 2
+def most_operations(series: str, world: int, found: list[dict[str, float]]) -> Point:
+    most = max(calls[series] for calls in found)
+    return Point(f"store, {series}", "operations", "measured", world, most)
+
+
+def count_before(rank: int, world: int, store: Any) -> int:
+    counting = CountingStore(store)
+    KEPT.append(counting)
+    use_before(rank, world, counting)
+    return counting.calls.total()
 
 
 def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
@@ -471,10 +483,12 @@ def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
     KEPT.append(counting)
     start(rank, world, counting)
     topology = Topology.build(torch.device("cpu"), dp=-1)
-    votes, _ = StopVotes(topology, 0), own_groups([topology])
+    votes, groups = StopVotes(topology, 0), own_groups([topology])
+    KEPT.append(groups)
     broadcast_from_first(gather_to_first(rank, topology.control), topology.control)
     dist.broadcast_object_list([rank], group=topology.control, group_src=0)
     dist.barrier(group=topology.control)
+    dist.barrier()
     at_start = counting.calls.total()
     for _ in range(10):
         topology.lowest(rank)
