@@ -460,6 +460,8 @@ def store(real: list[int], simulated: list[int]) -> list[Point]:
         points.append(most_operations("start, before", world, found))
         found = on_ranks(world, count_operations)
         points += [most_operations(series, world, found) for series in found[0]]
+        rate = sum(on_ranks(world, operations_a_second))
+        points.append(Point("store, all it can do", "operations/s", "measured", world, rate))
     for world in [*real, *simulated]:
         most = max(sum(1 + 2 * len(own) for own in peers_of(r, world)) for r in range(world))
         points.append(Point("store, start", "operations", "simulated", world, most))
@@ -469,6 +471,18 @@ def store(real: list[int], simulated: list[int]) -> list[Point]:
 def most_operations(series: str, world: int, found: list[dict[str, float]]) -> Point:
     most = max(calls[series] for calls in found)
     return Point(f"store, {series}", "operations", "measured", world, most)
+
+
+def operations_a_second(rank: int, world: int, store: Any) -> float:
+    """While all ranks ask as fast as they can, on the cores that the store has to share."""
+    store.add("here", 1)
+    while store.add("here", 0) < world:
+        time.sleep(0.01)
+    began, count = time.monotonic(), 0
+    while time.monotonic() < began + 1.0:
+        store.add(f"asked/{rank}", 1)  # a set has no answer to wait for
+        count += 1
+    return count / (time.monotonic() - began)
 
 
 def count_before(rank: int, world: int, store: Any) -> int:
