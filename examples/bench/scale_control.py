@@ -159,6 +159,7 @@ def use_before(rank: int, world: int, store: Any) -> int:
 def use_after(rank: int, world: int, store: Any) -> int:
     before = open_files()
     start(rank, world, store)
+    lowest(0, dist.group.WORLD)  # as start_process_group does
     topology = Topology.build(torch.device("cpu"), dp=-1)
     votes, groups = StopVotes(topology, 0), own_groups([topology])
     topology.lowest(rank)
@@ -178,13 +179,13 @@ def files_of(rank: int, world: int) -> int:
 
 def peers_of(rank: int, world: int) -> list[set[int]]:
     """The ranks that this one has connections to in each group of use_after: the default group has
-    a barrier, the control group the tree, a broadcast and a barrier, the votes a ring, the
-    checkpoints the tree. A broadcast's are among a barrier's.
+    the tree and a barrier, the control group a broadcast too, the votes a ring, the checkpoints the
+    tree. A broadcast's are among a barrier's.
     """
     barrier = {(rank + sign * 2**k) % world for k in range(ceil(log2(world))) for sign in (1, -1)}
     tree = {*children(rank, world), *([parent(rank)] if rank else [])}
     ring = {(rank + 1) % world, (rank - 1) % world}
-    return [own - {rank} for own in (barrier, tree | barrier, ring, tree)]
+    return [own - {rank} for own in (tree | barrier, tree | barrier, ring, tree)]
 
 
 # ---- the end of a phase
@@ -496,6 +497,7 @@ def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
     counting = CountingStore(store)
     KEPT.append(counting)
     start(rank, world, counting)
+    lowest(0, dist.group.WORLD)
     topology = Topology.build(torch.device("cpu"), dp=-1)
     votes, groups = StopVotes(topology, 0), own_groups([topology])
     KEPT.append(groups)

@@ -125,8 +125,9 @@ def receive_parts(group: dist.ProcessGroup, source: int) -> list[bytes]:
     """Receives what `send_parts` sends."""
     first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
     group.recv([first], source, TAG).wait()
-    count, length = struct.unpack_from("<qq", first.numpy())
-    body = first.numpy()[16 : 16 + length].tobytes()
+    message = first.numpy().tobytes()
+    count, length = struct.unpack_from("<qq", message)
+    body = message[16 : 16 + length]
     if len(body) < length:
         rest = torch.empty(length - len(body), dtype=torch.uint8)
         group.recv([rest], source, TAG).wait()

@@ -6,6 +6,7 @@ their own it is how data moves between them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -128,7 +129,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
 
 def pass_on(
     batches: dict[Ranks, list[Batch]],
-    fields: dict[Ranks, tuple[str, ...]],
+    fields: Mapping[Ranks, tuple[str, ...]],
     dealt: BatchAssignment,
     num_keys: int,
     post: P2PChannel,

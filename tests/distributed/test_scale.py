@@ -1,4 +1,4 @@
-"""The benchmark of what grows with ranks: its command, its counts against real ranks, its limits."""
+"""The benchmark of what grows with ranks: its command, and its counts against real ranks."""
 
 import json
 import subprocess
