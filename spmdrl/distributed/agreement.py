@@ -15,13 +15,16 @@ thread uses may call them. The group is gloo or has gloo for CPU tensors.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TAG = 0x59A1  # of these messages, so that no other receive on the group takes one
+FIRST_BYTES = 4096  # of a message with objects; most need no second one
 
 
 def children(rank: int, size: int) -> list[int]:
@@ -104,19 +107,30 @@ def scatter_from_first(values: Sequence[Any] | None, group: dist.ProcessGroup) -
 
 
 def send_parts(parts: list[bytes], group: dist.ProcessGroup, to: int) -> None:
-    """Sends the number of parts, their sizes, and the parts end to end."""
-    sizes = torch.tensor([len(part) for part in parts])
-    data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-    for message in (torch.tensor([len(parts)]), sizes, data):
-        group.send([message], to, TAG).wait()
+    """Sends a first message of FIRST_BYTES, and what does not fit into it in a second one.
+
+    It has the number of parts and the length of what follows: the sizes of the parts, and the
+    parts end to end. Numbers are int64, little-endian.
+    """
+    body = struct.pack(f"<{len(parts)}q", *map(len, parts)) + b"".join(parts)
+    message = struct.pack("<qq", len(parts), len(body)) + body
+    first = bytearray(message[:FIRST_BYTES].ljust(FIRST_BYTES, b"\0"))
+    group.send([torch.frombuffer(first, dtype=torch.uint8)], to, TAG).wait()
+    if len(message) > FIRST_BYTES:
+        rest = torch.frombuffer(bytearray(message[FIRST_BYTES:]), dtype=torch.uint8)
+        group.send([rest], to, TAG).wait()
 
 
 def receive_parts(group: dist.ProcessGroup, source: int) -> list[bytes]:
     """Receives what `send_parts` sends."""
-    count = torch.empty(1, dtype=torch.int64)
-    group.recv([count], source, TAG).wait()
-    sizes = torch.empty(int(count), dtype=torch.int64)
-    group.recv([sizes], source, TAG).wait()
-    data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-    group.recv([data], source, TAG).wait()
-    return [part.numpy().tobytes() for part in data.split(sizes.tolist())]
+    first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+    group.recv([first], source, TAG).wait()
+    message = first.numpy().tobytes()
+    count, length = struct.unpack_from("<qq", message)
+    body = message[16 : 16 + length]
+    if len(body) < length:
+        rest = torch.empty(length - len(body), dtype=torch.uint8)
+        group.recv([rest], source, TAG).wait()
+        body += rest.numpy().tobytes()
+    places = list(accumulate(struct.unpack_from(f"<{count}q", body), initial=8 * count))
+    return [body[start:end] for start, end in pairwise(places)]

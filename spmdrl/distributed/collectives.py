@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.distributed.agreement import lowest
+from spmdrl.distributed.agreement import gather_to_all, lowest
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import (
     default_group,
@@ -22,6 +23,7 @@ from spmdrl.distributed.torch_compat import (
 )
 
 T = TypeVar("T")
+TREE_BYTES = 16 << 20
 
 
 class FailedElsewhere(RuntimeError):
@@ -29,16 +31,22 @@ class FailedElsewhere(RuntimeError):
 
 
 def all_gather_rows(rows: Tensor, topology: Topology) -> list[Tensor]:
-    """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank."""
-    count = torch.tensor([len(rows)])
-    counts = [torch.empty_like(count) for _ in range(topology.world)]
-    dist.all_gather(counts, count, group=topology.group)
-    most = max(int(c) for c in counts)
-    padded = rows.new_zeros((most, *rows.shape[1:]))
+    """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank.
+
+    Of at most TREE_BYTES in all they go along a tree, in 2 * log2(ranks) steps, else round a ring,
+    where each rank passes all of it on but once.
+    """
+    counts = gather_to_all(len(rows), topology.control)
+    row_bytes = rows.element_size() * prod(rows.shape[1:])
+    if sum(counts) * row_bytes <= TREE_BYTES:
+        data = rows.contiguous().view(torch.uint8).numpy()
+        gathered = gather_to_all(data, topology.control)
+        return [torch.from_numpy(part).view(rows.dtype) for part in gathered]
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in range(topology.world)]
-    dist.all_gather(gathered, padded, group=topology.group)
-    return [g[: int(c)] for g, c in zip(gathered, counts, strict=True)]
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded, group=topology.group)
+    return [part[:count] for part, count in zip(found, counts, strict=True)]
 
 
 def all_to_all_rows(rows: Tensor, send_counts: list[int], topology: Topology) -> Tensor:

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from spmdrl.cli.arguments import fingerprint
 from spmdrl.config import ConfigError
 from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_device
+from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -148,12 +149,22 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
         check_no_gpu_is_left_out()
         map_large_tensors()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
+        connect()
         return torch.device("cpu")
     device = local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
+    connect()
     return device
+
+
+def connect() -> None:
+    """Has each rank reach those next to it in the tree of agreements. gloo connects at first use,
+    and a network that leads nowhere is to be told while the start has its limit of time.
+    """
+    assert dist.group.WORLD is not None
+    lowest(0, dist.group.WORLD)
 
 
 def map_large_tensors() -> None:

@@ -11,7 +11,8 @@ Tensors are on the CPU; engines take a micro-batch to their device.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil, sqrt
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
+DIRECT_RANKS = 64  # of a role; sequences of more go by relays
 SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
 
 
@@ -83,6 +85,30 @@ def packing_order(assignment: BatchAssignment, ranks: Ranks, maker: int) -> Tens
     """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
     rows = assignment.by_mini_batch((assignment.sample_ranks == maker).nonzero().flatten())
     return rows[torch.argsort(assignment.train_ranks[ranks][rows], stable=True)]
+
+
+def hops(deal: BatchAssignment, ranks: Ranks) -> list[BatchAssignment]:
+    """The assignments by which the sequences of `ranks` travel, one after the other: `deal` alone,
+    or for more than DIRECT_RANKS one to relays and one from them.
+
+    A rank would in time exchange sequences with all others, and keep a connection to each. With
+    `ranks` as the places of a square, a sequence goes within the row of its maker to the column of
+    its owner, and there on to its owner: a rank talks to its row and its column alone.
+    """
+    if len(ranks) <= DIRECT_RANKS:
+        return [deal]
+    relays = relay_ranks(deal.makers, deal.owners[ranks], ranks)
+    return [replace(deal, owners={ranks: relays}), replace(deal, makers=relays)]
+
+
+def relay_ranks(makers: Tensor, owners: Tensor, ranks: Ranks) -> Tensor:
+    """(n,) int64: the rank in the row of the maker and the column of the owner. A maker that is
+    not one of `ranks` has the row of its number among them, modulo their number."""
+    everyone, width = torch.tensor(ranks), ceil(sqrt(len(ranks)))
+    at = torch.searchsorted(everyone, makers).clamp(max=len(ranks) - 1)
+    at = torch.where(everyone[at] == makers, at, makers % len(ranks))
+    place = at // width * width + torch.searchsorted(everyone, owners) % width
+    return everyone[torch.where(place < len(ranks), place, place - width)]  # the last row is short
 
 
 def send_batch(

@@ -20,8 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_calls, start_ranks
 from tiny_models import save_qwen3
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from training_batches import engine_on, whole_batch
 
 from spmdrl.checkpoint import chunk_index
@@ -198,11 +200,27 @@ def replicas_on(topology, model, folder):
         saver = saver_of(topology, root, engine)
         saver.save(1, {"actor": engine}, {"engines": ["actor"]}, [])
         saver.wait()
-        other = built(topology, model, fsdp=reads)
-        checkpoint.load(root / "step_00000001", {"actor": other}, topology)
-        pairs = zip(tensors_of(engine), tensors_of(other), strict=True)
-        found.append(all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs))
-        found.append(other.num_updates == 1)
+        step = root / "step_00000001"
+        (root / "old").mkdir(exist_ok=True)
+        for file in (f"rng_{topology.rank}.pt", *(["run.json"] if topology.rank == 0 else ())):
+            shutil.copy(step / file, root / "old")
+        dcp.save(engine.state_dict(), checkpoint_id=root / "old/actor")  # as earlier versions did
+        for folder_read in (step, root / "old"):
+            other = built(topology, model, fsdp=reads)
+            checkpoint.load(folder_read, {"actor": other}, topology)
+            pairs = zip(tensors_of(engine), tensors_of(other), strict=True)
+            found.append(all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs))
+            found.append(other.num_updates == 1)
+        sizes = [(step / "actor" / chunk_index.file_of(rank)).stat().st_size for rank in (0, 1)]
+        found.append(max(sizes) < 0.8 * sum(sizes))  # replicas share the writing
+        index = chunk_index.read_index(step / "actor").state_dict_metadata.values()
+        stored = [info for info in index if isinstance(info, TensorStorageMetadata)]
+        found.append(
+            all(
+                sum(chunk.sizes.numel() for chunk in info.chunks) == info.size.numel()
+                for info in stored
+            )
+        )  # each element once
     return found
 
 
@@ -429,7 +447,7 @@ def test_what_is_written_is_the_copy(runs):
 
 @pytest.mark.ranks
 def test_replicas_and_shards_load_each_others_checkpoints(runs):
-    assert runs["replicas"] == [[True] * 4] * 2
+    assert runs["replicas"] == [[True] * 12] * 2
 
 
 @pytest.mark.ranks
