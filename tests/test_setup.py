@@ -247,9 +247,9 @@ def fake_python(path: Path, script: str) -> Path:
     return path
 
 
-def run_setup(folder: Path, python: Path) -> subprocess.CompletedProcess[str]:
+def run_setup(folder: Path, python: Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHON": str(python)}
-    command = ["bash", str(folder / "launch/setup.sh")]
+    command = ["bash", str(folder / "launch/setup.sh"), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -290,6 +290,35 @@ def test_setup_finds_amd_gpus_and_asks_for_an_index(tmp_path: Path) -> None:
     done = print_plan(PATH="/usr/bin:/bin")
     assert "of the kind 'cpu'" in done.stdout and "--no-deps -r constraints.txt" in done.stdout
     assert not Path(tmp_path, ".venv").exists()
+
+
+def test_setup_makes_an_environment_for_each_engine(tmp_path: Path) -> None:
+    """SGLang's is .venv-sglang, under pins of its own, and needs a GPU."""
+    (tmp_path / "constraints-sglang.txt").write_bytes(
+        (ROOT / "constraints-sglang.txt").read_bytes()
+    )
+    (tmp_path / "bin").mkdir()
+    python = fake_python(tmp_path / "bin/python", f'exec {sys.executable} "$@"\n')
+    folder = setup_copy(tmp_path)
+    done = run_setup(folder, python, "--engine", "hf")
+    assert done.returncode == 2 and "usage: launch/setup.sh" in done.stderr
+    script = (folder / "launch/setup.sh").read_text()
+    without = "command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1"
+    for has_gpu in ("false", "true"):
+        assert without in script
+        (folder / "launch/setup.sh").write_text(script.replace(without, has_gpu))
+        pip = "mkdir -p $4/bin; printf '#!/bin/sh\\necho \"$@\"; exit 9\\n' > $4/bin/python"
+        fake_python(
+            python, f'[ "$2" = venv ] && {{ {pip}; chmod +x $4/bin/python; exit; }}\nexec '
+            f'{sys.executable} "$@"\n',
+        )  # fmt: skip
+        done = run_setup(folder, python, "--engine", "sglang")
+        if has_gpu == "false":
+            assert done.returncode == 1 and "SGLang needs an NVIDIA GPU" in done.stderr
+        else:
+            assert "-c constraints-sglang.txt -e .[sglang,dev]" in done.stdout, done.stderr
+            assert Path(folder, ".venv-sglang").is_dir()
+    assert not Path(folder, ".venv").exists()
 
 
 def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:

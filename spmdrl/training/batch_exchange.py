@@ -87,27 +87,31 @@ def packing_order(assignment: BatchAssignment, ranks: Ranks, maker: int) -> Tens
     return rows[torch.argsort(assignment.train_ranks[ranks][rows], stable=True)]
 
 
-def hops(deal: BatchAssignment, ranks: Ranks) -> list[BatchAssignment]:
-    """The assignments by which the sequences of `ranks` travel, one after the other: `deal` alone,
-    or for more than DIRECT_RANKS one to relays and one from them.
+def hops(assignment: BatchAssignment, ranks: Ranks) -> list[BatchAssignment]:
+    """The assignments by which the sequences of `ranks` travel, one after the other: `assignment`
+    alone, or for more than DIRECT_RANKS one to relays and one from them.
 
     A rank would in time exchange sequences with all others, and keep a connection to each. With
-    `ranks` as the places of a square, a sequence goes within the row of its maker to the column of
-    its owner, and there on to its owner: a rank talks to its row and its column alone.
+    `ranks` as the places of a square, a sequence goes within the row of the rank that sampled it to
+    the column of the rank that trains on it, and there on to that rank: a rank talks to its row and
+    its column alone.
     """
     if len(ranks) <= DIRECT_RANKS:
-        return [deal]
-    relays = relay_ranks(deal.makers, deal.owners[ranks], ranks)
-    return [replace(deal, owners={ranks: relays}), replace(deal, makers=relays)]
+        return [assignment]
+    relays = relay_ranks(assignment.sample_ranks, assignment.train_ranks[ranks], ranks)
+    return [
+        replace(assignment, train_ranks={ranks: relays}),
+        replace(assignment, sample_ranks=relays),
+    ]
 
 
-def relay_ranks(makers: Tensor, owners: Tensor, ranks: Ranks) -> Tensor:
-    """(n,) int64: the rank in the row of the maker and the column of the owner. A maker that is
-    not one of `ranks` has the row of its number among them, modulo their number."""
+def relay_ranks(sample_ranks: Tensor, train_ranks: Tensor, ranks: Ranks) -> Tensor:
+    """(n,) int64: the rank in the row of the sampling rank and the column of the training one. A
+    sampling rank that is not one of `ranks` has the row of its number, modulo their number."""
     everyone, width = torch.tensor(ranks), ceil(sqrt(len(ranks)))
-    at = torch.searchsorted(everyone, makers).clamp(max=len(ranks) - 1)
-    at = torch.where(everyone[at] == makers, at, makers % len(ranks))
-    place = at // width * width + torch.searchsorted(everyone, owners) % width
+    at = torch.searchsorted(everyone, sample_ranks).clamp(max=len(ranks) - 1)
+    at = torch.where(everyone[at] == sample_ranks, at, sample_ranks % len(ranks))
+    place = at // width * width + torch.searchsorted(everyone, train_ranks) % width
     return everyone[torch.where(place < len(ranks), place, place - width)]  # the last row is short
 
 

@@ -1,7 +1,7 @@
 """What spmdrl uses of SGLang's internals: a test that fails names what has moved.
 
-The engine is a real one, of a tiny model. Runs where SGLang is installed, which is in an
-environment of its own; test_sglang_signatures.py checks the same calls everywhere.
+The engine is a real one, of a tiny model. Runs where SGLang is installed, in an environment of its
+own; test_sglang_signatures.py checks the same calls everywhere.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
 from spmdrl.rollout.sglang import compat
 
-pytestmark = pytest.mark.skipif(
-    "sglang" not in INSTALLED, reason="needs SGLang and what it runs on"
-)
+pytestmark = pytest.mark.skipif("sglang" not in INSTALLED, reason="needs SGLang, and a GPU")
 
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=4, kv_cache_mib=16)
 
