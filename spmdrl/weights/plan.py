@@ -106,7 +106,7 @@ def make_plan(
     filling = _Filling(plan, engines.ranks)
     for weight, of in enumerate(of_weight):
         for unit in units[of]:
-            if filling.any and (filling.load + unit.memory).max() * itemsize > slot_bytes:
+            if filling.any and filling.fullest_with(unit) * itemsize > slot_bytes:
                 filling.close(itemsize)
             filling.add(unit, weight, numbers[weight])
     filling.close(itemsize)
@@ -143,10 +143,19 @@ class _Unit:
 def _units(
     me: int, of: WeightClass, division: Division, itemsize: int, slot_bytes: int
 ) -> list[_Unit]:
-    """Returns a weight's chunks: as many as it takes for each to fit into a slot."""
+    """Returns a weight's chunks: as many as it takes for each to fit into a slot, or one row each.
+
+    A chunk may come from a few senders alone, so that those that divide the largest load of a rank
+    need not divide it evenly.
+    """
+    rows = max([1, *sizes(whole(of.shape))])
     largest = int(division.memory(of, 0, 1).max()) * itemsize
-    rows = max(sizes(whole(of.shape)), default=1)
-    chunks = min(max(1, -(-largest // slot_bytes)), max(1, rows))
+    chunks = min(max(1, -(-largest // slot_bytes)), rows)
+    while chunks < rows:
+        fullest = max(int(division.memory(of, i, chunks).max()) for i in range(chunks))
+        if fullest * itemsize <= slot_bytes:
+            break
+        chunks = min(2 * chunks, rows)
     return [_unit(me, of, division, chunk, chunks) for chunk in range(chunks)]
 
 
@@ -193,6 +202,10 @@ class _Filling:
     @property
     def any(self) -> bool:
         return bool(self.load.any())
+
+    def fullest_with(self, unit: _Unit) -> int:
+        """Returns the elements on the fullest of the ranks that the unit takes memory on."""
+        return int(np.where(unit.memory, self.load + unit.memory, 0).max())
 
     def add(self, unit: _Unit, weight: int, numbers: Sequence[int]) -> None:
         """numbers: of this weight's regions among those of the plan."""
