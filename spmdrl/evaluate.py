@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fire
 
@@ -31,12 +31,13 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 if TYPE_CHECKING:
     from spmdrl.data.images import ImageLimits
+    from spmdrl.data.prompts import PromptDataset
     from spmdrl.distributed.phases import Phases
     from spmdrl.distributed.topology import Topology
     from spmdrl.rewards.runner import RewardRunner
     from spmdrl.training.roles import Sampler
     from spmdrl.training.runtime import Runtime
-    from spmdrl.types import Sample
+    from spmdrl.types import Prompt, Sample
 
 
 def main(
@@ -118,18 +119,12 @@ class EvalRoles:
 
 def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """Every rank runs it from the first line to the last."""
-    from spmdrl.checkpoint.format import read_run
-    from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
+    from spmdrl.checkpoint.run_dir import lock_run_dir
     from spmdrl.distributed.process import keep_what_stands
     from spmdrl.hub.hf_folder import load_tokenizer
     from spmdrl.rewards.runner import RewardRunner
-    from spmdrl.rollout.multi_turn.conversation import has_replies
     from spmdrl.training.build import load_held_out
     from spmdrl.training.checks.rl import check_held_out
-    from spmdrl.training.collect import evaluate
-    from spmdrl.training.dry_run import examples_of, scored_examples
-    from spmdrl.training.logs.metrics import write_samples
-    from spmdrl.training.run_identity import of_evaluation
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
@@ -142,53 +137,101 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         with phases("load data"):
             prompts, dataset = load_held_out(config, tokenizer, topology)
             rewards.check_sources(dataset.data_sources)
-        most = len(prompts) * config.eval_samples
-        if dry.run and runtime.is_main:
-            PROGRESS.line("\n".join([
-                shown_config(config, dry.show_config),
-                f"{len(prompts)} held-out prompts, {most} answers",
-                *scored_examples(examples_of(dataset), rewards, config.rewards),
-            ]))  # fmt: skip
         if dry.run:
+            if runtime.is_main:
+                show_dry_run(config, dry, len(prompts), dataset, rewards)
             return
         runtime.lock = lock_run_dir(out, topology)
-        step, name, model = 0, config.model, config.model
-        if config.resume != "never":
-            name, model = config.resume, exported(config, runtime)  # it finds what is damaged
-            saved = read_run(Path(config.resume))
-            step = saved["step"]
-            if runtime.is_main and isinstance(saved.get("identity"), dict):
-                for difference in of_evaluation(saved["identity"], config):
-                    PROGRESS.line(f"not as in the run: {difference.text}")
-        sampler = sampler_of(config, model, rewards, tokenizer, runtime, dataset.looks())
+        model = model_of(config, runtime)
+        sampler = sampler_of(config, model.folder, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
         keep_what_stands()
         if sampler.dialogue is not None:
             undo.callback(sampler.dialogue.close)
-        log, path = Path(out, "metrics.jsonl"), Path(out, "samples", f"{next_number(out)}.jsonl")
-
-        def show(samples: list[Sample]) -> None:
-            with phases("log samples"):
-                write_samples(path, samples, most, topology, has_replies(config))
-
+        path = Path(out, "samples", f"{next_number(out)}.jsonl")
         alone = EvalRoles(config, sampler, topology, phases, tokenizer)
-        PROGRESS.now("")
-        metrics = evaluate(alone, prompts, step, show)
+        metrics = answers_scored(alone, prompts, model.step, path)
         PROGRESS.now("ending the evaluation")
     PROGRESS.now("")
     if runtime.is_main:
-        write_config(config, out)
-        row = {"step": step, "model": name, "samples": str(path.relative_to(out)), **metrics}
-        torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
-        with log.open("a") as file:
-            file.write("\n" * torn + json.dumps(row) + "\n")
-        shutil.rmtree(Path(out, "model"), ignore_errors=True)
-        width = max(map(len, metrics))
-        PROGRESS.line("\n".join([
-            f"{name}, step {step}: {len(prompts)} prompts, {most} answers",
-            *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
-            f"in {log} and {path}",
-        ]))  # fmt: skip
+        write_results(config, out, model, path, metrics, len(prompts))
+
+
+class EvaluatedModel(NamedTuple):
+    step: int  # of the checkpoint; 0 where the config's model is evaluated
+    name: str  # what the user calls it: the checkpoint, or the model
+    folder: str  # that the engine loads, or a name on the hub
+
+
+def model_of(config: PpoConfig, runtime: Runtime) -> EvaluatedModel:
+    """Returns what is evaluated; a checkpoint is exported. Collective."""
+    from spmdrl.checkpoint.format import read_run
+    from spmdrl.training.run_identity import of_evaluation
+
+    if config.resume == "never":
+        return EvaluatedModel(0, config.model, config.model)
+    folder = exported(config, runtime)  # it finds what is damaged
+    saved = read_run(Path(config.resume))
+    if runtime.is_main and isinstance(saved.get("identity"), dict):
+        for difference in of_evaluation(saved["identity"], config):
+            PROGRESS.line(f"not as in the run: {difference.text}")
+    return EvaluatedModel(saved["step"], config.resume, folder)
+
+
+def show_dry_run(
+    config: PpoConfig, dry: Dry, num_prompts: int, dataset: PromptDataset, rewards: RewardRunner
+) -> None:
+    from spmdrl.training.dry_run import examples_of, scored_examples
+
+    PROGRESS.line("\n".join([
+        shown_config(config, dry.show_config),
+        f"{num_prompts} held-out prompts, {num_prompts * config.eval_samples} answers",
+        *scored_examples(examples_of(dataset), rewards, config.rewards),
+    ]))  # fmt: skip
+
+
+def answers_scored(
+    roles: EvalRoles, prompts: list[tuple[int, Prompt]], step: int, path: Path
+) -> dict[str, float]:
+    """Samples and scores answers to the prompts, writes them to `path` and returns their metrics.
+    Collective.
+    """
+    from spmdrl.rollout.multi_turn.conversation import has_replies
+    from spmdrl.training.collect import evaluate
+    from spmdrl.training.logs.metrics import write_samples
+
+    most = len(prompts) * roles.config.eval_samples
+
+    def show(samples: list[Sample]) -> None:
+        with roles.phases("log samples"):
+            write_samples(path, samples, most, roles.sampling, has_replies(roles.config))
+
+    PROGRESS.now("")
+    return evaluate(roles, prompts, step, show)
+
+
+def write_results(
+    config: PpoConfig, out: Path, model: EvaluatedModel, path: Path, metrics: dict[str, float],
+    num_prompts: int,
+) -> None:  # fmt: skip
+    """Appends the row of this evaluation to metrics.jsonl, and prints it. On the first rank."""
+    from spmdrl.checkpoint.run_dir import write_config
+
+    write_config(config, out)
+    log = Path(out, "metrics.jsonl")
+    samples = str(path.relative_to(out))
+    row = {"step": model.step, "model": model.name, "samples": samples, **metrics}
+    torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
+    with log.open("a") as file:
+        file.write("\n" * torn + json.dumps(row) + "\n")
+    shutil.rmtree(Path(out, "model"), ignore_errors=True)
+    width = max(map(len, metrics))
+    num_answers = num_prompts * config.eval_samples
+    PROGRESS.line("\n".join([
+        f"{model.name}, step {model.step}: {num_prompts} prompts, {num_answers} answers",
+        *(f"  {key:{width}}  {value:.6g}" for key, value in metrics.items()),
+        f"in {log} and {path}",
+    ]))  # fmt: skip
 
 
 def next_number(out: Path) -> int:
@@ -233,8 +276,9 @@ def sampler_of(
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.training.build import build_dialogue, build_reward_model, reward_degrees
+    from spmdrl.training.build import build_dialogue, build_reward_model
     from spmdrl.training.roles import Sampler
+    from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_tokens

@@ -134,8 +134,9 @@ class Batch:
     prompts: Tensor  # (num_seqs,) int64, ids of their prompts; -1 where there is none
     rewards: Tensor  # (num_seqs,) float64, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32
-    greedy: Tensor  # (num_seqs,) float64, reward of the greedy answer to the same prompt
-    keys: Tensor  # (num_seqs, num_keys) float64, the rewards that gdpo's reward_keys name
+    greedy_rewards: Tensor  # (num_seqs,) float64, of the greedy answer to the same prompt
+    # (num_seqs, num_keys) float64: the rewards that gdpo's reward_keys name, in their order
+    reward_components: Tensor
     policy_version: Tensor  # (num_tokens,) int64
     # (num_tokens,) float64, with rewards.per_turn: what `rewards` has of a turn, at its last token
     turn_rewards: Tensor | None = None
@@ -148,11 +149,13 @@ class Batch:
     advantages: Tensor | None = None  # (num_tokens,) float32
     returns: Tensor | None = None  # (num_tokens,) float32
     loss_weights: Tensor | None = None  # (num_tokens,) float32
-    kept: Tensor | None = None  # (num_tokens,) float32, the loss mask less what was rejected
+    # (num_tokens,) float32: the loss mask less what a rollout correction rejected
+    kept_mask: Tensor | None = None
     policy_weights: Tensor | None = None  # (num_tokens,) float32, on the policy loss alone:
     # rollout correction times the top-entropy mask
     nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL
-    selected: Tensor | None = None  # (num_tokens,) float32, 1 on the tokens of clip_cov, kl_cov
+    # (num_tokens,) float32: 1 on the tokens that clip_cov or kl_cov acts on
+    selected_mask: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -201,7 +204,9 @@ class PolicyStats(NamedTuple):
     pi_squared: Tensor | None = None  # sum of that distribution's squared probabilities
 
 
-SEQ_FIELDS = frozenset({"groups", "indices", "prompts", "rewards", "valid", "greedy", "keys"})
+SEQ_FIELDS = frozenset({
+    "groups", "indices", "prompts", "rewards", "valid", "greedy_rewards", "reward_components",
+})  # fmt: skip
 TOKEN_FIELDS = frozenset(f.name for f in fields(Batch)) - SEQ_FIELDS - {"cu_seqlens"}
 
 

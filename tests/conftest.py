@@ -2,7 +2,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,6 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--strict-nccl"):
         os.environ[STRICT] = "1"  # forked ranks find it there
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that is marked strict_nccl, and what it sets up, runs as with --strict-nccl."""
+    if item.get_closest_marker("strict_nccl") is None:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STRICT, "1")
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,8 +71,10 @@ def batch_of(trs: list[Trajectory]) -> Batch:
         seen[tr.group] += 1
     batch.valid = torch.tensor([float(tr.valid) for tr in trs])
     batch.rewards = torch.tensor([tr.reward if tr.valid else 0.0 for tr in trs]).double()
-    batch.greedy = torch.tensor([tr.greedy or 0.0 for tr in trs]).double()
-    batch.keys = torch.tensor([[tr.keys["format"], tr.keys["correct"]] for tr in trs]).double()
+    batch.greedy_rewards = torch.tensor([tr.greedy or 0.0 for tr in trs]).double()
+    batch.reward_components = torch.tensor(
+        [[tr.keys["format"], tr.keys["correct"]] for tr in trs]
+    ).double()
     batch.loss_mask = flat([[float(m and tr.valid) for m in tr.mask] for tr in trs])
     for name, field in (
         ("values", "values"), ("old_logprobs", "logprobs"), ("rollout_logprobs", "rollout"),

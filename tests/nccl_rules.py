@@ -1,15 +1,16 @@
 """Holds a run on CPUs to the rules of NCCL, which gloo does not have.
 
-With --strict-nccl each rank of run_ranks, run_calls (tests/ranks.py) and train (tests/programs.py)
-writes down, in order, each process group that it makes and each operation over one, with its stack.
-After the run `check` compares what the ranks wrote. Where a GPU job would hang or fail it raises
-RulesBroken, with the stacks of both ranks. Data travel by gloo as without it, so a run that breaks
-a rule goes on to its end, and all that it breaks is found.
+With --strict-nccl each rank of run_ranks, run_calls (tests/ranks.py), train and torchrun
+(tests/programs.py; not with restarts) writes down, in order, each process group that it makes and
+each operation over one, with its stack. After the run `check` compares what the ranks wrote. Where
+a GPU job would hang or fail it raises RulesBroken, with the stacks of both ranks. Data travel by
+gloo as without it, so a run that breaks a rule goes on to its end, and all that it breaks is found.
 It is a layer over torch.distributed and no registered backend: torch, vLLM and megatron-core ask
 for a backend's name, and would take other ways with a name that is not gloo.
 
-A GPU job's default group is assumed to be bound to a device (`init_process_group(device_id=...)`),
-as spmdrl's is. "c10d" below is torch/distributed/distributed_c10d.py of torch 2.13. The rules:
+A GPU job's default group is assumed not to be bound to a device, as spmdrl's is not. A host's
+program may have bound its own (`init_process_group(device_id=...)`): with SPMDRL_NCCL_BOUND=1 it is
+taken for one. "c10d" below is torch/distributed/distributed_c10d.py of torch 2.13. The rules:
 
 creation      All ranks of the parent (the default group of that time) make the same groups in the
               same order, under the same names (c10d.new_group's docstring; a name is a counter,
@@ -19,23 +20,26 @@ split         The communicator of a bound group is split off the parent's by ncc
               backend, a rank outside always (c10d._new_process_group_helper, "split_from",
               pytorch#145376): with a gloo group, or one that only its members make
               (use_local_synchronization), not all ranks do.
-hashed name   On GPUs DeviceMesh makes its groups by one `split_group` per axis, which names them by
-              a hash of their ranks and of len(_world.pg_names) (c10d._hash_ranks_to_str). The gloo
-              part of a group meets under that name: its members need the same one.
+hashed name   With a bound default group DeviceMesh makes its groups by one `split_group` per axis,
+              which names them by a hash of their ranks and of len(_world.pg_names)
+              (c10d._hash_ranks_to_str). The gloo part of a group meets under that name: its members
+              need the same one.
 time limit    No group has a shorter time limit than the default group. This is a rule of spmdrl and
               not of NCCL: `split_group` and `new_group` have torch's own where they are given none.
-first         A batch of sends and receives that is the first call of a group is called by all its
-              ranks (c10d.batch_isend_irecv's docstring); so is every other first operation.
+first         The communicator of a group that is not split is made at its first operation, which
+              all its ranks have to call. A batch of sends and receives that comes first is called
+              by all too (c10d.batch_isend_irecv's docstring).
 operation     All ranks of a group call the same collectives in the same order, all-reduces and
               broadcasts with the same shape and dtype (NCCL's user guide, "Collective Operations").
 order         Two ranks use the communicators that they share in the same order (c10d.new_group's
               docstring; NCCL's user guide, "Using multiple NCCL communicators concurrently").
 CPU tensor    No CPU tensor goes over a group which has NCCL alone (ProcessGroupNCCL refuses it).
 
-What a CPU run does not show is read from the source of the caller. A group that is given
-backend="gloo" as a literal is gloo on GPUs too; one that is given a variable has gloo for CPU
-tensors and NCCL for those of GPUs, as in Topology.build; any other has its parent's backends. A
-tensor counts as a CPU tensor where the function that calls the collective assigns it from
+What a CPU run does not show is read from the source of the caller. A group that is given "gloo" as
+a literal, there or where that function is called, is gloo on GPUs too; one that is given a variable
+has gloo for CPU tensors and NCCL for those of GPUs, as in topology.group_of; any other has its
+parent's backends. A
+tensor counts as a CPU tensor where the function that calls the collective assigned it last from
 torch.zeros or the like without `device`, or from `.cpu()`; any other counts as a device's. So a CPU
 tensor that comes from elsewhere is not found by "CPU tensor", and is held to "order" though gloo
 carries it. Of an operation whose tensor one rank makes on the CPU all ranks' are CPU tensors. So
@@ -56,6 +60,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import combinations, count, zip_longest
@@ -71,6 +76,7 @@ from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = "SPMDRL_NCCL_BACKENDS"  # of the default group on a GPU job
+BOUND = "SPMDRL_NCCL_BOUND"  # "1": the default group is bound to the rank's GPU
 BOTH = "cpu:gloo,cuda:nccl"
 COLLECTIVES = (
     "allreduce", "broadcast", "barrier", "reduce", "allgather", "_allgather_base", "gather",
@@ -170,8 +176,9 @@ class RulesBroken(AssertionError):
 class Recorder:
     """Appends what this rank does to a file. One per process."""
 
-    def __init__(self, file: Path, backends: str) -> None:
-        self.file, self.backends = file.open("ab"), backends
+    def __init__(self, file: Path, backends: str, bound: bool) -> None:
+        self.file, self.backends, self.bound = file.open("ab"), backends, bound
+        self.bound_name = ""  # of the group that is bound to a device
         self.groups: dict[str, Group] = {}  # this process's own, by name
         self.starts, self.limit_s = 0, 0.0
         self.lock, self.inside = threading.Lock(), threading.local()
@@ -195,6 +202,12 @@ class Recorder:
     def started(self, size: int, name: str) -> None:
         self.starts += 1
         self.groups = {name: Group(self.starts, name, tuple(range(size)), self.backends)}
+        self.bound_name = name if self.bound else ""
+
+    def splits(self) -> bool:
+        """Whether a group that is made now is split off the default group's communicator."""
+        parent = self.parent()
+        return parent.has_nccl and parent.name == self.bound_name
 
     def parent(self) -> Group:
         return self.groups[c10d._get_default_group().group_name]
@@ -208,7 +221,7 @@ class Recorder:
         if mine:
             self.groups[name] = group
         if not self.is_inside():
-            calls = parent.has_nccl and (group.has_nccl or not mine)
+            calls = self.splits() and (group.has_nccl or not mine)
             parts = (tuple(ranks),)
             self.write(
                 Creation(parent, group, parts, limit_s, self.limit_s, False, calls, stack(frame))
@@ -223,8 +236,8 @@ class Recorder:
         members = tuple(parent.members[rank] for rank in mine)
         group = Group(self.starts, name, members, parent.backends)
         parts = tuple(map(tuple, table))
-        calls, found = parent.has_nccl, stack(caller())
-        self.write(Creation(parent, group, parts, limit_s, self.limit_s, True, calls, found))
+        found = stack(caller())
+        self.write(Creation(parent, group, parts, limit_s, self.limit_s, True, True, found))
 
     def called(self, group: dist.ProcessGroup, name: str, tensors: list[torch.Tensor]) -> None:
         known = self.groups.get(group.group_name)
@@ -241,12 +254,25 @@ class Recorder:
 def install() -> None:
     """Has this rank write down what it does. To be called before its first group is made."""
     file = Path(os.environ[RECORDS], f"rank_{os.environ['RANK']}")
-    recorder = Recorder(file, os.environ.get(BACKENDS, BOTH))
+    backends, bound = os.environ.get(BACKENDS, BOTH), os.environ.get(BOUND) == "1"
+    recorder = Recorder(file, backends, bound)
+    watch_binding(recorder)
     watch_groups(recorder)
     watch_meshes(recorder)
     watch_batches(recorder)
     for name in (*COLLECTIVES, *POINT_TO_POINT):
         watch_method(recorder, name)
+
+
+@contextmanager
+def watched_groups(recorder: Recorder) -> Iterator[None]:
+    """Meanwhile groups are written down, in a process that goes on to do other things."""
+    make = c10d._new_process_group_helper
+    watch_groups(recorder)
+    try:
+        yield
+    finally:
+        c10d._new_process_group_helper = make
 
 
 def watch_groups(recorder: Recorder) -> None:
@@ -264,13 +290,31 @@ def watch_groups(recorder: Recorder) -> None:
     c10d._new_process_group_helper = helper
 
 
+def watch_binding(recorder: Recorder) -> None:
+    """Has ProcessGroup.bound_device_id say and keep what it would on a GPU job. To torch itself it
+    says that no group is bound: gloo's cannot be split.
+    """
+
+    def device_of(group: dist.ProcessGroup) -> torch.device | None:
+        asks = sys._getframe(1).f_code.co_filename
+        asks_torch = asks.startswith(TORCH)
+        bound = group.group_name == recorder.bound_name and bool(recorder.bound_name)
+        return torch.device("cuda", 0) if bound and not asks_torch else None
+
+    def bind(group: dist.ProcessGroup, device: torch.device | None) -> None:
+        recorder.bound_name = "" if device is None else group.group_name
+
+    dist.ProcessGroup.bound_device_id = property(device_of, bind)  # type: ignore[misc]
+
+
 def watch_meshes(recorder: Recorder) -> None:
     make = DeviceMesh._init_one_process_group
 
     def axis(layout: Any, rank_map: Any, dim_name: str, override: tuple[Any, Any]) -> Any:
         arguments = (layout, rank_map, dim_name, override)
-        if layout.numel() == dist.get_world_size() and override == (None, None):
-            return make(*arguments)  # the default group serves
+        whole = layout.numel() == dist.get_world_size() and override == (None, None)
+        if whole or not recorder.splits():  # the default group serves, or new_group makes each
+            return make(*arguments)
         table = _MeshLayout([layout]).remap_to_tensor(rank_map).tolist()
         given = override[1]._timeout if override[1] else c10d.default_pg_timeout
         recorder.split(table, given.total_seconds())
@@ -343,20 +387,27 @@ def stack(frame: FrameType | None) -> Stack:
 
 def backends_of(frame: FrameType | None, inherited: str) -> str:
     """What a group has on GPUs, by the arguments of the call and of the function around it."""
-    for _ in range(2):  # megatron-core's create_group is told the backend, and hands it on
-        call = None if frame is None else call_at(frame)
-        given = [k.value for k in call.keywords if k.arg == "backend"] if call is not None else []
-        if given:
-            literal = isinstance(given[0], ast.Constant) and given[0].value
-            return (literal or inherited) if isinstance(given[0], ast.Constant) else BOTH
-        frame = frame.f_back if frame is not None else None
-    return inherited
+    call = call_at(frame)
+    given = backend_in(call)
+    if isinstance(given, ast.Constant):
+        return str(given.value or inherited)
+    outer = call_at(frame.f_back) if frame is not None else None  # a function that hands it on
+    if given is None and (given := backend_in(outer)) is None:
+        return inherited
+    values = [*outer.args, *(k.value for k in outer.keywords)] if outer is not None else []
+    literal = any(isinstance(value, ast.Constant) and value.value == "gloo" for value in values)
+    return "gloo" if literal else BOTH
 
 
-def call_at(frame: FrameType) -> ast.Call | None:
+def backend_in(call: ast.Call | None) -> ast.expr | None:
+    keywords = call.keywords if call is not None else []
+    return next((keyword.value for keyword in keywords if keyword.arg == "backend"), None)
+
+
+def call_at(frame: FrameType | None) -> ast.Call | None:
     """The call that a frame is in."""
-    place = inspect.getframeinfo(frame, context=0).positions
-    if place is None:
+    place = inspect.getframeinfo(frame, context=0).positions if frame is not None else None
+    if frame is None or place is None:
         return None
     return calls_of(frame.f_code.co_filename).get(tuple(place))
 
@@ -377,22 +428,31 @@ def calls_of(file: str) -> dict[tuple[Any, ...], ast.Call]:
 
 
 def made_on_cpu(frame: FrameType, tensor: torch.Tensor) -> bool:
-    """Whether the function makes the tensor without a device, by what it assigns to its names."""
+    """Whether the function makes the tensor without a device, by what it assigned last, above the
+    line of the call, to one of its names.
+    """
     code = frame.f_code
-    made = cpu_names(code.co_filename, code.co_firstlineno)
-    return any(frame.f_locals.get(name) is tensor for name in made)
+    for name, assigned in assignments(code.co_filename, code.co_firstlineno).items():
+        above = [on_cpu for line, on_cpu in assigned if line <= frame.f_lineno]
+        if above and above[-1] and frame.f_locals.get(name) is tensor:
+            return True
+    return False
 
 
 @lru_cache(None)
-def cpu_names(file: str, line: int) -> frozenset[str]:
-    """Names to which the function at this line assigns tensors that it makes on the CPU."""
-    names = set()
+def assignments(file: str, line: int) -> dict[str, list[tuple[int, bool]]]:
+    """By name: the lines where the function at this line assigns to it, and whether a tensor that
+    it makes on the CPU.
+    """
+    found: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.FunctionDef) and starts_at(node) == line:
             for part in ast.walk(node):
-                if isinstance(part, ast.Assign) and makes_on_cpu(part.value):
-                    names.update(t.id for t in part.targets if isinstance(t, ast.Name))
-    return frozenset(names)
+                if isinstance(part, ast.Assign):
+                    names = [t.id for t in part.targets if isinstance(t, ast.Name)]
+                    for name in names:
+                        found[name].append((part.lineno, makes_on_cpu(part.value)))
+    return {name: sorted(lines) for name, lines in found.items()}
 
 
 def starts_at(function: ast.FunctionDef) -> int:
@@ -546,7 +606,7 @@ def misnamed(row: dict[int, Creation | None]) -> Iterator[Finding]:
         if other:
             names = {rank: event.group.name[:8] for rank, event in named}
             said = (
-                f"on GPUs DeviceMesh names the group of ranks {list(members)} by how many groups "
+                f"DeviceMesh names the group of ranks {list(members)} by how many groups "
                 f"a rank is in (_world.pg_names), which differs: {names}:"
             )
             yield both("hashed name", said, named[0], other[0])
@@ -579,8 +639,9 @@ def limits(events: Events, ended: bool) -> Iterator[Finding]:
 def operations(events: Events, ended: bool) -> Iterator[Finding]:
     """first and operation: what the members of a group call, in order."""
     used = by_group(events, Operation, lambda event: event.group)
+    by_gloo = {key for own in events.values() for key, event in numbers(own) if event.on_cpu}
     for group, own in used.items():
-        starts = {rank: own[rank][0] if own.get(rank) else None for rank in group.members}
+        starts = {rank: first_of(own.get(rank, []), by_gloo) for rank in group.members}
         batch = next(((r, e) for r, e in starts.items() if e and e.name == BATCH), None)
         for rank, event in starts.items():
             if batch is not None and event is not None and event.name != BATCH:
@@ -594,6 +655,12 @@ def operations(events: Events, ended: bool) -> Iterator[Finding]:
             yield lone("first", said, calls[0], absent[0], events)
         else:
             yield from unmatched(group, own, events, ended)
+
+
+def first_of(own: list[Operation], by_gloo: set[tuple[Group, int]]) -> Operation | None:
+    """The first operation of a rank over a group that is NCCL's on a GPU job."""
+    carried = {id(event) for key, event in numbers(own) if key in by_gloo}
+    return next((e for e in own if not e.on_cpu and id(e) not in carried), None)
 
 
 def unmatched(group: Group, own: Events, events: Events, ended: bool) -> Iterator[Finding]:

@@ -101,12 +101,18 @@ def start(
     command = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), *before,
                "-m", program, *map(str, args)]  # fmt: skip
     Path(folder, "log").write_text("")  # nobody is to wait for what an earlier run said
+    records = records_in(records_of(folder)) if forked and "--max-restarts" not in before else {}
     process = SERVER.Process(
-        target=launch, args=(str(folder), launcher, command, environment(), forked)
+        target=launch, args=(str(folder), launcher, command, environment() | records, forked)
     )
     process.start()
     RUNNING.append(process)
     return process
+
+
+def records_of(folder: Path) -> Path:
+    """Where the ranks of the folder's last run write down what --strict-nccl compares."""
+    return Path(folder, "nccl_records")
 
 
 def end_left() -> None:
@@ -200,6 +206,7 @@ def run_rank(
     os.environ.clear()
     os.environ.update(env)
     sys.stdout.reconfigure(write_through=True)  # as by -u
+    record_if_asked()
     sys.argv[1:] = args
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -222,7 +229,9 @@ def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
             os.killpg(proc.pid, signal.SIGKILL)
         proc.join()
         text = Path(folder, "log").read_text()[-8000:]
+        check_records(records_of(folder), ended=False)  # says more than that ranks hang
         raise AssertionError(f"over {timeout_s} s:\n{text}")
+    check_records(records_of(folder), ended=proc.exitcode == 0)
     return Done(proc.exitcode, Path(folder, "log").read_text(), time.monotonic() - begin)
 
 
@@ -239,8 +248,7 @@ def train(
     """
     begin = time.monotonic()
     Path(folder, "log").write_text("")
-    port = str(free_port())
-    records = Path(folder, f"nccl_{port}")
+    port, records = str(free_port()), records_of(folder)
     alike = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **records_in(records)}  # fmt: skip
     procs = []

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_GLOO_LAZY_INIT": "1",  # as in every run: distributed.process.GLOO_ENV
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -96,7 +98,10 @@ def start_ranks(world: int, calls: Iterable[Call], folder: str) -> list[BaseProc
 
 
 def records_in(folder: Path) -> dict[str, str]:
-    """What the ranks' environment has besides; nothing but with --strict-nccl."""
+    """What the ranks' environment has besides; nothing but with --strict-nccl. Empties the
+    folder.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     if STRICT not in os.environ:
         return {}
     folder.mkdir()

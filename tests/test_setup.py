@@ -263,6 +263,35 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     assert not Path(tmp_path, ".venv").exists()
 
 
+ROCM_SMI = """
+for gpu in 0 1; do
+    printf 'GPU[%s]\\t\\t: Device Name: \\t\\tAMD Instinct MI300X\\n' $gpu
+    printf 'GPU[%s]\\t\\t: Device ID: \\t\\t0x74a1\\n' $gpu
+done
+"""
+
+
+def test_setup_finds_amd_gpus_and_asks_for_an_index(tmp_path: Path) -> None:
+    """rocm-smi is a mock, as no AMD GPU can be had here: what it prints is that of ROCm 6."""
+    script = setup_copy(tmp_path) / "launch/setup.sh"
+    Path(tmp_path, "bin").mkdir()
+    fake_python(tmp_path / "bin/rocm-smi", ROCM_SMI)
+
+    def print_plan(**env: str) -> subprocess.CompletedProcess[str]:
+        path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        command = ["bash", str(script), "--print"]
+        return subprocess.run(command, env=path | env, capture_output=True, text=True, timeout=60)
+
+    done = print_plan()
+    assert done.returncode == 1 and "set TORCH_INDEX to one that has torch 2.13" in done.stderr
+    done = print_plan(TORCH_INDEX="file:///wheels/rocm")
+    assert done.returncode == 0 and "of the kind 'rocm'" in done.stdout
+    assert "--extra-index-url file:///wheels/rocm -e .[gpu,dev]" in done.stdout
+    done = print_plan(PATH="/usr/bin:/bin")
+    assert "of the kind 'cpu'" in done.stdout and "--no-deps -r constraints.txt" in done.stdout
+    assert not Path(tmp_path, ".venv").exists()
+
+
 def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:
     broken = "mkdir -p .venv/bin; printf '#!/bin/sh\\nexit 9\\n' > .venv/bin/python\n"
     broken += "chmod +x .venv/bin/python; exit 0\n"

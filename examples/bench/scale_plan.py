@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from spmdrl.weights.boxes import Box, slab, whole  # noqa: E402
 from spmdrl.weights.classes import Weight  # noqa: E402
-from spmdrl.weights.plan import Plan, make_plan  # noqa: E402
+from spmdrl.weights.plan import TransferPlan, make_transfer_plan  # noqa: E402
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 SLOT_BYTES, ITEMSIZE = 256 << 20, 2  # of the default weights.bucket_mib; bfloat16
@@ -71,9 +71,11 @@ def fit(rows: list[dict[str, Any]], layout: str) -> dict[str, Any]:
     """Returns the exponents of log(seconds) over log(ranks): of all worlds, and from 64 ranks on,
     where what does not grow is no longer most of it.
     """
-    result: dict[str, Any] = {"fit": "plan_s", "layout": layout}
+    result: dict[str, Any] = {"fit": "cpu_s", "layout": layout}
     for name, least in (("exponent", 2), ("exponent_from_64", 64)):
-        points = [(math.log(r["world"]), math.log(r["plan_s"])) for r in rows if r["world"] >= least]
+        points = [
+            (math.log(r["world"]), math.log(r["plan_s"])) for r in rows if r["world"] >= least
+        ]
         mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
         above = sum((x - mean_x) * (y - mean_y) for x, y in points)
         result[name] = round(above / sum((x - mean_x) ** 2 for x, _ in points), 2)
@@ -91,7 +93,7 @@ def one_plan(
     table = [list(range(first, first + tp)) for first in range(0, world, tp)]
     before = peak_mib()
     start, cpu = time.perf_counter(), time.process_time()
-    made = make_plan(rank, weights, regions, table, ITEMSIZE, SLOT_BYTES)
+    made = make_transfer_plan(rank, weights, regions, table, ITEMSIZE, SLOT_BYTES)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     return {
         "world": world, "layout": f"fsdp {shared} x {world // shared}", "model": model, "tp": tp,
@@ -106,7 +108,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def count_pieces(made: Plan) -> int:
+def count_pieces(made: TransferPlan) -> int:
     return sum(
         len(bucket.local) + sum(map(len, bucket.shares)) + sum(map(len, bucket.sends.values()))
         for bucket in made.buckets
@@ -182,8 +184,8 @@ def rows_of(box: Box, world: int, shared: int) -> tuple[tuple[Box, tuple[int, ..
 
 def experts_holders(rows: Any, box: Box, size: tuple[int, ...]) -> Any:
     """An expert's matrix is whole on the ranks whose rows of the stack have the expert."""
-    (first, last), *_ = box
-    return tuple((whole(size), ranks) for held, ranks in rows if held[0][0] <= first < held[0][1])
+    expert = box[0][0]
+    return tuple((whole(size), ranks) for held, ranks in rows if held[0][0] <= expert < held[0][1])
 
 
 def regions_of(shapes: Mapping[str, tuple[int, ...]], tp: int) -> list[list[tuple[int, Box]]]:

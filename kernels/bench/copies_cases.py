@@ -14,12 +14,10 @@ Shapes = dict[str, list[tuple[int, ...]]]
 GPU_SHAPES: Shapes = {
     "cast_pack": [(2, 16384, 8192), (6000, 64, 64)],
     "fp8_pack": [(16384, 8192)],
-    "ragged_gather": [(256, 512, 1024)],
 }
 CPU_SHAPES: Shapes = {
     "cast_pack": [(20, 8, 8)],
     "fp8_pack": [(256, 256)],
-    "ragged_gather": [(4, 16, 8)],
 }
 
 
@@ -74,26 +72,6 @@ def fp8_pack(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
     return lambda: run(w), 5 * w.numel()
 
 
-def ragged_gather(form: str, shape: tuple[int, ...], device: torch.device) -> Run:
-    """Every second of `count` sequences of up to `length` rows, out of a packed buffer."""
-    count, length, width = shape
-    lens = torch.randint(1, length + 1, (count,))
-    starts = (lens.cumsum(0) - lens)[::2].to(device)
-    cu_seqlens = torch.nn.functional.pad(lens[::2].cumsum(0), (1, 0)).to(device)
-    rows = torch.randn(int(lens.sum()), width, device=device).bfloat16()
-    total = int(lens[::2].sum())
-
-    def plain(rows: Tensor) -> Tensor:
-        return rows.index_select(0, copies.ragged_index(starts, cu_seqlens, total))
-
-    forms: dict[str, Callable[[Tensor], Tensor]] = {
-        "ours": lambda rows: copies.gather_ragged(rows, starts, cu_seqlens, total),
-        "eager": plain,
-    }  # fmt: skip
-    run = torch.compile(plain, dynamic=False) if form == "compile" else forms[form]
-    return lambda: run(rows), 4 * total * width
-
-
 BUILDERS: dict[str, Callable[[str, tuple[int, ...], torch.device], Run]] = {
-    "cast_pack": cast_pack, "fp8_pack": fp8_pack, "ragged_gather": ragged_gather,
+    "cast_pack": cast_pack, "fp8_pack": fp8_pack,
 }  # fmt: skip

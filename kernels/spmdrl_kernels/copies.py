@@ -1,4 +1,4 @@
-"""Copies of many tensors at once, with a cast on the way, and of ragged rows.
+"""Copies of many tensors at once, with a cast on the way.
 
 On a GPU thousands of small tensors, or boxes of tensors, are copied by one launch; elsewhere, and
 what the kernels do not know, by PyTorch. A cast has the bits of torch's: rounded to nearest, ties
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl_kernels import fp8, switch
-from spmdrl_kernels.torch_compat import copy_tensors_
+from spmdrl_kernels.copies_common import Offset, check_shapes, plain_copies
 
 
 def on_triton(*tensors: Tensor) -> bool:
@@ -58,33 +58,11 @@ class Copies:
         self.table.run(to, source)
 
 
-def plain_copies(
-    to: Sequence[Tensor], source: Sequence[Tensor], via: torch.dtype | None = None
-) -> None:
-    """The reference; shapes are the caller's to check."""
-    if to:
-        copy_tensors_(
-            list(to),
-            [
-                s if via is None or via in (s.dtype, t.dtype) else s.to(via)
-                for t, s in zip(to, source, strict=True)
-            ],
-        )
-
-
-def check_shapes(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    if len(to) != len(source):
-        raise ValueError(f"{len(source)} tensors are to be copied into {len(to)}")
-    for t, s in zip(to, source, strict=True):
-        if t.shape != s.shape:
-            raise ValueError(f"a tensor of shape {tuple(s.shape)} does not fit {tuple(t.shape)}")
-
-
 class Part(NamedTuple):
     """Of a matrix in FP8 whose scales are known."""
 
     tensor: Tensor  # (rows, columns) float
-    first: fp8.Offset  # in the matrix
+    first: Offset  # in the matrix
     scale_inv: Tensor  # of all blocks of the matrix, float32
 
     def quantize(self, to: Tensor) -> None:
@@ -112,103 +90,3 @@ class Quantized:
             table = self.tables.setdefault(dtype, copies_triton.BlockTable("given"))
             table.run([p.tensor for _, p in jobs], [p.first for _, p in jobs],
                       [p.scale_inv for _, p in jobs], [out for out, _ in jobs])  # fmt: skip
-
-
-def gather_rows(rows: Tensor, index: Tensor, distinct: bool = False) -> Tensor:
-    """rows: (num_rows, ...) of any dtype, index: (n,) int64 -> (n, ...); differentiable.
-
-    distinct: no row is taken twice, so that the gradient is copied instead of added up. Indices
-    are not checked on a GPU.
-    """
-    return _Gather.apply(rows, index, None, len(index), distinct)
-
-
-def scatter_rows(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """rows: (n, ...), index: (n,) int64 without repetition -> (num_rows, ...), elsewhere zero.
-
-    The transpose of gather_rows; differentiable.
-    """
-    return _Scatter.apply(rows, index, None, num_rows)
-
-
-def gather_ragged(
-    rows: Tensor, starts: Tensor, cu_seqlens: Tensor, num_tokens: int, distinct: bool = False
-) -> Tensor:
-    """Sequences that lie in `rows` (num_rows, ...) from starts (num_seqs,), end to end.
-
-    cu_seqlens: (num_seqs + 1,), of the result, which has num_tokens = cu_seqlens[-1] rows; int64,
-    on the device of the rows. From padded rows (num_seqs, length, ...): flatten the first two
-    dimensions, starts = length * arange(num_seqs). Differentiable; distinct: as of gather_rows.
-    """
-    return _Gather.apply(rows, starts, cu_seqlens, num_tokens, distinct)
-
-
-def scatter_ragged(rows: Tensor, starts: Tensor, cu_seqlens: Tensor, num_rows: int) -> Tensor:
-    """The transpose of gather_ragged: (num_tokens, ...) -> (num_rows, ...), elsewhere zero.
-
-    Sequences do not overlap.
-    """
-    return _Scatter.apply(rows, starts, cu_seqlens, num_rows)
-
-
-def ragged_index(starts: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Rows of sequences end to end, (num_tokens,) int64."""
-    shift = starts - cu_seqlens[:-1]
-    shift = shift.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
-    return shift + torch.arange(num_tokens, device=starts.device)
-
-
-def _gather(rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int) -> Tensor:
-    if on_triton(rows, starts):
-        from spmdrl_kernels import copies_triton
-
-        return copies_triton.gather(rows, starts, cu_seqlens, number)
-    index = starts if cu_seqlens is None else ragged_index(starts, cu_seqlens, number)
-    return rows.index_select(0, index)
-
-
-def _scatter(rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int) -> Tensor:
-    out = rows.new_zeros(number, *rows.shape[1:])
-    if on_triton(rows, starts):
-        from spmdrl_kernels import copies_triton
-
-        return copies_triton.scatter(rows, starts, cu_seqlens, out)
-    index = starts if cu_seqlens is None else ragged_index(starts, cu_seqlens, len(rows))
-    return out.index_copy_(0, index, rows)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int,
-        distinct: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(starts, cu_seqlens)
-        ctx.num_rows, ctx.distinct = len(rows), distinct
-        return _gather(rows, starts, cu_seqlens, number)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        starts, cu_seqlens = ctx.saved_tensors
-        (grad,) = grads
-        if ctx.distinct:
-            return _scatter(grad, starts, cu_seqlens, ctx.num_rows), None, None, None, None
-        if cu_seqlens is not None:
-            starts = ragged_index(starts, cu_seqlens, len(grad))
-        zeros = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
-        return zeros.index_add_(0, starts, grad), None, None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int
-    ) -> Tensor:
-        ctx.save_for_backward(starts, cu_seqlens)
-        ctx.number = len(rows)
-        return _scatter(rows, starts, cu_seqlens, number)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        starts, cu_seqlens = ctx.saved_tensors
-        return _gather(grads[0], starts, cu_seqlens, ctx.number), None, None, None

@@ -1,4 +1,4 @@
-"""The kernels of copies_triton.py: boxes with a cast, blocks to e4m3, rows by index.
+"""The kernels of copies_triton.py: boxes with a cast, blocks to e4m3.
 
 Rounding to bfloat16 and to e4m3 is done on the bits, so that Triton's interpreter, which cuts off,
 gives the bits that a GPU does.
@@ -205,36 +205,3 @@ def _finish(  # type: ignore[no-untyped-def]
     if MODE != "largest":
         q = _e4m3(tl.math.div_rn(x, tl.zeros_like(x) + scale))
         _write(to, first, at, q, inside, "int8", MASKED, HINT)
-
-
-@triton.jit(do_not_specialize=["number", "num_seqs"])
-def rows_kernel(  # type: ignore[no-untyped-def]
-    source, to, starts, ends, number, num_seqs, width, source_stride, to_stride,
-    SCATTER: tl.constexpr,
-    STEPS: tl.constexpr,  # of the search for a row's sequence; 0: `starts` are the rows
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """starts: (num_seqs,) and ends: (num_seqs,) of sequences that lie end to end."""
-    packed = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = packed < number
-    if STEPS == 0:
-        other = tl.load(starts + packed, mask=inside, other=0)
-    else:
-        low = tl.zeros((ROWS,), tl.int32)  # the first sequence that ends after the row
-        high = low + num_seqs
-        for _ in tl.static_range(STEPS):
-            middle = (low + high) // 2
-            end = tl.load(ends + middle, mask=inside & (low < high), other=0)
-            after = end > packed
-            high = tl.where(after & (low < high), middle, high)
-            low = tl.where(after | (low >= high), low, middle + 1)
-        begin = tl.load(ends + low - 1, mask=inside & (low > 0), other=0)
-        other = packed - begin + tl.load(starts + low, mask=inside & (low < num_seqs), other=0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = inside[:, None] & (column < width)[None, :]
-    read, write = other, packed
-    if SCATTER:
-        read, write = packed, other
-    x = tl.load(source + read[:, None] * source_stride + column[None, :], mask=inside)
-    tl.store(to + write[:, None] * to_stride + column[None, :], x, mask=inside)

@@ -1,4 +1,4 @@
-"""Many copies in one launch, and rows by index, on a GPU.
+"""Many copies in one launch, on a GPU.
 
 A table on the device has an entry per box: rows of contiguous columns, with a stride of its own on
 either side. A work list cuts the boxes into tiles of BLOCK elements, one program each, so that a
@@ -15,13 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
-from spmdrl_kernels.copies import check_shapes, plain_copies
-from spmdrl_kernels.copies_kernels import block_kernel, copy_kernel, rows_kernel
-from spmdrl_kernels.fp8 import BLOCK as FP8_BLOCK
-from spmdrl_kernels.fp8 import Offset
+from spmdrl_kernels.copies_common import FP8_BLOCK, Offset, check_shapes, plain_copies
+from spmdrl_kernels.copies_kernels import block_kernel, copy_kernel
 
 BLOCK = 4096  # elements of a tile
 NO_END = 1 << 30  # columns of a box of one row; larger ones are divided
@@ -242,49 +239,3 @@ def quantize_part(part: Tensor, first: Offset, scale_inv: Tensor, out: Tensor) -
 def quantize_blocks(w: Tensor, q: Tensor, scale_inv: Tensor) -> None:
     """Writes both from one read of w; the scale is inf where a block is not finite."""
     BlockTable("both").run([w], [(0, 0)], [scale_inv], [q])
-
-
-def gather(rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int) -> Tensor:
-    """As the dispatcher's; without cu_seqlens `starts` are rows."""
-    out = rows.new_empty(number, *rows.shape[1:])
-    _move_rows(rows, out, starts, cu_seqlens, number, scatter=False)
-    return out
-
-
-def scatter(rows: Tensor, starts: Tensor, cu_seqlens: Tensor | None, out: Tensor) -> Tensor:
-    """Into `out`, contiguous, whose other rows stay as they are."""
-    _move_rows(rows, out, starts, cu_seqlens, len(rows), scatter=True)
-    return out
-
-
-def _move_rows(
-    rows: Tensor, out: Tensor, starts: Tensor, cu_seqlens: Tensor | None, number: int, scatter: bool
-) -> None:
-    if out.numel() == 0 or rows.numel() == 0:
-        return
-    source, to = _in_words(rows, out)
-    width = source.shape[1]
-    columns = min(triton.next_power_of_2(width), 1024)
-    height = max(1, BLOCK // columns)
-    num_seqs = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    ends = starts if cu_seqlens is None else cu_seqlens[1:]
-    rows_kernel[(triton.cdiv(number, height), triton.cdiv(width, columns))](
-        source, to, starts.contiguous(), ends.contiguous(), number, num_seqs, width,
-        source.stride(0), to.stride(0), SCATTER=scatter, STEPS=num_seqs.bit_length(),
-        ROWS=height, COLUMNS=columns, num_warps=8,
-    )  # fmt: skip
-
-
-def _in_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as (rows, words) of the largest integers that they can be taken for."""
-    flat = [t.reshape(len(t), -1) for t in (rows.detach(), out)]
-    if flat[0].stride(1) != 1:
-        flat[0] = flat[0].contiguous()
-    row_bytes = flat[0].shape[1] * rows.element_size()
-    strides = flat[0].stride(0) * rows.element_size()
-    places = row_bytes | strides | flat[0].data_ptr() | flat[1].data_ptr()
-    word = next(size for size in (8, 4, 2, 1) if places % size == 0)
-    if word < min(8, rows.element_size()):  # its memory is not aligned for its own dtype
-        raise ValueError(f"rows of {rows.dtype} lie at an address that {word} bytes divide")
-    source, to = (t.view(INTS[word]) for t in flat)
-    return source, to

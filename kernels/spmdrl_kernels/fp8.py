@@ -20,16 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl_kernels.copies_common import FP8_BLOCK, Offset
 from spmdrl_kernels.switch import on_triton
 
-BLOCK = 128
+BLOCK = FP8_BLOCK
 LARGEST = 448.0  # of e4m3
 DTYPE = torch.float8_e4m3fn
 # elements taken at a time, in float32 (at least a row of blocks): on a CPU what fits its cache
 CPU_CHUNK, CHUNK = 1 << 18, 1 << 24
 STRIDES = 1 << 24  # smaller ones: 32 bits count 128 of them
-
-Offset = tuple[int, int]  # of a part's first element, (row, column) in the matrix
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, int]:

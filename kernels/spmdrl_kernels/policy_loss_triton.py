@@ -20,9 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmdrl_kernels.policy_loss import NUM_MAXIMA, OF_SEQUENCES, TOTALS, Inputs, Terms, numbers_of
+from spmdrl_kernels.policy_loss_terms import (
+    NUM_MAXIMA,
+    OF_SEQUENCES,
+    TOTALS,
+    Inputs,
+    Terms,
+    numbers_of,
+)
 
-OF_A_SEQUENCE = ("logprobs", "old_logprobs", "advantages", "mask", "kept", "loss_weights",
+OF_A_SEQUENCE = ("logprobs", "old_logprobs", "advantages", "mask", "kept_mask", "loss_weights",
                  "policy_weights")  # fmt: skip
 
 
@@ -200,7 +207,7 @@ def _trust_region(logprobs, old, ratio, distance, advantages, low, high, cap):  
 def _local_loss(logprobs, old, advantages, selected, a, b, c, LOSS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Losses that look at one token: value, derivative, clipped, clipped at the dual bound.
 
-    a, b, c: the constants of the loss, see `policy_loss.numbers_of`.
+    a, b, c: the constants of the loss, see `policy_loss_terms.numbers_of`.
     """
     x = logprobs - old
     none = tl.zeros(x.shape, tl.float64)
@@ -254,7 +261,7 @@ def _geo_terms(x, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _sequence_kernel(  # type: ignore[no-untyped-def]
-    logprobs, old_logprobs, advantages, mask, kept, loss_weights, policy_weights, cu_seqlens,
+    logprobs, old_logprobs, advantages, mask, kept_mask, loss_weights, policy_weights, cu_seqlens,
     numbers, shared, num_seqs, LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of a sequence share, to `shared`, (3, num_seqs) float64.
@@ -272,7 +279,7 @@ def _sequence_kernel(  # type: ignore[no-untyped-def]
         at = begin + block * BLOCK + tl.arange(0, BLOCK)
         live = at < end
         live = live & (tl.load(mask + at, mask=live, other=0.0) != 0)
-        keep = _read(mask if kept is None else kept, at, live, 0.0)
+        keep = _read(mask if kept_mask is None else kept_mask, at, live, 0.0)
         new = _read(logprobs, at, live, 0.0)
         x = new - _read(logprobs if old_logprobs is None else old_logprobs, at, live, 0.0)
         up, down = _geo_terms(x, low, high)
@@ -347,7 +354,7 @@ def _largest(partials, row: tl.constexpr, values):  # type: ignore[no-untyped-de
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "steps"])
 def _token_kernel(  # type: ignore[no-untyped-def]
     logprobs, entropy, advantages, mask, rollout_logprobs, loss_weights, old_logprobs,
-    ref_logprobs, policy_weights, kept, nll_weights, selected,  # (num_tokens,), or None
+    ref_logprobs, policy_weights, kept_mask, nll_weights, selected_mask,  # (num_tokens,), or None
     cu_seqlens, shared,  # None but for losses of sequences
     numbers,  # (6,) float64
     to_logprobs, to_entropy,  # (num_tokens,), or None
@@ -366,10 +373,10 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     engine = _read(rollout_logprobs, at, live, 0.0)
     advantage = _read(advantages, at, live, 0.0)
     bonus = _read(entropy, at, live, 0.0)
-    chosen = _read(selected, at, live, 0.0)
+    chosen = _read(selected_mask, at, live, 0.0)
     weights = _read(loss_weights, at, live, 0.0)
     own_weights = _read(policy_weights, at, live, 1.0)
-    keep = _read(mask if kept is None else kept, at, live, 0.0)
+    keep = _read(mask if kept_mask is None else kept_mask, at, live, 0.0)
 
     moves = weights * own_weights  # of the policy loss: what a token's derivative is times
     if shared is None:

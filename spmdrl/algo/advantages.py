@@ -4,7 +4,7 @@ One that looks at outcomes sees one row per sample of the whole step, from all r
 (the samples of one prompt) may be spread over ranks: f(outcomes, *, options) -> (n,) float64, a
 number for all tokens of a sample. One that looks at tokens sees this rank's packed tokens, and all
 outcomes: f(tokens, *, options) -> (num_tokens,) float32. The options are what algo.advantage_args
-may set, see arguments.py.
+may set, see options.py.
 
 R is the reward of a sample (less its KL penalty where that belongs to the reward), g its group,
 mu_g and sigma_g the mean and unbiased standard deviation over the group's valid samples. An invalid
@@ -23,7 +23,7 @@ import torch
 from spmdrl_kernels import scan
 from torch import Tensor
 
-from spmdrl.algo.arguments import Positive, UnitInterval, arguments_of, given_arguments
+from spmdrl.algo.options import Positive, UnitInterval, given_options, option_values
 from spmdrl.config import AlgoConfig
 from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
 
@@ -44,8 +44,8 @@ class Outcomes:
     scores: Tensor  # R, 0 where not valid
     valid: Tensor  # 1 or 0
     lengths: Tensor  # unmasked tokens
-    greedy: Tensor  # reward of the greedy answer to the same prompt, 0 where none was asked
-    keys: Tensor  # (n, num_keys), in the order of gdpo's reward_keys
+    greedy_rewards: Tensor  # of the greedy answer to the same prompt, 0 where there is none
+    reward_components: Tensor  # (n, num_keys), in the order of gdpo's reward_keys
     process: Tensor  # mean over tokens of log pi_prm - log pi_ref, 0 without a prm
 
 
@@ -106,9 +106,11 @@ def grpo_passk(o: Outcomes) -> Tensor:
 def gdpo(o: Outcomes, *, reward_keys: Mapping[str, float] = NO_KEYS) -> Tensor:
     """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242.
 
-    reward_keys: what the reward function returns -> weight, in the order of Outcomes.keys.
+    reward_keys: what the reward function returns -> weight, in the order of reward_components.
     """
-    parts = [w * normalised(o.keys[:, k], o) for k, w in enumerate(reward_keys.values())]
+    parts = [
+        w * normalised(o.reward_components[:, k], o) for k, w in enumerate(reward_keys.values())
+    ]
     return torch.stack(parts).sum(0)
 
 
@@ -188,7 +190,7 @@ def reinforce(t: Tokens, *, gamma: UnitInterval = 1.0) -> Tensor:
 
 def remax(t: Tokens, *, gamma: UnitInterval = 1.0) -> Tensor:
     """Return-to-go less the reward of the greedy answer. Source: arXiv 2310.10505."""
-    return (reinforce(t, gamma=gamma) - t.own(t.outcomes.greedy)) * t.mask
+    return (reinforce(t, gamma=gamma) - t.own(t.outcomes.greedy_rewards)) * t.mask
 
 
 def prime(t: Tokens, *, gamma: UnitInterval = 1.0, beta: Positive = PRIME_BETA) -> Tensor:
@@ -360,7 +362,7 @@ class Estimator:
     whiten: bool = False  # over all unmasked tokens of the step
     groups: bool = False  # compares the samples of one prompt: rollout.n must be above 1
     critic: bool = False
-    greedy: bool = False  # needs the greedy answer to each prompt
+    needs_greedy: bool = False  # needs the greedy answer to each prompt
     prm: bool = False
     token_sums: bool = False  # needs `token_baseline_sums`
     by_turn: bool = False  # whose positions count the policy's own tokens
@@ -379,7 +381,7 @@ ESTIMATORS = {
     "reinforce": Estimator(reinforce, "tokens"),
     "reinforce_plus_plus": Estimator(reinforce, "tokens", whiten=True),  # arXiv 2501.03262
     "reinforce_plus_plus_baseline": Estimator(dr_grpo, groups=True, whiten=True),
-    "remax": Estimator(remax, "tokens", greedy=True),
+    "remax": Estimator(remax, "tokens", needs_greedy=True),
     "rloo": Estimator(rloo, groups=True),
     "opo": Estimator(opo, groups=True),
     "gpg": Estimator(gpg, groups=True),
@@ -406,18 +408,17 @@ def estimator_of(algo: AlgoConfig) -> Estimator:
 def advantage_of(algo: AlgoConfig) -> Callable[[Any], Any]:
     """Returns the estimator as f(outcomes) or f(tokens), with the options of the config."""
     function = estimator_of(algo).function
-    return partial(function, **given_arguments(function, algo.advantage_args))
+    return partial(function, **given_options(function, algo.advantage_args))
 
 
-def advantage_arguments(algo: AlgoConfig) -> dict[str, Any]:
+def advantage_options(algo: AlgoConfig) -> dict[str, Any]:
     """Returns the value of every option of the config's estimator."""
-    return arguments_of(estimator_of(algo).function, algo.advantage_args)
+    return option_values(estimator_of(algo).function, algo.advantage_args)
 
 
 def reward_keys_of(algo: AlgoConfig) -> tuple[str, ...]:
     """Returns which values of the reward function the estimator reads, in the order of
-    Outcomes.keys; none where it has no option
-    `reward_keys` that maps them to weights.
+    Outcomes.reward_components; none where it has no option `reward_keys` that maps them to weights.
     """
-    keys = advantage_arguments(algo).get("reward_keys")
+    keys = advantage_options(algo).get("reward_keys")
     return tuple(keys) if isinstance(keys, Mapping) else ()

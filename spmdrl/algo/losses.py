@@ -3,7 +3,7 @@
 Every policy loss is f(logprobs, old_logprobs, mb, *, options) -> (losses, metrics). logprobs carry
 the gradient; mb has the advantages A, the mask, the sequence lengths; losses is (num_tokens,),
 metrics are (num_tokens,) without gradient. r = exp(logprobs - old_logprobs). The options are what
-algo.loss_args may set, see arguments.py; low and high are clip_low and clip_high. A loss of whole
+algo.loss_args may set, see options.py; low and high are clip_low and clip_high. A loss of whole
 sequences stands on every token of its sequence, which `seq_mean_token_mean` makes one term per
 sequence. `POLICY_LOSSES` at the end is all of them; algo.policy_loss may also be a function of
 yours.
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.algo.arguments import (
+from spmdrl.algo.options import (
     AboveOne,
     BelowOne,
     Fraction,
     Positive,
-    arguments_of,
-    given_arguments,
+    given_options,
+    option_values,
 )
 from spmdrl.config import Aggregation, AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
@@ -107,10 +107,10 @@ def clip_cov(
     Selected are cov_fraction of the mini-batch's tokens, drawn from those with a covariance between
     cov_low and cov_high (algo/selection.py). Source: arXiv 2505.22617.
     """
-    assert mb.selected is not None
+    assert mb.selected_mask is not None
     ratio = ratio_of(logprobs, old_logprobs)
     loss, metrics = clipped_surrogate(ratio, advantages_of(mb), clip_low, clip_high)
-    return loss * (1 - mb.selected), {**metrics, "cov_fraction": mb.selected}
+    return loss * (1 - mb.selected_mask), {**metrics, "cov_fraction": mb.selected_mask}
 
 
 def kl_cov(
@@ -121,11 +121,11 @@ def kl_cov(
 
     algo/selection.py selects them. Source: arXiv 2505.22617.
     """
-    assert mb.selected is not None
+    assert mb.selected_mask is not None
     log_ratio = logprobs - old_logprobs
     loss = -advantages_of(mb) * bounded_exp(log_ratio)
-    penalty = cov_kl_coef * log_ratio.abs() * mb.selected
-    return loss + penalty, {"cov_fraction": mb.selected}
+    penalty = cov_kl_coef * log_ratio.abs() * mb.selected_mask
+    return loss + penalty, {"cov_fraction": mb.selected_mask}
 
 
 def geo_mean(
@@ -189,7 +189,7 @@ def sppo(
 
     Source: SPPO, arXiv 2405.00675, with beta = 1 / eta and the whole divided by eta^2.
     """
-    log_ratio = segment_sum((logprobs - old_logprobs) * kept_mask(mb), mb.seq_lens)
+    log_ratio = segment_sum((logprobs - old_logprobs) * trained_mask(mb), mb.seq_lens)
     target = sequence_mean(advantages_of(mb), mb)
     return (beta * segment_expand(log_ratio, mb.seq_lens) - target) ** 2, {}
 
@@ -234,14 +234,14 @@ def trust_region(
 
 def sequence_mean(values: Tensor, mb: Batch) -> Tensor:
     """(num_tokens,): the mean over the tokens of each token's sequence that are trained on."""
-    mask = kept_mask(mb)
+    mask = trained_mask(mb)
     sums, counts = segment_sum(values * mask, mb.seq_lens), segment_sum(mask, mb.seq_lens)
     return segment_expand(sums / counts.clamp(min=1), mb.seq_lens)
 
 
-def kept_mask(mb: Batch) -> Tensor:
+def trained_mask(mb: Batch) -> Tensor:
     """(num_tokens,): the loss mask, less what a rollout correction rejected."""
-    return mb.loss_mask if mb.kept is None else mb.kept
+    return mb.loss_mask if mb.kept_mask is None else mb.kept_mask
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -327,9 +327,9 @@ class PolicyLoss:
     # one term per sequence, with one advantage and one weight: nothing may choose single tokens
     of_sequences: bool = False
     has_ratio: bool = True  # False: the gradient of log pi itself; a correction then weighs it
-    # acts on tokens that are chosen over the mini-batch before each update (Batch.selected): those
-    # of the highest covariance, or some drawn from those between cov_low and cov_high. The function
-    # then has the options of SELECTION_OPTIONS
+    # acts on tokens that are chosen over the mini-batch before each update (Batch.selected_mask):
+    # those of the highest covariance, or some drawn from those between cov_low and cov_high. The
+    # function then has the options of SELECTION_OPTIONS
     selects: Literal["highest", "drawn"] | None = None
 
     def __post_init__(self) -> None:
@@ -375,12 +375,12 @@ def loss_of(algo: AlgoConfig) -> PolicyLoss:
 def policy_loss_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Batch], Loss]:
     """Returns the policy loss as f(logprobs, old_logprobs, mb), with the options of the config."""
     function = loss_of(algo).function
-    return partial(function, **given_arguments(function, algo.loss_args))
+    return partial(function, **given_options(function, algo.loss_args))
 
 
-def loss_arguments(algo: AlgoConfig) -> dict[str, Any]:
+def loss_options(algo: AlgoConfig) -> dict[str, Any]:
     """Returns the value of every option of the config's policy loss."""
-    return arguments_of(loss_of(algo).function, algo.loss_args)
+    return option_values(loss_of(algo).function, algo.loss_args)
 
 
 def aggregation_of(algo: AlgoConfig) -> str | Callable[..., Tensor]:

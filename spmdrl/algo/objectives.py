@@ -12,12 +12,13 @@ from functools import partial
 
 import torch
 from spmdrl_kernels import policy_loss
+from spmdrl_kernels.policy_loss_terms import ALIASES, CONSTANTS, Inputs, Terms
 from torch import Tensor
 
-from spmdrl.algo.advantages import PRIME_BETA, advantage_arguments, estimator_of, prime
+from spmdrl.algo.advantages import PRIME_BETA, advantage_options, estimator_of, prime
 from spmdrl.algo.correction import correction_weights, rejection_keep
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
-from spmdrl.algo.losses import loss_arguments, loss_of, policy_loss_of, value_loss
+from spmdrl.algo.losses import loss_of, loss_options, policy_loss_of, value_loss
 from spmdrl.config import AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum
 
@@ -64,8 +65,8 @@ def policy_objective(
             metrics |= rollout_difference(ours, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
                 metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
-            if algo.correction.bypass and mb.kept is not None and weights is not None:
-                metrics |= {"rejected": 1 - mb.kept, "correction_weight": weights}
+            if algo.correction.bypass and mb.kept_mask is not None and weights is not None:
+                metrics |= {"rejected": 1 - mb.kept_mask, "correction_weight": weights}
             sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
@@ -74,7 +75,7 @@ def policy_objective(
     return objective
 
 
-def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> policy_loss.Terms | None:
+def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> Terms | None:
     """Returns what spmdrl_kernels.policy_loss is asked for; None where it does not do it: a loss
     that it has not got, a function of the user's, a KL that is cut.
     """
@@ -82,13 +83,13 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> polic
         return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
         return None
-    loss = policy_loss.ALIASES.get(algo.policy_loss, algo.policy_loss)
-    if loss not in policy_loss.CONSTANTS:
+    loss = ALIASES.get(algo.policy_loss, algo.policy_loss)
+    if loss not in CONSTANTS:
         return None
-    options = loss_arguments(algo)
-    return policy_loss.Terms(
+    options = loss_options(algo)
+    return Terms(
         loss=loss,
-        constants=tuple(options[name] for name in policy_loss.CONSTANTS[loss]),
+        constants=tuple(options[name] for name in CONSTANTS[loss]),
         kl=algo.kl_estimator,
         kl_coef=kl_coef if algo.kl_in == "loss" else 0.0,
         entropy_coef=entropy_coef,
@@ -97,12 +98,12 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> polic
     )
 
 
-def kernel_inputs(mb: Batch, weights: Tensor | None) -> policy_loss.Inputs:
+def kernel_inputs(mb: Batch, weights: Tensor | None) -> Inputs:
     """weights: of the policy loss, (num_tokens,)."""
     assert mb.advantages is not None and mb.loss_weights is not None
-    return policy_loss.Inputs(
+    return Inputs(
         mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, mb.cu_seqlens,
-        mb.old_logprobs, mb.ref_logprobs, weights, mb.kept, mb.nll_weights, mb.selected,
+        mb.old_logprobs, mb.ref_logprobs, weights, mb.kept_mask, mb.nll_weights, mb.selected_mask,
     )  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, T
     weights = keep
     if algo.correction.level != "off":
         weights = keep * correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
-    return replace(mb, kept=keep), weights
+    return replace(mb, kept_mask=keep), weights
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
@@ -213,7 +214,7 @@ def prm_objective(
     advantage='prime'.
     """
     is_prime = estimator_of(algo).function is prime
-    beta = advantage_arguments(algo)["beta"] if is_prime else PRIME_BETA
+    beta = advantage_options(algo)["beta"] if is_prime else PRIME_BETA
 
     def objective(logprobs: Tensor, _: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         assert mb.ref_logprobs is not None and mb.loss_weights is not None

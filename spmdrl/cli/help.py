@@ -19,18 +19,20 @@ from spmdrl.config import ConfigError
 
 
 def asks_for_help(
-    overrides: Mapping[str, Any], main: Callable[..., Any], kind: type | None = None
-) -> bool:
+    overrides: Mapping[str, Any], main: Callable[..., Any], kind: type | None = None,
+    more_lines: Callable[[], list[str]] = list,
+) -> bool:  # fmt: skip
     """Whether --help or -h is among them; then help is printed, on the first rank.
 
     main: of the program, whose docstring and whose module's are its usage. kind: of config.
+    more_lines: what is printed below the fields of the config.
     """
     if not {"help", "h"} & overrides.keys():
         return False
     if os.environ.get("RANK", "0") == "0":
         fields = [] if kind is None else config_lines(kind)
         with suppress(BrokenPipeError):  # a pager was closed
-            print(usage_of(main), *fields, sep="\n", flush=True)
+            print(usage_of(main), *fields, *more_lines(), sep="\n", flush=True)
     return True
 
 

@@ -45,9 +45,11 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool
         [0.0 if s.reward is None else s.reward + s.penalty for s in samples], dtype=torch.float64
     )
     batch.valid = torch.tensor([s.invalid is None for s in samples], dtype=torch.float32)
-    batch.greedy = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
+    batch.greedy_rewards = torch.tensor([s.greedy_reward for s in samples], dtype=torch.float64)
     table = [[s.rewards_by_key.get(key, 0.0) for key in keys] for s in samples]
-    batch.keys = torch.tensor(table, dtype=torch.float64).reshape(len(samples), len(keys))
+    batch.reward_components = torch.tensor(table, dtype=torch.float64).reshape(
+        len(samples), len(keys)
+    )
     if per_turn:
         by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
@@ -86,8 +88,8 @@ def empty_batch(
         prompts=torch.full((num_seqs,), -1),
         rewards=torch.zeros(num_seqs, dtype=torch.float64),
         valid=torch.zeros(num_seqs),
-        greedy=torch.zeros(num_seqs, dtype=torch.float64),
-        keys=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
+        greedy_rewards=torch.zeros(num_seqs, dtype=torch.float64),
+        reward_components=torch.zeros(num_seqs, num_keys, dtype=torch.float64),
         policy_version=torch.zeros(tokens["policy_version"], dtype=torch.int64),
         turn_rewards=(
             torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None
@@ -116,10 +118,10 @@ class BatchAssignment:
     groups: Tensor  # (n,) int64
     indices: Tensor  # (n,) int64
     seq_lens: Tensor  # (n,) int64, tokens
-    makers: Tensor  # (n,) int64, the rank of the job that sampled it
-    minis: Tensor  # (n,) int64, its mini-batch
-    owners: dict[Ranks, Tensor]  # by a role's ranks: (n,) int64, which of them trains on it
-    num_minis: int
+    sample_ranks: Tensor  # (n,) int64, the rank of the job that sampled it
+    mini_batch_ids: Tensor  # (n,) int64, its mini-batch
+    train_ranks: dict[Ranks, Tensor]  # by a role's ranks: (n,) int64, which of them trains on it
+    num_mini_batches: int
 
     @property
     def num_seqs(self) -> int:
@@ -127,18 +129,18 @@ class BatchAssignment:
 
     def held(self, ranks: Ranks, rank: int) -> Tensor:
         """Rows that `rank` trains on as one of `ranks`, by mini-batch, then address."""
-        return self.by_mini((self.owners[ranks] == rank).nonzero().flatten())
+        return self.by_mini_batch((self.train_ranks[ranks] == rank).nonzero().flatten())
 
-    def by_mini(self, rows: Tensor) -> Tensor:
+    def by_mini_batch(self, rows: Tensor) -> Tensor:
         """Ascending rows, reordered by mini-batch."""
-        return rows[torch.argsort(self.minis[rows], stable=True)]
+        return rows[torch.argsort(self.mini_batch_ids[rows], stable=True)]
 
     def imbalance(self, ranks: Ranks) -> float:
         """The heaviest rank's work over the mean, averaged over mini-batches."""
         work, found = sequence_work(self.seq_lens), []
-        for mini in range(self.num_minis):
-            mine = self.minis == mini
-            loads = [float(work[mine & (self.owners[ranks] == rank)].sum()) for rank in ranks]
+        for mini in range(self.num_mini_batches):
+            mine = self.mini_batch_ids == mini
+            loads = [float(work[mine & (self.train_ranks[ranks] == rank)].sum()) for rank in ranks]
             found.append(max(loads) * len(ranks) / max(sum(loads), 1e-9))
         return sum(found) / max(len(found), 1)
 
@@ -146,26 +148,28 @@ class BatchAssignment:
 def assign_to_ranks(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> BatchAssignment:
     """Deals sequences to the ranks of each role, so that all have the same work in a mini-batch.
 
-    table: (n, 4) int64 of group, index, tokens, maker, in any order. Sequences are dealt by address
-    and not by who made them, so that the deal is the same for any placement of the rollout. There
-    are fewer than `mini_batches` where there are fewer groups.
+    table: (n, 4) int64 of group, index, tokens, sampling rank, in any order. Sequences are dealt by
+    address and not by who sampled them, so that the assignment is the same for any placement of the
+    rollout. There are fewer than `mini_batches` where there are fewer groups.
     """
     table = table[address_order(table)]
     groups, place = table[:, 0].unique(return_inverse=True)  # sorted
-    num_minis = max(min(mini_batches, len(groups)), 1)
-    minis = place * num_minis // max(len(groups), 1)
+    num_mini_batches = max(min(mini_batches, len(groups)), 1)
+    mini_batch_ids = place * num_mini_batches // max(len(groups), 1)
     work = sequence_work(table[:, 2])
-    owners: dict[Ranks, Tensor] = {}
+    train_ranks: dict[Ranks, Tensor] = {}
     for ranks in roles:
-        owners[ranks] = torch.full((len(table),), -1)
-        for mini in range(num_minis):
-            members = (minis == mini).nonzero().flatten()
+        train_ranks[ranks] = torch.full((len(table),), -1)
+        for mini in range(num_mini_batches):
+            members = (mini_batch_ids == mini).nonzero().flatten()
             for rank, part in zip(
                 ranks, partition(work[members].tolist(), len(ranks)), strict=True
             ):
-                owners[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
-    groups, indices, seq_lens, makers = (column.contiguous() for column in table.unbind(1))
-    return BatchAssignment(groups, indices, seq_lens, makers, minis, owners, num_minis)
+                train_ranks[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
+    groups, indices, seq_lens, sample_ranks = (c.contiguous() for c in table.unbind(1))
+    return BatchAssignment(
+        groups, indices, seq_lens, sample_ranks, mini_batch_ids, train_ranks, num_mini_batches
+    )
 
 
 def address_order(table: Tensor) -> Tensor:

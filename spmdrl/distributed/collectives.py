@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import (
     default_group,
+    default_time_limit,
     group_count,
     set_default_group,
     set_group_count,
+    timeout_of,
 )
 
 T = TypeVar("T")
@@ -88,8 +90,8 @@ def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
     return float(bits.view(torch.float64))
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """Every rank's result of `work`, in rank order. Collective over the group.
+def together(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """Does the work on every rank, and returns when all have done theirs. Collective.
 
     A failure is raised where it happened, FailedElsewhere on the group's other ranks: none is left
     alone in what follows. Safe in a thread whose group no other thread uses: it asks nothing of
@@ -101,29 +103,24 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:  # noqa: BLE001  raised again below
         failure = error
-    told = gather_objects((failure is None, result), group)
+    failed = lowest(group.size() if failure is None else group.rank(), group)
     if failure is not None:
         raise failure
-    failed = [rank for rank, (worked, _) in enumerate(told) if not worked]
-    if failed:
-        raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
-    return [result for _, result in told]
+    if failed < group.size():
+        raise FailedElsewhere(f"rank {failed} of {group.size()} failed")
+    return result
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Does what dist.all_gather_object does, by the group's own methods alone; gloo."""
-    row = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(row)])]).wait()
-    most = max(int(size) for size in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(row)] = row
-    rows = [torch.empty_like(padded) for _ in sizes]
-    group.allgather([rows], [padded]).wait()
-    return [
-        pickle.loads(found[: int(size)].numpy().tobytes())
-        for found, size in zip(rows, sizes, strict=True)
-    ]
+def broadcast_object(
+    value: Any, group: dist.ProcessGroup, source: int = 0, device: torch.device | None = None
+) -> Any:
+    """Returns the value that the group's rank number `source` gives, on every rank. Collective.
+
+    device: where the group's tensors can travel; None: on the CPU of a gloo group.
+    """
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source, device=device)
+    return values[0]
 
 
 def level_group_count(group: dist.ProcessGroup | None = None) -> None:
@@ -145,10 +142,12 @@ def world_of(group: dist.ProcessGroup) -> Iterator[None]:
 
     For libraries that take the default group for their world: they see the group's ranks alone,
     and make their own groups among them, whatever other ranks the job has and whatever they do.
+    Those get the time limit of the group where the library gives none.
     """
     world = default_group()
     set_default_group(group)
     try:
-        yield
+        with default_time_limit(timeout_of(group)):
+            yield
     finally:
         set_default_group(world)

@@ -120,14 +120,14 @@ def leave_for_torchrun(text: str) -> None:
                     Path(path).unlink()
 
 
-def write_story(story: dict[str, Any], folder: Path) -> None:
-    """A failure into folder/rank_R.json. story: the fields of phases.FailureReport."""
-    if story["exit_code"] != FAILED:
+def write_failure(failure: dict[str, Any], folder: Path) -> None:
+    """A failure into folder/rank_R.json. failure: the fields of phases.FailureReport."""
+    if failure["exit_code"] != FAILED:
         return
     with suppress(*UNWRITABLE):  # the disk may be what is wrong
         folder.mkdir(parents=True, exist_ok=True)
-        told = {**story, "last_checkpoint": last_checkpoint(folder.parent)}
-        path = Path(folder, f"rank_{story['rank']}.json")
+        told = {**failure, "last_checkpoint": last_checkpoint(folder.parent)}
+        path = Path(folder, f"rank_{failure['rank']}.json")
         if path.exists() and not is_of_this_start(path):
             path.rename(path.with_suffix(f".{path.stat().st_mtime_ns}.json"))
         path.write_text(json.dumps(told, indent=1))
@@ -141,28 +141,28 @@ def is_of_this_start(path: Path) -> bool:
     return path.stat().st_mtime >= psutil.Process().create_time()
 
 
-def leave_word(story: dict[str, Any], folder: Path) -> str:
-    """The story as it is printed; torchrun gets it as well."""
-    if story["exit_code"] == BAD_CONFIG:
-        text = "config error: {cause}".format(**story)
+def format_failure(failure: dict[str, Any], folder: Path) -> str:
+    """The failure as it is printed; torchrun gets it as well."""
+    if failure["exit_code"] == BAD_CONFIG:
+        text = "config error: {cause}".format(**failure)
         leave_for_torchrun(text)
         return f"\nspmdrl: {text}"
-    failed = story["exit_code"] == FAILED
+    failed = failure["exit_code"] == FAILED
     text = "rank {rank} on {host} {what} in phase '{phase}': {cause}".format(
-        **story, what="failed" if failed else "was stopped"
+        **failure, what="failed" if failed else "was stopped"
     )
     text += f"; last checkpoint: {last_checkpoint(folder.parent) or 'none'}"
     leave_for_torchrun(text)
     if not failed:
         return f"\nspmdrl: {text}"
-    return f"\nspmdrl: {text}\nspmdrl: {where_details_are(story, folder)}"
+    return f"\nspmdrl: {text}\nspmdrl: {where_details_are(failure, folder)}"
 
 
-def where_details_are(story: dict[str, Any], folder: Path) -> str:
+def where_details_are(failure: dict[str, Any], folder: Path) -> str:
     """The file that holds the traceback, or, where it could not be written, the traceback."""
-    path, details = Path(folder, "rank_{rank}.json".format(**story)), story["details"].rstrip()
+    path, details = Path(folder, "rank_{rank}.json".format(**failure)), failure["details"].rstrip()
     with suppress(*UNWRITABLE):
-        if json.loads(path.read_text())["cause"] == story["cause"]:  # else it is an earlier run's
+        if json.loads(path.read_text())["cause"] == failure["cause"]:  # else it is an earlier run's
             return f"details in {path}"
     return f"{path} could not be written" + (f"; details:\n{details}" if details else "")
 

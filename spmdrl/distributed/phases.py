@@ -49,17 +49,15 @@ class FailureReport:
         return f"rank {self.rank} on {self.host} failed in phase '{self.phase}': {self.cause}"
 
 
-STORY = [
-    field.name for field in fields(FailureReport)
-]  # what a watchdog knows beside it is its own
+REPORT_FIELDS = [field.name for field in fields(FailureReport)]  # a watchdog adds its own
 
 
 class PhaseError(RuntimeError):
-    """A phase failed on at least one rank; raised with the same story on every rank."""
+    """A phase failed on at least one rank; raised with the same report on every rank."""
 
-    def __init__(self, story: FailureReport) -> None:
-        super().__init__(str(story))
-        self.story = story
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 class Span(NamedTuple):
@@ -128,38 +126,38 @@ class Phases:
 
     def agree(self, failure: BaseException | None, topology: Topology) -> None:
         """Raises PhaseError on all ranks where `failure` is set on any; a ConfigError stays one."""
-        told: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         if failure is not None:
-            told = asdict(self.story(failure))
-            if self.watchdog:  # this rank may only feel another's end, whose story it is then
-                told = self.watchdog.report(told)
+            own = asdict(self.report(failure))
+            if self.watchdog:  # this rank may only feel another's end, and then reports that
+                own = self.watchdog.report(own)
         world = topology.world
         failed = topology.lowest(world if failure is None else topology.rank)
         if failed == world:
             return
         first: list[Any] = [None]
         if failure is not None and failed == topology.rank:
-            first = [told]
+            first = [own]
         dist.broadcast_object_list(first, group=topology.control, group_src=failed)
-        story = FailureReport(**{name: first[0][name] for name in STORY})
-        if story.exit_code == BAD_CONFIG:
+        report = FailureReport(**{name: first[0][name] for name in REPORT_FIELDS})
+        if report.exit_code == BAD_CONFIG:
             if self.watchdog:
                 self.watchdog.done.set()  # all leave, each when it comes to it: nobody is missed
-            raise ConfigError(story.cause) from failure
-        raise PhaseError(story) from failure
+            raise ConfigError(report.cause) from failure
+        raise PhaseError(report) from failure
 
-    def story(self, failure: BaseException) -> FailureReport:
+    def report(self, failure: BaseException) -> FailureReport:
         if isinstance(failure, PhaseError):
-            return failure.story
+            return failure.report
         if isinstance(failure, ConfigError):
-            return self.story_of(str(failure), exit_code=BAD_CONFIG)
+            return self.report_of(str(failure), exit_code=BAD_CONFIG)
         reason = str(failure).strip().splitlines()
         cause = f"{type(failure).__name__}: {reason[0] if reason else ''}"
         cause += limit_of(f"{type(failure).__name__}: {failure}")
         details = "".join(traceback.format_exception(failure))
-        return self.story_of(cause, details)
+        return self.report_of(cause, details)
 
-    def story_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> FailureReport:
+    def report_of(self, cause: str, details: str = "", exit_code: int = FAILED) -> FailureReport:
         """Makes a report of this rank, where it is now."""
         return FailureReport(
             self.topology.rank, self.topology.host, self.name, cause, details, exit_code

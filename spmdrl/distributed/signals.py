@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from spmdrl.distributed.exit import INTERRUPTED, REQUEUE, leave
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.topology import Topology
-from spmdrl.distributed.torch_compat import timeout_of
+from spmdrl.distributed.topology import Topology, new_group
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_S = 2.0  # a signal comes from torchrun and from the scheduler: within this it is one
@@ -131,7 +130,10 @@ class StopVotes:
         """topology: of all ranks. Collective."""
         self.lag = lag
         # of its own: votes that wait for slow ranks would hold up what else goes over a group
-        self.group: Any = dist.new_group(backend="gloo", timeout=timeout_of(topology.control))
+        self.group: Any = new_group(topology.ranks, "gloo")
+        # a ring whose ranks are connected before a vote may be under way while others do something
+        # else: to connect takes the store, which a rank may be waiting in
+        self.group.allreduce([torch.zeros(1, dtype=torch.int64)], LARGEST).wait()
         self.votes: deque[tuple[torch.Tensor, Any]] = deque()
 
     def agree(self, wish: int) -> int:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
-from spmdrl.distributed.torch_compat import timeout_of
+from spmdrl.distributed.agreement import lowest
+from spmdrl.distributed.torch_compat import mesh_of_groups, timeout_of, unbound_default_group
+
+Groups = dict[tuple[int, ...], dist.ProcessGroup]  # by their ranks of the job, ascending
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Topology:
     host: str
     # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
     sharding: DeviceMesh | None = None
+    # the groups of the axes and of these ranks, for other arrangements of the same ranks; the same
+    # keys on every rank of the job
+    groups: Groups = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -54,27 +61,26 @@ class Topology:
         multiply to the number of ranks.
         """
         everyone = range(dist.get_world_size())
-        chosen = sorted(everyone if ranks is None else ranks)
+        chosen = tuple(sorted(everyone if ranks is None else ranks))
         shape = resolve_degrees(degrees, len(chosen))
+        if share is not None:
+            assert share.ranks == chosen, (share.ranks, chosen)
+            groups, control = share.groups, share.control
+        else:
+            groups = {}
+            if len(chosen) == len(everyone) and not hosted:
+                assert dist.group.WORLD is not None
+                groups[chosen] = dist.group.WORLD
+            control = new_group(chosen, "gloo")
+        group = group_of(chosen, groups, device)
         table = torch.tensor(chosen).view(*shape.values())
-        mesh = DeviceMesh(device.type, table, mesh_dim_names=tuple(shape))
+        mesh = build_mesh(table, tuple(shape), groups, device)
         sharding = None
         if "sp" in shape:
             table = table.view(shape["dp"], -1)
-            sharding = DeviceMesh(device.type, table, mesh_dim_names=("dp", "fsdp"))
-        whole = dist.group.WORLD
-        assert whole is not None
-        if share is not None:
-            assert share.ranks == tuple(chosen), (share.ranks, chosen)
-            group, control = share.group, share.control
-        else:
-            limit = timeout_of(whole)
-            both = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            everywhere = len(chosen) == len(everyone) and not hosted
-            group = whole if everywhere else dist.new_group(chosen, backend=both, timeout=limit)
-            control = dist.new_group(chosen, backend="gloo", timeout=limit)
+            sharding = build_mesh(table, ("dp", "fsdp"), groups, device)
         host = socket.gethostname()
-        return cls(tuple(chosen), mesh, group, control, device, host, sharding)
+        return cls(chosen, mesh, group, control, device, host, sharding, groups)
 
     @classmethod
     def from_megatron(cls, share: Topology) -> Topology:
@@ -93,8 +99,9 @@ class Topology:
         table = torch.empty([1 + max(axis) for axis in zip(*places, strict=True)], dtype=torch.int)
         for rank, place in zip(share.ranks, places, strict=True):
             table[place] = rank
-        mesh = DeviceMesh(share.device.type, table, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        return cls(share.ranks, mesh, share.group, share.control, share.device, share.host)
+        mesh = build_mesh(table, ("pp", "dp", "cp", "tp"), share.groups, share.device)
+        return cls(share.ranks, mesh, share.group, share.control, share.device, share.host,
+                   groups=share.groups)  # fmt: skip
 
     @property
     def here(self) -> bool:
@@ -131,9 +138,15 @@ class Topology:
 
     def lowest(self, value: int) -> int:
         """The least that any of the ranks says. Collective."""
-        lowest = torch.tensor([value])
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.control)
-        return int(lowest)
+        return lowest(value, self.control)
+
+    def connect(self) -> None:
+        """Has the ranks of `group` make its communicator for tensors of the device. Collective.
+
+        NCCL makes it at the group's first operation, which all its ranks have to call: a batch of
+        sends and receives among some of them may not come first.
+        """
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     def has_axis(self, name: str) -> bool:
         return name in (self.mesh.mesh_dim_names or ())
@@ -147,6 +160,45 @@ class Topology:
     def axis(self, name: str) -> int:
         assert self.mesh.mesh_dim_names is not None
         return self.mesh.mesh_dim_names.index(name)
+
+
+def build_mesh(
+    ranks: Tensor, names: tuple[str, ...], groups: Groups, device: torch.device
+) -> DeviceMesh:
+    """Returns the mesh of the ranks, with a group for each line of them along each axis.
+
+    ranks: of the job, one axis for each name. groups: those that exist, to which new ones are
+    added. Collective over the job.
+    """
+    mine = []
+    for axis, size in enumerate(ranks.shape):
+        for line in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = group_of(line, groups, device)
+            if dist.get_rank() in line:
+                mine.append(group)
+    return mesh_of_groups(device.type, ranks, names, mine)
+
+
+def group_of(ranks: Sequence[int], groups: Groups, device: torch.device) -> dist.ProcessGroup:
+    """Returns the group of the ranks, for tensors of the device and of the CPU, and adds it to
+    `groups` where it is not there. On a rank outside it is a placeholder. Collective over the job.
+    """
+    chosen = tuple(sorted(ranks))
+    if chosen not in groups:
+        both = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        groups[chosen] = new_group(chosen, both)
+    return groups[chosen]
+
+
+def new_group(ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+    """Makes a process group with the time limit of the default group. Collective over the job.
+
+    Its NCCL communicator is made by its members at their first operation, and not split off the
+    default group's: all ranks of the job would have to take part in that.
+    """
+    assert dist.group.WORLD is not None
+    with unbound_default_group():
+        return dist.new_group(ranks, timeout=timeout_of(dist.group.WORLD), backend=backend)
 
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:

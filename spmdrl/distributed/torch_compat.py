@@ -10,7 +10,8 @@ kernels/spmdrl_kernels/torch_compat.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -98,6 +100,55 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+@contextmanager
+def default_time_limit(limit: timedelta) -> Iterator[None]:
+    """Meanwhile a process group that is made without a time limit gets this one, in place of
+    torch's 10 minutes for NCCL and 30 for gloo: libraries give none. Writes
+    distributed_c10d.default_pg_timeout and default_pg_nccl_timeout.
+    """
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
+    try:
+        yield
+    finally:
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+
+
+@contextmanager
+def unbound_default_group() -> Iterator[None]:
+    """Meanwhile new groups are made apart from the default group, also where a host's program has
+    bound that to a device (`init_process_group(device_id=...)`).
+
+    Of a bound group torch splits the communicators of new groups, which every rank must call; the
+    members of a gloo group do not, so the ranks outside of it would wait for ever
+    (pytorch#145376). Writes ProcessGroup.bound_device_id.
+    """
+    group = c10d._get_default_group()
+    device = group.bound_device_id
+    if device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
+
+
+def mesh_of_groups(
+    device_type: str, ranks: Tensor, names: tuple[str, ...], groups: Sequence[Any]
+) -> DeviceMesh:
+    """Returns a mesh over process groups that exist.
+
+    ranks: of the job, one axis for each name. groups: this rank's group along each axis; not read
+    on a rank outside of `ranks`. Calls DeviceMesh with _init_backend=False there, which makes no
+    groups; elsewhere DeviceMesh.from_group.
+    """
+    if dist.get_rank() in ranks:
+        return DeviceMesh.from_group(list(groups), device_type, ranks, mesh_dim_names=names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,6 +156,13 @@ def local_shape_and_offset(
     Calls torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
     """
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Returns what the index of torch.distributed.checkpoint says of where a value is stored:
+    `length` bytes from `offset` on in the file. Makes a checkpoint.filesystem._StorageInfo.
+    """
+    return filesystem._StorageInfo(path, offset, length)
 
 
 # ---- tensors, modules, optimizers

@@ -42,7 +42,7 @@ def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
 
 def stand_in(batch: Batch) -> Batch:
     """One sequence of two masked tokens, with the optional fields that `batch` has."""
-    dummy = empty_batch(torch.tensor([2]), batch.keys.shape[1])
+    dummy = empty_batch(torch.tensor([2]), batch.reward_components.shape[1])
     for name, value in batch.tensors():
         if getattr(dummy, name) is None:
             setattr(dummy, name, torch.zeros(1 if name in SEQ_FIELDS else 2, dtype=value.dtype))

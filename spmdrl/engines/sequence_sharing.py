@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import empty_batch
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.types import Batch
 
 
@@ -29,24 +30,24 @@ def broadcast_batch(
     """The Batch of the group's rank `source`, on the CPU. Collective over the group."""
     me = dist.get_rank(group)
     fields = {"cu_seqlens": batch.cu_seqlens, **dict(batch.tensors())}
-    told = [[Header(name, t.dtype, tuple(t.shape)) for name, t in fields.items()]]
-    dist.broadcast_object_list(told, group=group, group_src=source, device=device)
-    size = sum(math.prod(h.shape) * h.dtype.itemsize for h in told[0])
+    headers = [Header(name, t.dtype, tuple(t.shape)) for name, t in fields.items()]
+    headers = broadcast_object(headers, group, source, device)
+    size = sum(math.prod(h.shape) * h.dtype.itemsize for h in headers)
     row = torch.empty(size, dtype=torch.uint8)
     if me == source:
-        parts = [fields[h.name].contiguous().view(-1).view(torch.uint8) for h in told[0]]
+        parts = [fields[h.name].contiguous().view(-1).view(torch.uint8) for h in headers]
         torch.cat(parts, out=row)
     row = row.to(device)
     dist.broadcast(row, group=group, group_src=source)
     if me == source:
         return batch
     row, start, found = row.cpu(), 0, {}
-    for h in told[0]:
+    for h in headers:
         end = start + math.prod(h.shape) * h.dtype.itemsize
         part = row[start:end].clone()  # so that it lies where its dtype may lie
         found[h.name] = part.view(h.dtype).view(h.shape)
         start = end
-    received = empty_batch(found["cu_seqlens"].diff(), found["keys"].shape[1])
+    received = empty_batch(found["cu_seqlens"].diff(), found["reward_components"].shape[1])
     for name, tensor in found.items():
         setattr(received, name, tensor)
     return received

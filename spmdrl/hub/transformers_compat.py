@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 
 def model_class(auto: Any, config_class: type[PreTrainedConfig]) -> Any:
@@ -49,3 +50,23 @@ def undivided_layers(model: PreTrainedModel) -> set[str]:
     blocks. Reads its _no_split_modules.
     """
     return set(model._no_split_modules or ())
+
+
+def checkpoint_files(model: str, config: PreTrainedConfig) -> list[str]:
+    """Returns the paths of the weight files that from_pretrained reads of a folder or hub id; it
+    downloads those of a hub id. Raises OSError where there are none. Calls
+    modeling_utils._get_resolved_checkpoint_files.
+    """
+    files, _ = _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path=model, variant=None, gguf_file=None, use_safetensors=None,
+        user_agent=None, is_remote_code=False,
+        transformers_explicit_filename=getattr(config, "transformers_weights", None),
+    )  # fmt: skip
+    return list(files or ())
+
+
+def keeps_float32(model: PreTrainedModel) -> bool:
+    """Returns whether a model keeps some of its weights in float32 when it is loaded in another
+    dtype. Reads its _keep_in_fp32_modules and _keep_in_fp32_modules_strict.
+    """
+    return bool(model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import ConfigError, RewardConfig, RewardFn
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
@@ -249,13 +250,13 @@ def check_invalid(samples: list[Sample], config: RewardConfig, topology: Topolog
     if num_invalid <= config.max_invalid_fraction * num_samples:
         return
     quoted = int(counts[:, 0].nonzero()[0])
-    story: list[Any] = [None]
+    first = None
     if topology.rank == quoted:
         reason = (invalid[0].invalid or "").strip().splitlines()
         where = f"prompt {invalid[0].prompt.id} on rank {topology.ranks[quoted]}"
-        story = [f"{where}: {reason[-1] if reason else ''}"]
-    dist.broadcast_object_list(story, group=topology.group, group_src=quoted)
+        first = f"{where}: {reason[-1] if reason else ''}"
+    first = broadcast_object(first, topology.group, quoted)
     raise TooManyInvalid(
         f"{num_invalid} of {num_samples} samples have no reward, more than "
-        f"rewards.max_invalid_fraction={config.max_invalid_fraction} allows. First: {story[0]}"
+        f"rewards.max_invalid_fraction={config.max_invalid_fraction} allows. First: {first}"
     )

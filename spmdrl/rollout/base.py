@@ -12,6 +12,7 @@ from spmdrl.data.images import Picture
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.weights.engine_layout import Layout
 
+WAKE_TAGS = ("weights", "kv_cache")  # what an engine takes memory for, by vLLM's names
 NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an environment wrote
 
 
@@ -161,6 +162,16 @@ class RolloutEngine(Protocol):
         """Replaces all weights: (Hugging Face name, full tensor). Forgets cached prefixes."""
         ...
 
+    def clear_weights(self) -> None:
+        """Prepares an engine that was built without weights for the first push: `require_written`
+        is to find what it leaves out. Does nothing where the engine was built with weights.
+        """
+        ...
+
+    def require_written(self) -> None:
+        """Raises WeightMismatch naming what has not been written since `clear_weights`."""
+        ...
+
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Returns which part of each weight this rank needs, and where in its parameters it
         belongs.
@@ -190,8 +201,10 @@ class RolloutEngine(Protocol):
         """Gives back what memory it can (KV cache; on GPUs weights too)."""
         ...
 
-    def wake(self) -> None:
-        """Takes the memory again; weights must be loaded anew where `sleep` gave them back."""
+    def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
+        """Takes the memory of these again; weights must be loaded anew where `sleep` gave them
+        back. After "weights" alone nothing can be sampled, until "kv_cache" follows.
+        """
         ...
 
     def shutdown(self) -> None:

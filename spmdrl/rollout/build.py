@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, require
@@ -10,6 +11,8 @@ from spmdrl.distributed.collectives import level_group_count
 from spmdrl.distributed.placement import place
 from spmdrl.distributed.progress import model_text
 from spmdrl.distributed.topology import Topology
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
+from spmdrl.hub.transformers_compat import keeps_float32
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.hf.spec import SPEC as HF
 from spmdrl.rollout.spec import EngineSpec
@@ -40,6 +43,20 @@ def build_engine(
         )
     level_group_count(job.control if job is not None else None)
     return engine
+
+
+def is_filled_by_push(model: str, config: RolloutConfig) -> bool:
+    """Whether the trainer's first push writes all that an engine keeps, so that it reads no weights
+    from disk. An engine that is quantised reads them as before; so does one of a model that keeps
+    buffers in its files, or weights in float32 beside the others', which no trainer sends.
+    """
+    hf = load_hf_config(model)
+    shell = meta_model(hf)
+    parameters = dict(shell.named_parameters(remove_duplicate=False))
+    plain = config.quantization is None and getattr(hf, "quantization_config", None) is None
+    plain = plain and not Path(model, "hf_quant_config.json").is_file()  # which vLLM reads too
+    mixed = config.engine == "hf" and keeps_float32(shell)
+    return plain and not mixed and shell.state_dict().keys() <= parameters.keys()
 
 
 def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> None:

@@ -39,6 +39,34 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
+def clear_weights(model: nn.Module) -> None:
+    """Overwrites the weights of a model that was built without them by NaN, which a checked
+    trainer never sends: `require_written` then finds what a push has left out.
+    """
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+
+
+def require_written(model: nn.Module) -> None:
+    """Raises WeightMismatch naming the weights that were not filled after `clear_weights`. Rows
+    that pad a vocabulary become 0.
+    """
+    left: list[str] = []
+    for name, parameter in model.named_parameters():
+        unwritten = parameter.float().isnan()
+        count = int(unwritten.sum())
+        if count > padding_of(model, name):
+            left.append(f"{name} ({count} of {parameter.numel()} elements)")
+        elif count:
+            parameter[unwritten] = 0
+    if left:
+        raise WeightMismatch(
+            f"the engine was built without the model's weights, and the first push has not filled "
+            f"{len(left)} of its tensors: {', '.join(left[:5])}. The trainer has no such weights: "
+            "this model cannot be sampled from with this rollout.engine"
+        )
+
+
 @dataclass(frozen=True)
 class ExpectedSlice:
     """A part of an engine parameter and what must stand there; both of one shape."""

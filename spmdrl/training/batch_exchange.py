@@ -79,25 +79,29 @@ class P2PChannel:
 # ---- the batch: from the ranks that sampled to those that train
 
 
-def packing_order(deal: BatchAssignment, ranks: Ranks, maker: int) -> Tensor:
+def packing_order(assignment: BatchAssignment, ranks: Ranks, maker: int) -> Tensor:
     """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
-    rows = deal.by_mini((deal.makers == maker).nonzero().flatten())
-    return rows[torch.argsort(deal.owners[ranks][rows], stable=True)]
+    rows = assignment.by_mini_batch((assignment.sample_ranks == maker).nonzero().flatten())
+    return rows[torch.argsort(assignment.train_ranks[ranks][rows], stable=True)]
 
 
 def send_batch(
-    batch: Batch, deal: BatchAssignment, ranks: Ranks, fields: tuple[str, ...], post: P2PChannel
+    batch: Batch,
+    assignment: BatchAssignment,
+    ranks: Ranks,
+    fields: tuple[str, ...],
+    post: P2PChannel,
 ) -> Batch:
     """Sends each owner its sequences; returns this rank's own share, as `receive_batch` wants it.
 
     batch: what this rank made, in `packing_order`.
     """
-    rows = packing_order(deal, ranks, post.rank)
+    rows = packing_order(assignment, ranks, post.rank)
     assert batch.num_seqs == len(rows), (batch.num_seqs, len(rows))
     floats = seq_floats(batch)
     own = batch.select([])
     for owner in ranks:
-        seqs = (deal.owners[ranks][rows] == owner).nonzero().flatten()
+        seqs = (assignment.train_ranks[ranks][rows] == owner).nonzero().flatten()
         if len(seqs) == 0:
             continue
         first, end = int(seqs[0]), int(seqs[-1]) + 1
@@ -113,7 +117,7 @@ def send_batch(
 
 def receive_batch(
     own: Batch | None,
-    deal: BatchAssignment,
+    assignment: BatchAssignment,
     ranks: Ranks,
     fields: tuple[str, ...],
     num_keys: int,
@@ -124,13 +128,13 @@ def receive_batch(
     own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
     while the next ones are still under way.
     """
-    rows = deal.held(ranks, post.rank)
-    makers = deal.makers[rows]
+    rows = assignment.held(ranks, post.rank)
+    makers = assignment.sample_ranks[rows]
     if own is None:
         own = empty_batch(rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields)
     senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
     theirs = [rows[makers == sender] for sender in senders]
-    lens = torch.cat([deal.seq_lens[part] for part in [*theirs, rows[:0]]])
+    lens = torch.cat([assignment.seq_lens[part] for part in [*theirs, rows[:0]]])
     cu_seqlens = lengths_to_cu_seqlens(lens)
     places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
     places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
@@ -147,12 +151,14 @@ def receive_batch(
     lying = torch.cat([*theirs, rows[makers == post.rank]])
     by_row = torch.argsort(lying)
     order = by_row[torch.searchsorted(lying[by_row], rows)]
-    counts = torch.bincount(deal.minis[rows], minlength=deal.num_minis).tolist()
+    ids = assignment.mini_batch_ids[rows]
+    counts = torch.bincount(ids, minlength=assignment.num_mini_batches).tolist()
     minis = [
-        empty_batch(deal.seq_lens[part], num_keys, without=fields) for part in rows.split(counts)
+        empty_batch(assignment.seq_lens[part], num_keys, without=fields)
+        for part in rows.split(counts)
     ]
     for mini, part in zip(minis, rows.split(counts), strict=True):
-        mini.groups, mini.indices = deal.groups[part], deal.indices[part]
+        mini.groups, mini.indices = assignment.groups[part], assignment.indices[part]
     for name, place in places.items():
         for work in works[name]:
             work.wait()
@@ -171,14 +177,14 @@ def receive_batch(
 
 def seq_floats(batch: Batch) -> Tensor:
     """(num_seqs, SEQ_FLOATS + num_keys) float64: what it has beside its address and tokens."""
-    columns = [batch.rewards, batch.valid.double(), batch.greedy, batch.prompts.double()]
-    return torch.cat([torch.stack(columns, dim=1), batch.keys], dim=1)
+    columns = [batch.rewards, batch.valid.double(), batch.greedy_rewards, batch.prompts.double()]
+    return torch.cat([torch.stack(columns, dim=1), batch.reward_components], dim=1)
 
 
 def set_seq_floats(batch: Batch, values: Tensor) -> None:
     """Sets the fields that `seq_floats` has packed into columns."""
-    batch.rewards, batch.greedy = values[:, 0].contiguous(), values[:, 2].contiguous()
-    batch.valid, batch.keys = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
+    batch.rewards, batch.greedy_rewards = values[:, 0].contiguous(), values[:, 2].contiguous()
+    batch.valid, batch.reward_components = values[:, 1].float(), values[:, SEQ_FLOATS:].contiguous()
     batch.prompts = values[:, 3].long()
 
 
@@ -193,74 +199,91 @@ def span(batch: Batch, first: int, end: int) -> Batch:
     return Batch(**views, cu_seqlens=lengths_to_cu_seqlens(lens))
 
 
-# ---- the deal itself, for ranks that train and did not sample
+# ---- the assignment itself, for ranks that train and did not sample
 
 
-def send_deal(deal: BatchAssignment, facts: dict[str, Any], to: Ranks, post: P2PChannel) -> None:
-    """Called on one rank. facts: JSON-able, a few numbers."""
-    columns = [deal.groups, deal.indices, deal.seq_lens, deal.makers, deal.minis]
-    table = torch.stack([*columns, *deal.owners.values()], dim=1)
-    text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-    sizes = torch.tensor([len(table), deal.num_minis, len(text)])
-    for rank in to:
-        post.send(sizes, rank)
-        post.send(text, rank)
-        post.send(table, rank)
+def send_assignment(
+    assignment: BatchAssignment, step_info: dict[str, Any], to: int, post: P2PChannel
+) -> None:
+    """Called on one rank. step_info: JSON-able, a few numbers."""
+    columns = [
+        assignment.groups, assignment.indices, assignment.seq_lens, assignment.sample_ranks,
+        assignment.mini_batch_ids, *assignment.train_ranks.values(),
+    ]  # fmt: skip
+    table = torch.stack(columns, dim=1)
+    text = torch.frombuffer(bytearray(json.dumps(step_info).encode()), dtype=torch.uint8)
+    sizes = torch.tensor([len(table), assignment.num_mini_batches, len(text)])
+    for values in (sizes, text, table):
+        post.send(values, to)
 
 
-def receive_deal(
+def receive_assignment(
     source: int, roles: list[Ranks], post: P2PChannel
 ) -> tuple[BatchAssignment, dict[str, Any]]:
-    """roles: as they were given to `deal`, in that order."""
+    """roles: as they were given to `assign_to_ranks`, in that order."""
 
     def receive(place: Tensor) -> Tensor:
         for work in post.expect(place, source):
             work.wait()
         return place
 
-    num_seqs, num_minis, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
-    facts = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
+    num_seqs, num_mini_batches, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
+    step_info = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
     table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
-    groups, indices, seq_lens, makers, minis, *owners = (c.contiguous() for c in table.unbind(1))
-    by_role = dict(zip(roles, owners, strict=True))
-    return BatchAssignment(groups, indices, seq_lens, makers, minis, by_role, num_minis), facts
+    groups, indices, seq_lens, sample_ranks, mini_batch_ids, *by_role = (
+        column.contiguous() for column in table.unbind(1)
+    )
+    assignment = BatchAssignment(
+        groups, indices, seq_lens, sample_ranks, mini_batch_ids,
+        train_ranks=dict(zip(roles, by_role, strict=True)), num_mini_batches=num_mini_batches,
+    )  # fmt: skip
+    return assignment, step_info
 
 
 # ---- what one role says of the tokens, to another
 
 
 def send_results(
-    values: list[Tensor], deal: BatchAssignment, source: Ranks, target: Ranks, post: P2PChannel
+    values: list[Tensor],
+    assignment: BatchAssignment,
+    source: Ranks,
+    target: Ranks,
+    post: P2PChannel,
 ) -> None:
     """values: (num_tokens,) of each mini-batch of this rank as one of `source`."""
-    rows = deal.held(source, post.rank)
-    lens = deal.seq_lens[rows]
+    rows = assignment.held(source, post.rank)
+    lens = assignment.seq_lens[rows]
     everything = torch.cat(values)
     for owner in target:
         if owner != post.rank:
-            chosen = deal.owners[target][rows] == owner
+            chosen = assignment.train_ranks[target][rows] == owner
             post.send(everything[torch.repeat_interleave(chosen, lens)], owner)
 
 
 def receive_results(
-    own: list[Tensor] | None, deal: BatchAssignment, source: Ranks, target: Ranks, post: P2PChannel
+    own: list[Tensor] | None,
+    assignment: BatchAssignment,
+    source: Ranks,
+    target: Ranks,
+    post: P2PChannel,
 ) -> list[Tensor]:
     """(num_tokens,) of each mini-batch of this rank as one of `target`.
 
     own: what this rank itself has of them as one of `source`; None where it is not.
     """
-    rows = deal.held(target, post.rank)
-    lens = deal.seq_lens[rows]
-    senders = deal.owners[source][rows]
+    rows = assignment.held(target, post.rank)
+    lens = assignment.seq_lens[rows]
+    senders = assignment.train_ranks[source][rows]
     result = torch.zeros(int(lens.sum()))
     works: list[tuple[list[dist.Work], Tensor, Tensor]] = []
     for sender in senders.unique().tolist():
         places = torch.repeat_interleave(senders == sender, lens)
         if sender == post.rank:
             assert own is not None
-            held = deal.held(source, post.rank)
-            chosen = deal.owners[target][held] == post.rank
-            result[places] = torch.cat(own)[torch.repeat_interleave(chosen, deal.seq_lens[held])]
+            held = assignment.held(source, post.rank)
+            chosen = assignment.train_ranks[target][held] == post.rank
+            wanted = torch.repeat_interleave(chosen, assignment.seq_lens[held])
+            result[places] = torch.cat(own)[wanted]
         else:
             values = torch.zeros(int(places.sum()))
             works.append((post.expect(values, sender), places, values))
@@ -268,5 +291,6 @@ def receive_results(
         for work in pending:
             work.wait()
         result[places] = values
-    sizes = [int(lens[deal.minis[rows] == m].sum()) for m in range(deal.num_minis)]
+    ids = assignment.mini_batch_ids[rows]
+    sizes = [int(lens[ids == m].sum()) for m in range(assignment.num_mini_batches)]
     return list(result.split(sizes))

@@ -16,9 +16,9 @@ from torch import Tensor
 from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompts import PromptDataset, PromptOrder
-from spmdrl.distributed.placement import Placement, Ranks, place, reference_is_base, training_roles
+from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
-from spmdrl.distributed.topology import Topology, train_degrees
+from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
@@ -26,10 +26,12 @@ from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
-from spmdrl.rollout.build import engine_text
+from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -37,6 +39,7 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
 from spmdrl.training.runtime import Runtime
+from spmdrl.training.topologies import Topologies, build_topologies
 from spmdrl.training.weight_sync import WeightSync, exhaust
 from spmdrl.training.weight_versions import WeightVersions
 from spmdrl.types import Prompt, Sample
@@ -51,11 +54,10 @@ class RlRun:
     roles: Roles
     prompts: PromptDataset
     held_out: list[tuple[int, Prompt]]  # the same on every rank
-    order: PromptOrder  # moves on the ranks that sample; facts tell the others where it stands
+    order: PromptOrder  # moves on the ranks that sample; step_info tells the others where
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
-    asked: StepRequests | None = (
-        None  # of the next step, where it is asked while this one is scored
-    )
+    # of the next step, where its sampling begins while this one is scored
+    next_requests: StepRequests | None = None
     spans: SpanLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ def build(
     undo = undo or ExitStack()
     topology, phases = runtime.topology, runtime.phases
     placement = place(config, topology.world)
+    topologies = build_topologies(config, placement, topology, host.topology if host else None)
     scorers = placement.roles["reward"]
     scores = topology.rank in scorers
     rewards = RewardRunner(config.reward, config.rewards, len(scorers)) if scores else None
@@ -105,22 +108,23 @@ def build(
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
-    places = TopologyCache(topology)
+        if host is None:  # nobody knows what another program's model takes
+            check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     has_images = looks is not None and looks.per_prompt > 0
     images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
-    trainers = build_trainers(config, runtime, places, placement, images, host)
+    trainers = build_trainers(config, runtime, topologies, placement, images, host)
     actor = trainers["actor"]
     with phases("build reward model"):
-        scoring = places.of(placement.roles["reward"], **reward_degrees(config))
+        scoring = topologies.scoring
         reward_model = build_reward_model(config, scoring, topology)
     with phases("build rollout"):
-        ranks = places.of(placement.roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel)
+        ranks = topologies.rollout
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         beside = config.actor.lora if config.weights.lora == "adapter" else None
         PROGRESS.detail(engine_text(config.rollout, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
-            load_weights=host is None,
+            load_weights=host is None and not is_filled_by_push(config.model, config.rollout),
         )  # fmt: skip
         if rollout is not None:
             undo.callback(rollout.shutdown)
@@ -130,12 +134,12 @@ def build(
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            places.of,
+            topologies.weights,
         )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         roles = Roles(
-            config, topology, places.of(placement.sampling, dp=-1),
-            places.of(placement.training, dp=-1), weights.topology, phases, P2PChannel(topology),
+            config, topology, topologies.sampling, topologies.training, weights.topology, phases,
+            P2PChannel(topology),
             tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
             mailbox=WeightVersions(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
@@ -215,7 +219,7 @@ def load_dataset(
 def build_trainers(
     config: PpoConfig,
     runtime: Runtime,
-    places: TopologyCache,
+    topologies: Topologies,
     placement: Placement,
     images: BatchImages | None,
     host: Trainer | None,
@@ -231,7 +235,7 @@ def build_trainers(
             trainers[name] = Trainer(name, actor.topology, base, images)
             continue
         with runtime.phases(f"build {name}"):
-            ranks = places.of(placement.roles[name], **train_degrees(role))
+            ranks = topologies.trainers[name]
             kind = "value" if name == "critic" else "policy"
             PROGRESS.detail(model_text(role.model or config.model))
             engine = build_engine(
@@ -277,12 +281,6 @@ def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialog
     return Dialogue(config, tokenizer, ranks.axis_size("dp"))
 
 
-def reward_degrees(config: PpoConfig) -> dict[str, Any]:
-    """Returns the degrees of parallelism of the ranks that score."""
-    model = config.reward_model
-    return {"dp": -1} if model is None else train_degrees(train_config(model))
-
-
 def build_reward_model(
     config: PpoConfig, scoring: Topology, everyone: Topology
 ) -> RewardModel | None:
@@ -295,20 +293,6 @@ def build_reward_model(
         return None
     engine.offload()
     return RewardModel(config.reward_model, engine, load_tokenizer(name))
-
-
-class TopologyCache:
-    """Topologies by their ranks; those of the same ranks share their groups."""
-
-    def __init__(self, everyone: Topology) -> None:
-        self.known: dict[Ranks, Topology] = {everyone.ranks: everyone}
-        self.device = everyone.device
-
-    def of(self, ranks: Ranks, **degrees: Any) -> Topology:
-        """Collective over the job."""
-        share = self.known.get(ranks)
-        topology = Topology.build(self.device, ranks, share=share, **degrees)
-        return self.known.setdefault(ranks, topology) if share is None else topology
 
 
 def close(roles: Roles) -> None:

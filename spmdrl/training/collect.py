@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import check_invalid
@@ -40,14 +40,15 @@ class RolloutResult:
     """The samples of a step, as this rank has made them. `samples` are to be trained on, groups 0
     .. num_groups - 1.
 
-    Both lists hold what this rank made; `asked` is more where dynamic sampling left groups out.
+    Both lists hold what this rank made; `all_samples` has more where dynamic sampling left groups
+    out.
     """
 
     samples: list[Sample]
     num_groups: int  # the same on every rank
-    asked: list[Sample]
+    all_samples: list[Sample]
     rounds: int = 0
-    num_asked: int = 0  # groups, in all rounds; the same on every rank
+    num_sampled: int = 0  # groups, in all rounds; the same on every rank
     num_equal: int = 0  # those of them whose answers have the same rewards
     step_info: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
@@ -70,7 +71,7 @@ def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
     wanted = config.data.prompts_per_step
     most_rounds = max(config.algo.dynamic_sampling, 1)
     result = RolloutResult([], 0, [], 0)
-    num_asked = 0
+    num_sampled = 0
     if roles.leftover is None:
         prompts = take(roles, source, wanted)
     while True:
@@ -78,16 +79,16 @@ def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
         if roles.leftover is not None:
             samples = ask_for_some(roles, roles.leftover, source, step)
         else:
-            samples = ask(roles, list(enumerate(prompts, start=num_asked)), step, result.rounds)
-            num_asked += len(prompts)
+            samples = ask(roles, list(enumerate(prompts, start=num_sampled)), step, result.rounds)
+            num_sampled += len(prompts)
         samples = scored(roles, samples, source)
-        result.asked += samples
+        result.all_samples += samples
         keep_groups(result, samples, wanted, roles)
         missing = wanted - result.num_groups
         if missing == 0 or result.rounds == most_rounds:
             break
         # as many as will do at the rate so far
-        share = max(result.num_groups, 1) / num_asked
+        share = max(result.num_groups, 1) / num_sampled
         prompts = take(roles, source, min(wanted, math.ceil(missing / share)))
     if roles.sampler.here and roles.sleeps:
         with roles.phases("rollout", roles.sampler.topology):
@@ -258,7 +259,7 @@ def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles
             valid = not math.isnan(reward)
             groups.setdefault(int(group), []).extend([reward] * valid)
             compared.setdefault(int(group), []).extend([others] * valid)
-        result.num_asked += len(groups)
+        result.num_sampled += len(groups)
         result.num_equal += sum(not unequal(rewards) for rewards in compared.values())
         good = sorted(groups)
         if roles.config.algo.dynamic_sampling:
@@ -340,8 +341,7 @@ def gather_attempts(
     Collective.
     """
     mine = [(s.group, s.index, s.reward, s.pred) for s in samples if s.reward is not None]
-    everyone: list[Any] = [None] * topology.world
-    dist.all_gather_object(everyone, mine, group=topology.control)
+    everyone = gather_to_all(mine, topology.control)
     by_group: dict[int, list[tuple[int, float, str | None]]] = {group: [] for group, _ in prompts}
     for group, index, reward, pred in itertools.chain.from_iterable(everyone):
         by_group[group].append((index, reward, pred))

@@ -34,12 +34,12 @@ from spmdrl.algo.correction import (
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
-    kept_mask,
-    loss_arguments,
     loss_counts,
     loss_of,
+    loss_options,
     loss_weights,
     seq_mean_token_mean,
+    trained_mask,
 )
 from spmdrl.algo.objectives import has_cut, kl_estimator_of
 from spmdrl.algo.selection import (
@@ -71,7 +71,7 @@ def summed(values: Tensor, topology: Topology) -> Tensor:
 def add_correction(
     batches: list[Batch], algo: AlgoConfig, topology: Topology
 ) -> dict[str, float]:  # fmt: skip
-    """Sets `kept`, the tokens that passed all tests, and policy_weights where a level is chosen.
+    """Sets kept_mask, the tokens that passed all tests, and policy_weights where a level is chosen.
 
     The ratio is that of the policy the step starts from to the engine that sampled.
     """
@@ -88,7 +88,7 @@ def add_correction(
             weights = correction_weights(log_ratio, mask, lens, config)
             moments += weight_moments(weights, mask, lens, config.level)
         parts += mismatch_sums(log_ratio, weights * keep, keep, mask, lens)
-        batch.kept = keep
+        batch.kept_mask = keep
         all_weights.append(weights)
     total, number = summed(moments, topology).tolist()
     scale = number / total if config.normalize and total > 0 else 1.0
@@ -108,7 +108,7 @@ class SampleTable:
     outcomes: Outcomes
     rows: Tensor  # (num_seqs,) int64: which rows are this rank's, mini-batch after mini-batch
     mini: Tensor  # (n,) int64: its mini-batch
-    kept: Tensor  # (n,) float64: tokens that are trained on
+    num_kept: Tensor  # (n,) float64: tokens that are trained on
     rewards: Tensor  # (n,) float64: before any KL is taken off
     kl: Tensor  # (n,) float64: sum over its tokens, where the KL belongs to the reward
 
@@ -173,11 +173,12 @@ def gather_samples(
     """
     lengths, kept_lengths, kl, process = (
         segment_sum(x.double(), batch.seq_lens)
-        for x in (batch.loss_mask, kept_mask(batch), kl, process)
+        for x in (batch.loss_mask, trained_mask(batch), kl, process)
     )
     columns = [
         batch.groups, batch.indices, batch.rewards, batch.valid, lengths, kept_lengths, kl,
-        process / lengths.clamp(min=1), batch.greedy, mini, *batch.keys.unbind(1),
+        process / lengths.clamp(min=1), batch.greedy_rewards, mini,
+        *batch.reward_components.unbind(1),
     ]  # fmt: skip
     tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
     first = sum(len(t) for t in tables[: topology.rank])
@@ -189,7 +190,8 @@ def gather_samples(
     reward_coef, kl_coef = coefs
     outcomes = Outcomes(
         groups=groups.long(), scores=(reward_coef * rewards - kl_coef * kl) * valid, valid=valid,
-        lengths=lengths, greedy=reward_coef * greedy, process=process, keys=everyone[order, 10:],
+        lengths=lengths, greedy_rewards=reward_coef * greedy,
+        reward_components=everyone[order, 10:], process=process,
     )  # fmt: skip
     rows = torch.argsort(order)[first : first + batch.num_seqs]
     return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
@@ -274,10 +276,10 @@ def add_loss_weights(
     positive = table.outcomes.lengths * (table.rewards > 0)
     for i, batch in enumerate(batches):
         mine = (table.mini == i).double()
-        counted = mine if algo.seq_mean_over == "all" else (table.kept > 0) * mine
-        counts = torch.stack([(table.kept * mine).sum(), counted.sum()])
+        counted = mine if algo.seq_mean_over == "all" else (table.num_kept > 0) * mine
+        counts = torch.stack([(table.num_kept * mine).sum(), counted.sum()])
         batch.loss_weights = loss_weights(
-            kept_mask(batch), batch.seq_lens, counts, algo, norm_length
+            trained_mask(batch), batch.seq_lens, counts, algo, norm_length
         )
         if algo.positive_nll_coef:
             right = torch.repeat_interleave((batch.rewards > 0).float(), batch.seq_lens)
@@ -301,7 +303,7 @@ def largest(
     Of equal values those with the higher ticket of `draw`, in 0..1, are taken; without tickets all
     of them are. Only tokens that are trained on are chosen from.
     """
-    kept = kept_mask(batch)
+    kept = trained_mask(batch)
     values = torch.where(kept > 0, values, -torch.inf)
     cut = kth_largest(values, max(count, 1), topology)
     chosen = (values >= cut) & (kept > 0)
@@ -341,8 +343,8 @@ def select_tokens(
     draws as many from those between cov_low and cov_high.
     """
     assert batch.advantages is not None and batch.old_logprobs is not None
-    algo, mask = config.algo, kept_mask(batch)
-    options = loss_arguments(algo)
+    algo, mask = config.algo, trained_mask(batch)
+    options = loss_options(algo)
     moments = covariance_moments(logprobs, batch.advantages, mask)
     covariance = covariances(logprobs, batch.advantages, mask, summed(moments, topology))
     count = max(int(options["cov_fraction"] * float(moments[0])), 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
 from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
+from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
@@ -23,11 +24,11 @@ from spmdrl.training.batch_exchange import (
     ASKED_FIELDS,
     FIELDS,
     packing_order,
+    receive_assignment,
     receive_batch,
-    receive_deal,
     receive_results,
+    send_assignment,
     send_batch,
-    send_deal,
     send_results,
 )
 from spmdrl.training.collect import RolloutResult
@@ -72,6 +73,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     dealt: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
+    first = roles.training.ranks[0]  # hears of the assignment, and tells the others that train
     # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
     # may be waiting for them to take weights
     ahead = config.async_steps if roles.sampling.here else 0
@@ -80,9 +82,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         assert rollout is not None
         with roles.phases("balance", roles.sampling):
             batch, dealt, step_info = assign_and_pack(roles, rollout, step)
-            if roles.sampling.rank == 0:
-                others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
-                send_deal(dealt, step_info, others, post)
+            if roles.sampling.rank == 0 and first not in roles.sampling.ranks:
+                send_assignment(dealt, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
                 order = packing_order(dealt, ranks, post.rank)
                 batch = reorder(batch, order, dealt)
@@ -91,8 +92,11 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         return None
     name = "receive" if roles.sampling.here else "wait samples"
     with roles.phases(name, roles.training):
-        if dealt is None:
-            dealt, step_info = receive_deal(roles.sampling.ranks[0], sets, post)
+        if dealt is None and post.rank == first:
+            dealt, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
+        if not set(roles.training.ranks) <= set(roles.sampling.ranks):
+            dealt, step_info = broadcast_from_first((dealt, step_info), roles.training.control)
+        assert dealt is not None
         batches = {
             ranks: receive_batch(
                 own.get(ranks), dealt, ranks, names, len(reward_keys_of(config.algo)), post
@@ -106,7 +110,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             has_turns = per_turn and trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
                 empty_batch(nothing, len(reward_keys_of(config.algo)), per_turn=has_turns)
-                for _ in range(dealt.num_minis)
+                for _ in range(dealt.num_mini_batches)
             ]
     return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
 
@@ -121,12 +125,12 @@ def assign_and_pack(
     """
     algo, sampling, per_turn = roles.config.algo, roles.sampling, roles.config.rewards.per_turn
     metrics = sample_metrics(
-        rollout.asked, sampling, penalised=algo.overlong_buffer > 0,
+        rollout.all_samples, sampling, penalised=algo.overlong_buffer > 0,
         replies=has_replies(roles.config), per_turn=per_turn,
     )  # fmt: skip
-    check_invalid(rollout.asked, roles.config.rewards, sampling)
+    check_invalid(rollout.all_samples, roles.config.rewards, sampling)
     if estimator_of(algo).groups:
-        equal = rollout.num_equal / max(rollout.num_asked, 1)
+        equal = rollout.num_equal / max(rollout.num_sampled, 1)
         metrics["reward/frac_reward_zero_std"] = equal  # TRL's name for it
     if algo.dynamic_sampling:
         metrics["dynamic_sampling/rounds"] = rollout.rounds
@@ -146,7 +150,7 @@ def assign_and_pack(
     dealt = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
     metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
     if batch is None:  # packed in the order in which it is sent: no copy on the way
-        mine = (dealt.makers == roles.post.rank).nonzero().flatten()
+        mine = (dealt.sample_ranks == roles.post.rank).nonzero().flatten()
         order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
         in_order = [samples[i] for i in order.tolist()]
         batch = pack_samples(in_order, reward_keys_of(algo), per_turn)

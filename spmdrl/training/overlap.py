@@ -53,22 +53,22 @@ def can_overlap(roles: Roles) -> bool:
 
 
 def collect_overlapping(
-    roles: Roles, source: PromptSource, step: int, asked: StepRequests | None,
+    roles: Roles, source: PromptSource, step: int, requests: StepRequests | None,
     order: Callable[[], dict[str, Any]], asks_next: bool,
 ) -> tuple[RolloutResult, StepRequests | None]:  # fmt: skip
     """Does what `collect` does, and asks part of the next step meanwhile; returns both. On the
     ranks that sample.
 
-    asked: of this step, during the last one. order: where the data stands. asks_next: whether the
-    next step may be asked before this one has been handed over.
+    requests: of this step, made during the last one. order: where the data stands. asks_next:
+    whether the next step may be asked before this one has been handed over.
     """
     rewards = roles.sampler.rewards
     assert rewards is not None
-    asked = asked or begin(roles, source, step, order)
-    assert asked.step == step, (asked.step, step)
-    ask(roles, asked)
+    requests = requests or begin(roles, source, step, order)
+    assert requests.step == step, (requests.step, step)
+    ask(roles, requests)
     with roles.phases("reward", roles.sampling):
-        begun = rewards.begin(asked.samples)
+        begun = rewards.begin(requests.samples)
     following = None
     if asks_next:
         # free: those that train use this step's samples after they have sent these weights
@@ -77,9 +77,11 @@ def collect_overlapping(
         ask(roles, following, until=begun.is_ready)
     with roles.phases("reward", roles.sampling):
         finish_scoring(begun, rewards, roles)
-        check_scores(roles, asked.samples)
-    result = RolloutResult([], 0, list(asked.samples), rounds=1, step_info={"order": asked.order})
-    keep_groups(result, asked.samples, roles.config.data.prompts_per_step, roles)
+        check_scores(roles, requests.samples)
+    result = RolloutResult(
+        [], 0, list(requests.samples), rounds=1, step_info={"order": requests.order}
+    )
+    keep_groups(result, requests.samples, roles.config.data.prompts_per_step, roles)
     return result, following
 
 
@@ -94,14 +96,14 @@ def begin(
     return StepRequests(step, [], questions, order())
 
 
-def ask(roles: Roles, asked: StepRequests, until: Callable[[], bool] | None = None) -> None:
-    """Adds answers to asked.samples until none is left, or `until` holds on every engine."""
-    if not asked.left:
+def ask(roles: Roles, requests: StepRequests, until: Callable[[], bool] | None = None) -> None:
+    """Adds answers to requests.samples until none is left, or `until` holds on every engine."""
+    if not requests.left:
         return
     sampler = roles.sampler
     with roles.phases("rollout", sampler.topology):
-        made, asked.left = sample_questions(
-            sampler.scheduler, asked.left, training_params(roles.config.rollout), until=until,
+        made, requests.left = sample_questions(
+            sampler.scheduler, requests.left, training_params(roles.config.rollout), until=until,
             **hooks(roles),
         )  # fmt: skip
-        asked.samples += made
+        requests.samples += made

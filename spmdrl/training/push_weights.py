@@ -36,15 +36,22 @@ def new_weights(roles: Roles) -> bool:
 
 
 def transfer(roles: Roles, version: int) -> None:
-    """Sends the actor's weights to the rollout engine. Collective over the ranks of both."""
+    """Sends the actor's weights to the rollout engine. Collective over the ranks of both.
+
+    The engine takes memory for its KV cache when the trainer has given that of its weights back: a
+    rank never has both.
+    """
     actor, sampler = roles.actor, roles.sampler
+    wakes = sampler.here and roles.sleeps
     if actor.here:
         actor.model.onload(weights_only=True)
-    if sampler.here and roles.sleeps:
-        sampler.engine.wake()
+    if wakes:
+        sampler.engine.wake(("weights",))
     stats = roles.weights.push()
     if actor.here:
         actor.model.offload()
+    if wakes:
+        sampler.engine.wake(("kv_cache",))
     if sampler.here:
         sampler.engine.policy_version = version
     roles.policy_version = version

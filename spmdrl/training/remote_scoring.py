@@ -46,14 +46,14 @@ def score(
         return
     phases.barrier("wait answers", sampling)  # who only scores has nothing to do until then
     with phases(phase, sampling):
-        mine, theirs, makers = hand_over(samples, by, prompt_of)
-    ask_model(theirs, by)
+        sent, received, makers = send_to_scorers(samples, by, prompt_of)
+    ask_model(received, by)
     with phases(phase, sampling):
         if rewards is not None:
-            run_functions(theirs, rewards, by)
+            run_functions(received, rewards, by)
     phases.barrier("wait rewards", sampling)
     with phases(phase, sampling):
-        take_back(mine, theirs, makers, sampling)
+        return_verdicts(sent, received, makers, sampling)
 
 
 def run_functions(samples: list[Sample], rewards: RewardRunner, by: ScoringContext) -> None:
@@ -85,40 +85,42 @@ def ask_model(samples: list[Sample], by: ScoringContext) -> None:
             model.score(samples)
 
 
-def hand_over(
+def send_to_scorers(
     samples: list[Sample], by: ScoringContext, prompt_of: Callable[[int], Prompt]
 ) -> tuple[list[Sample], list[Sample], list[int]]:
-    """(my samples by who scores them, those that I am to score, who made each). Collective."""
+    """Returns this rank's samples in the order of who scores them, the samples that it is to score,
+    and which rank made each of those. Collective.
+    """
     sampling = by.sampling
     scorers = [sampling.ranks.index(rank) for rank in by.sampler.scoring.ranks]
     # sample i goes to scorer i mod s; each rank starts at another, so that small parts spread
     scorer_of = [scorers[(i + sampling.rank) % len(scorers)] for i in range(len(samples))]
     parts = [[s for s, r in zip(samples, scorer_of, strict=True) if r == rank]
              for rank in range(sampling.world)]  # fmt: skip
-    mine = [s for part in parts for s in part]
-    head = torch.tensor([[s.prompt.id, s.index] for s in mine], dtype=torch.int64).reshape(-1, 2)
+    sent = [s for part in parts for s in part]
+    head = torch.tensor([[s.prompt.id, s.index] for s in sent], dtype=torch.int64).reshape(-1, 2)
     counts = [len(part) for part in parts]
-    asked = all_to_all_rows(head, counts, sampling)
+    addresses = all_to_all_rows(head, counts, sampling)
     makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
     packed = [pack(dict(enumerate(map(completion_of, part)))) for part in parts]
-    answers = [a for theirs in all_to_all_bytes(packed, sampling) for a in unpack(theirs).values()]
-    questions = [SampleRequest(prompt_of(id), 0, index, seed=0) for id, index in asked.tolist()]
-    theirs = as_samples(questions, answers, by.tokenizer)
-    return mine, theirs, makers.flatten().tolist()
+    answers = [a for part in all_to_all_bytes(packed, sampling) for a in unpack(part).values()]
+    questions = [SampleRequest(prompt_of(id), 0, index, seed=0) for id, index in addresses.tolist()]
+    received = as_samples(questions, answers, by.tokenizer)
+    return sent, received, makers.flatten().tolist()
 
 
-def take_back(
-    mine: list[Sample], theirs: list[Sample], makers: list[int], sampling: Topology
+def return_verdicts(
+    sent: list[Sample], received: list[Sample], makers: list[int], sampling: Topology
 ) -> None:
     """Exchanges verdicts: this rank gives those on others' samples, and takes those on its own; see
-    hand_over. Collective.
+    send_to_scorers. Collective.
     """
     verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
-    for s, maker in zip(theirs, makers, strict=True):
+    for s, maker in zip(received, makers, strict=True):
         verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards])
-    received = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
-    about_mine = [verdict for part in received for verdict in json.loads(part)]
-    for s, verdict in zip(mine, about_mine, strict=True):
+    returned = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
+    own = [verdict for part in returned for verdict in json.loads(part)]
+    for s, verdict in zip(sent, own, strict=True):
         s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards = verdict
 
 

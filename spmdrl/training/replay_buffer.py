@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import ConfigError
 from spmdrl.data.packing import concatenate
 from spmdrl.types import Batch
+
+# Fields of Batch by the names that earlier versions saved them under.
+EARLIER_NAMES = {"greedy": "greedy_rewards", "keys": "reward_components"}
+
+
+def of_this_version(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the saved fields of a Batch under today's names; one that an earlier version did not
+    save has its default.
+    """
+    named = {EARLIER_NAMES.get(name, name): value for name, value in fields.items()}
+    return {"prompts": torch.full_like(fields["groups"], -1), **named}
 
 
 class ReplayBuffer:
@@ -50,13 +62,12 @@ class ReplayBuffer:
         rewards.per_turn the other way.
         """
         shares = [read_plain(path) for path in paths]
-        parts: list[list[dict[str, Any]]] = [list(age) for age in zip(*shares, strict=True)]
-        for fields in (fields for age in parts for fields in age):  # an earlier version's lack it
-            fields.setdefault("prompts", torch.full_like(fields["groups"], -1))
+        parts: list[list[dict[str, Tensor]]] = [list(age) for age in zip(*shares, strict=True)]
+        parts = [[of_this_version(fields) for fields in age] for age in parts]
         ages = [concatenate([Batch(**fields) for fields in age[rank::world]] or
                             [Batch(**age[0]).select([])]) for age in parts]  # fmt: skip
         self.past = ages[: self.steps]
-        if any(batch.keys.shape[1] != num_keys for batch in self.past):
+        if any(batch.reward_components.shape[1] != num_keys for batch in self.past):
             raise ConfigError(
                 f"the checkpoint's replayed samples have other reward_keys than these "
                 f"{num_keys}: keep them, or start anew with --resume never"

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.earlier_runs import set_aside
 from spmdrl.checkpoint.job import began_at, write_job
 from spmdrl.checkpoint.run_dir import lock_run_dir, write_config
 from spmdrl.config import ConfigError, RunConfig
 from spmdrl.data.table_files import Files
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.training.run_identity import FORMAT, Tree, differences, identity
 from spmdrl.training.runtime import Runtime
 
@@ -66,24 +65,22 @@ def compare(
     files: see identity.identity. Rank 0 reads the files. Raises ConfigError where something differs
     that config.checkpoint.accept_changes does not allow.
     """
-    told: list[Any] = [Sameness(None)]
-    problem: list[Any] = [None]
+    same, problem = Sameness(None), None
     if runtime.is_main and (start.folder is not None or config.checkpoint.every_steps > 0):
         now = identity(config, tokenizer, files)
-        told = [Sameness(now)]
+        same = Sameness(now)
         if start.folder is not None:
-            told, problem = compared(config, runtime, start.folder, now)
-    dist.broadcast_object_list(problem, group=runtime.topology.control, group_src=0)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
-    dist.broadcast_object_list(told, group=runtime.topology.control, group_src=0)
-    return told[0]
+            same, problem = compared(config, runtime, start.folder, now)
+    same, problem = broadcast_object((same, problem), runtime.topology.control)
+    if problem is not None:
+        raise ConfigError(problem)
+    return same
 
 
 def compared(
     config: RunConfig, runtime: Runtime, folder: Path, now: Tree
-) -> tuple[list[Sameness], list[str | None]]:
-    """([what the run is], [why it must not go on from the checkpoint]), of which one is empty."""
+) -> tuple[Sameness, str | None]:
+    """Returns what the run is, and why it must not go on from the checkpoint, None if it may."""
     saved = checkpoint.read_run(folder)
     before, world = saved.get("identity"), runtime.topology.world
     ranks = [f"resume: ranks {saved['world']} -> {world}"] * (saved["world"] != world)
@@ -92,14 +89,14 @@ def compared(
             f"resume: {folder} was saved by a version that did not note what its run was: data, "
             "tokenizer, model and rewards are taken to be the same"
         )
-        return [Sameness(now, (*ranks, line))], [None]
+        return Sameness(now, (*ranks, line)), None
     found, accepted = differences(before, now), config.checkpoint.accept_changes
     refused = [f for f in found if f.kind is not None and f.kind not in accepted]
     if refused:
         kinds = {f.kind for f in found if f.kind is not None}  # with those that are accepted
-        return [], [refusal(folder, [f.text for f in refused], kinds)]
+        return Sameness(now), refusal(folder, [f.text for f in refused], kinds)
     allowed = [f"resume: {f.text}" + f" (accepted: {f.kind})" * (f.kind is not None) for f in found]
-    return [Sameness(now, (*ranks, *allowed), any(f.kind == "data" for f in found))], [None]
+    return Sameness(now, (*ranks, *allowed), any(f.kind == "data" for f in found)), None
 
 
 def refusal(folder: Path, texts: list[str], kinds: set[str]) -> str:
@@ -131,14 +128,13 @@ def take_folder(config: RunConfig, runtime: Runtime, start: ResumePoint, done: i
     Returns the folder that holds what was there and is not gone on from; None where there was
     nothing.
     """
-    told: list[Any] = [None]
+    aside = None
     if runtime.is_main:
         own = start.began is not None or is_within(start.folder, runtime.run_dir / "checkpoints")
-        told = [set_aside(runtime.run_dir, done if own else 0, start.folder)]
+        aside = set_aside(runtime.run_dir, done if own else 0, start.folder)
         write_config(config, runtime.run_dir)
         write_job(runtime.run_dir, done if start.began is None else start.began)
-    dist.broadcast_object_list(told, group=runtime.topology.control, group_src=0)
-    return told[0]
+    return broadcast_object(aside, runtime.topology.control)
 
 
 def is_within(folder: Path | None, root: Path) -> bool:

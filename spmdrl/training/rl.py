@@ -8,19 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training import loop
 from spmdrl.training.build import RlRun, build, close
-from spmdrl.training.checks.describe import least_checkpoint_bytes
+from spmdrl.training.checks.memory_plan import least_checkpoint_bytes
 from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.curves import REWARD
@@ -29,7 +28,7 @@ from spmdrl.training.logs.learning_signs import signs_of_rl
 from spmdrl.training.logs.metrics import RunLog, write_samples
 from spmdrl.training.logs.step_line import of_evaluation, of_sampling
 from spmdrl.training.loop import TrainingRun
-from spmdrl.training.measurements import RankReport, reports, timing
+from spmdrl.training.measurements import StepReport, report, timing
 from spmdrl.training.overlap import can_overlap, collect_overlapping
 from spmdrl.training.push_weights import push_weights, take_weights
 from spmdrl.training.run_state import RunState
@@ -92,23 +91,25 @@ def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     ahead = run.config.async_steps > 0
     batches = train_step(roles, partial(generate_and_score, run), step, push)
     # ranks that sample ahead have reported with their answers: they are elsewhere in time
-    everyone = [] if ahead else rank_reports(run, step, roles.topology)
+    found = None if ahead else report_of(run, step, roles.topology)
     if batches is None:
         return {}
     run.order.load_state_dict(batches.step_info["order"])
     if ahead:
-        everyone = batches.step_info["reports"] + rank_reports(run, step, roles.training)
+        sampled = StepReport.read(*batches.step_info["report"])
+        found = sampled.add(report_of(run, step, roles.training))
+    assert found is not None
     metrics = batches.metrics
-    metrics |= timing(everyone, metrics["response/tokens"], time.perf_counter() - started_at)
+    metrics |= timing(found, metrics["response/tokens"], time.perf_counter() - started_at)
     return metrics | utilisation(run, batches, metrics)
 
 
-def rank_reports(run: RlRun, step: int, topology: Topology) -> list[RankReport]:
-    """Gathers what each rank of `topology` did since its last report. Collective over it."""
+def report_of(run: RlRun, step: int, topology: Topology) -> StepReport:
+    """Adds up what the ranks of `topology` did since their last report. Collective over it."""
     roles = run.roles
     moved = {"samples": roles.post.moved_bytes, "weights": roles.weight_bytes}
     roles.post.moved_bytes = roles.weight_bytes = 0
-    return reports(run.spans, step, topology, moved)
+    return report(run.spans, step, topology, moved)
 
 
 def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
@@ -129,16 +130,21 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     """
     roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
     if can_overlap(roles):
-        rollout, run.asked = collect_overlapping(
-            roles, source, step, run.asked, run.order.state_dict, asks_next=not ends_here(run, step)
+        rollout, run.next_requests = collect_overlapping(
+            roles,
+            source,
+            step,
+            run.next_requests,
+            run.order.state_dict,
+            asks_next=not ends_here(run, step),
         )
     else:
         rollout = collect(roles, source, step)
         rollout.step_info = {"order": run.order.state_dict()}
-    run.samples = rollout.asked
-    show_samples(run, f"step_{step}", rollout.asked)
+    run.samples = rollout.all_samples
+    show_samples(run, f"step_{step}", rollout.all_samples)
     if run.config.async_steps > 0:
-        rollout.step_info["reports"] = rank_reports(run, step, roles.sampling)
+        rollout.step_info["report"] = report_of(run, step, roles.sampling).as_json()
     return rollout
 
 
@@ -160,14 +166,13 @@ def write_transfers(run: RlRun) -> None:
 
 def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
     roles = run.roles
-    told: list[Any] = [None]
+    metrics: dict[str, float] = {}
     if roles.sampling.here:
         show = partial(show_samples, run, f"eval_{step}")
-        told[0] = evaluate(roles, run.held_out, step, show)
+        metrics = evaluate(roles, run.held_out, step, show)
     # the rank that logs may not sample
     with roles.phases("evaluate" if roles.sampling.here else "wait evaluation"):
-        dist.broadcast_object_list(told, src=roles.sampling.ranks[0], group=roles.topology.control)
-    metrics = told[0]
+        metrics = broadcast_object(metrics, roles.topology.control, roles.sampling.ranks[0])
     log.held_out_line(step, of_evaluation(metrics), f"{len(run.held_out)} prompts")
     return metrics
 
@@ -200,21 +205,21 @@ def state_of(run: RlRun) -> RunState:
         files=[run.prompts.files] if run.prompts.vision is not None else [],
         log_rank=actor.topology.ranks[0],
         pretrained=[*actor.model.pretrained, roles.tokenizer] if run.is_log else [],
-        facts=partial(adaptive, run),
+        algorithm_state=partial(adaptive_coefficients, run),
         of_rank=of_rank,
         restore=partial(restore, run),
     )
 
 
-def adaptive(run: RlRun) -> dict[str, Any]:
-    """The coefficients that adapt, for run.json."""
+def adaptive_coefficients(run: RlRun) -> dict[str, Any]:
+    """Returns the coefficients that adapt, for run.json."""
     roles = run.roles
-    found = {
+    coefficients = {
         "kl_coef": roles.kl_coef if run.config.algo.kl_target else None,
         "entropy_coef": roles.entropy_coef if roles.entropy is not None else None,
         "entropy": roles.entropy,
     }
-    return {"adaptive": found}
+    return {"adaptive": coefficients}
 
 
 def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) -> None:

@@ -22,8 +22,8 @@ import tokenizers
 import transformers
 from huggingface_hub import try_to_load_from_cache
 
-from spmdrl.algo.advantages import Estimator, advantage_arguments
-from spmdrl.algo.losses import PolicyLoss, loss_arguments
+from spmdrl.algo.advantages import Estimator, advantage_options
+from spmdrl.algo.losses import PolicyLoss, loss_options
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, RunConfig
 from spmdrl.data.images import pictures_of
@@ -101,8 +101,8 @@ def options_in_use(config: Any) -> dict[str, str]:
     if not isinstance(config, PpoConfig):
         return {}
     groups = {
-        "loss_args": loss_arguments(config.algo),
-        "advantage_args": advantage_arguments(config.algo),
+        "loss_args": loss_options(config.algo),
+        "advantage_args": advantage_options(config.algo),
     }
     return {
         f"algo.{group}.{name}": as_text(value)

@@ -37,10 +37,11 @@ class RunState:
     pretrained: Sequence[Any]  # on that rank: config, tokenizer, ..; they lie beside the weights
     updated: Callable[[dict[str, float]], bool] = lambda metrics: True  # in the step of these
     # what else is saved by a kind of training, JSON-able
-    facts: Callable[[], dict[str, Any]] = dict
+    algorithm_state: Callable[[], dict[str, Any]] = dict
     # what each rank keeps for itself, by the name of its file
     of_rank: Mapping[str, RankState] = field(default_factory=dict)
-    # takes `facts` and `of_rank` back: what was saved, its folder, whether the data is the same
+    # takes `algorithm_state` and `of_rank` back: what was saved, its folder, whether the data is
+    # the same
     restore: Callable[[dict[str, Any], Path, bool], None] = lambda saved, folder, same_data: None
     identity: dict[str, Any] | None = None  # see run_identity.py; for checkpoints
 
@@ -99,14 +100,14 @@ def save(
     with state.runtime.phases("checkpoint"):
         if state.is_log and not stops and state.updated(metrics):
             check_metric(state.config.checkpoint, metrics)
-    facts = {
+    run_info = {
         "engines": sorted(state.trained),
         "order": state.order.state_dict(),
         "config": as_source(state.config),
         "identity": state.identity,
         "metrics": metrics,
-        **state.facts(),
+        **state.algorithm_state(),
     }
     saver.save(
-        step, state.engines, facts, list(state.pretrained), dict(state.of_rank), state.log_rank
+        step, state.engines, run_info, list(state.pretrained), dict(state.of_rank), state.log_rank
     )

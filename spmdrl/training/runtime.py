@@ -59,7 +59,8 @@ class Runtime:
 
 @contextmanager
 def started(config: Any) -> Iterator[Runtime]:
-    """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a story.
+    """Starts everything, seeds, compares configs over ranks; ends it all in order, or with a report
+    of the failure.
 
     config: a RunConfig. Exits the process where the body raises.
     """
@@ -98,15 +99,14 @@ def started(config: Any) -> Iterator[Runtime]:
         seed_everything(config.seed + topology.rank)
         yield runtime
     except PhaseError as error:  # the rank that failed has reported it
-        watchdog.tell(asdict(error.story))
-        leave(error.story.exit_code)
+        watchdog.announce_and_wait(asdict(error.report))
+        leave(error.report.exit_code)
     except GeneratorExit:
         raise
     except BaseException as error:  # noqa: BLE001  told with rank and phase, then the process ends
-        story = asdict(phases.story(error))
-        story = watchdog.report(story)
-        watchdog.tell(story)
-        leave(story["exit_code"])
+        failure = watchdog.report(asdict(phases.report(error)))
+        watchdog.announce_and_wait(failure)
+        leave(failure["exit_code"])
     watchdog.progress("end")
     dist.barrier(group=topology.control)  # a rank may hang while its engine closes: still watched
     watchdog.close()
@@ -123,7 +123,7 @@ def started(config: Any) -> Iterator[Runtime]:
 
 def end_early(phases: Phases, watchdog: Watchdog, cause: str, stack: str) -> None:
     """A function is ending this rank's process: the others hear of it, and end as well."""
-    watchdog.tell(watchdog.report(asdict(phases.story_of(cause, stack))))
+    watchdog.announce_and_wait(watchdog.report(asdict(phases.report_of(cause, stack))))
 
 
 def shared_here(config: Any, topology: Topology) -> int:
@@ -138,8 +138,8 @@ def shared_here(config: Any, topology: Topology) -> int:
 
 def quit_step(phases: Phases, watchdog: Watchdog, why: str, code: int) -> None:
     """The other ranks end as well: this one will not be there to finish the step with them."""
-    story = asdict(phases.story_of(why, exit_code=code))
-    watchdog.tell(watchdog.report(story))
+    failure = asdict(phases.report_of(why, exit_code=code))
+    watchdog.announce_and_wait(watchdog.report(failure))
 
 
 def lost_timeout_s(config: Any) -> float:

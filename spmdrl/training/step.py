@@ -171,7 +171,7 @@ def selector(roles: Roles, step: int) -> Callable[[Batch, int], None]:
         if update > 0 or logprobs is None or config.algo.correction.bypass:
             stats = actor.model.logprobs(batch, roles.temperature, images=actor.images)
             logprobs = stats.logprobs
-        batch.selected = select_tokens(batch, logprobs, config, step, update, actor.topology)
+        batch.selected_mask = select_tokens(batch, logprobs, config, step, update, actor.topology)
 
     return select
 

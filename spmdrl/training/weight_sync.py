@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import WeightsConfig
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.base import RolloutEngine
@@ -23,8 +23,9 @@ from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
-from spmdrl.weights.plan import Weight, describe, make_plan
-from spmdrl.weights.shards import Derived, Shards, agree_on_shards, derived_of, lying, rounds_of
+from spmdrl.weights.holders import agree_on_shards
+from spmdrl.weights.plan import Weight, describe, make_transfer_plan
+from spmdrl.weights.shards import Derived, Shards, derived_of, lying, rounds_of
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
 
@@ -96,20 +97,18 @@ class WeightSync:
         rollout_topology: Topology,
         dtype: str,
         config: WeightsConfig,
-        place: Callable[..., Topology] | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        """Collective over the job. actor and rollout: None outside their topologies. place: makes
-        topologies, by default of torch.distributed's own group.
+        """Collective over the job. actor and rollout: None outside their topologies. topology: of
+        the ranks of both; None: it is made.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
-        both = sorted({*actor_topology.ranks, *rollout_topology.ranks})
-        if place is None:
-            place = partial(Topology.build, device)
-        self.topology = place(tuple(both), dp=-1)
+        both = {*actor_topology.ranks, *rollout_topology.ranks}
+        self.topology = topology or Topology.build(device, tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
         self.slot_bytes = slot_bytes(config.bucket_mib << 20, device)
         self.adapter_apart = config.lora == "adapter"
@@ -135,22 +134,12 @@ class WeightSync:
 
     def make_transfers(self) -> None:
         """Collective over the ranks of both roles."""
+        self.topology.connect()  # some ranks may have nothing to send or to receive
         control = self.topology.control
         weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in weights}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
-        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
-        digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
-        me, first = dist.get_rank(), self.table[0]
-        everyone: list[tuple] = [()] * self.topology.world
-        said = (digest, mine if me in first else None)
-        dist.all_gather_object(everyone, said, group=control)
-        by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
-        for row in self.table:
-            for rank, model in zip(row, first, strict=True):
-                if by_rank[rank][0] != by_rank[model][0]:
-                    raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
-        layouts = [by_rank[rank][1] for rank in first]
+        layouts = self.layouts_of_an_engine(layout)
         opaque = {name for _, names, _, _ in layouts for name in names}
         quantized = {name for _, _, names, _ in layouts for name in names}
         found = [regions for regions, _, _, _ in layouts]
@@ -158,6 +147,30 @@ class WeightSync:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
         for group, once in self.grouped(weights):
             self.rounds.append(self.make_round(group, once, layout, found, opaque, quantized))
+
+    def layouts_of_an_engine(self, layout: Layout) -> list[tuple]:
+        """Returns (regions, opaque, quantized, scales) of each tensor-parallel rank, which is the
+        same in all engines; each is sent once, by the first engine. Collective.
+
+        Raises ValueError where two engines differ.
+        """
+        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
+        digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
+        everyone = [""] * self.topology.world
+        dist.all_gather_object(everyone, digest, group=self.topology.control)
+        by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
+        first = self.table[0]
+        for row in self.table:
+            for rank, model in zip(row, first, strict=True):
+                if by_rank[rank] != by_rank[model]:
+                    raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
+        layouts = []
+        for rank in first:
+            told = [mine if rank == dist.get_rank() else None]
+            dist.broadcast_object_list(told, rank, group=self.topology.control)
+            assert told[0] is not None
+            layouts.append(told[0])
+        return layouts
 
     def grouped(self, weights: list[Weight]) -> list[tuple[list[Weight], bool]]:
         """(weights of a round, whether they are sent but once)."""
@@ -210,12 +223,12 @@ class WeightSync:
         regions = [[(number[n], box) for n, box in mine if n in number] for mine in found]
         of_names = zip(layout.regions, layout.places, strict=True)
         places = [place for (name, _), place in of_names if name in number]
-        plan = make_plan(
+        plan = make_transfer_plan(
             dist.get_rank(), weights, regions, self.table, dtype.itemsize, self.slot_bytes
         )
         fp8 = dtype == torch.uint8
         return Transfer(
-            plan, self.shards,
+            plan, partial(self.shards, weights),
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
             dtype, self.topology.device, self.topology.group, scales=scales,
         )  # fmt: skip
@@ -237,41 +250,47 @@ class WeightSync:
         for column in zip(*self.table, strict=True):
             for start in range(0, len(column), block):
                 peers = list(column[start : start + block])
-                group = dist.new_group(peers) if len(peers) > 1 else None
+                group = group_of(tuple(peers), self.topology.groups, self.topology.device)
                 if dist.get_rank() in peers:
                     mine = group
         return mine
 
-    def shards(self) -> Held:
-        return lying(self.named)
+    def shards(self, weights: list[Weight]) -> Held:
+        mine = {w.name: self.named[w.name] for w in weights if w.name in self.named}
+        return lying(mine, self.topology.device)
 
     def full_tensors(
         self, weights: list[Weight], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """One at a time, on the rollout's ranks; others must exhaust it as well."""
         return full_tensors(
-            weights, self.shards, self.table, dtype or self.dtype, self.slot_bytes,
-            self.topology,
+            weights, partial(self.shards, weights), self.table, dtype or self.dtype,
+            self.slot_bytes, self.topology,
         )  # fmt: skip
 
     def push(self) -> SyncStats:
         """Puts the actor's weights into the engine. Collective over the ranks of both roles.
 
-        Requests in the engine go on under the new weights. Raises WeightMismatch with config.check
+        Requests in the engine go on under the new weights. Raises WeightMismatch where the first
+        push leaves out a weight of an engine that was built without any, and with config.check
         where the engine does not hold what was sent. Does nothing on ranks outside both roles.
         """
         start = time.perf_counter()
         moved = planned = opaque = 0
         if not self.rounds:
             return SyncStats(0, 0, 0, 0.0)
+        if self.rollout is not None and not self.base_is_there:
+            self.rollout.clear_weights()
         for group in self.rounds:
             if group.once and self.base_is_there:
                 continue
             moved += self.push_round(group)
             planned, opaque = planned + group.plan_bytes(), opaque + group.opaque_bytes
-        self.base_is_there = True
         if self.rollout is not None:
+            if not self.base_is_there:
+                self.rollout.require_written()
             self.rollout.finish_load()
+        self.base_is_there = True
         if self.config.check:
             self.check()
         if self.derived is not None:
@@ -296,7 +315,7 @@ class WeightSync:
     def push_fp8(self, group: PushRound) -> int:
         if group.fp8 is None or group.scales is None:
             return 0
-        group.scales.agree(self.shards(), self.topology.group)
+        group.scales.agree(self.shards(group.weights), self.topology.group)
         for place, scales in group.scale_places:
             place.tensor().copy_(scales)
         return group.fp8.run()

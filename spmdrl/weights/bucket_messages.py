@@ -16,7 +16,7 @@ from spmdrl_kernels.copies import Part
 from torch import Tensor
 
 from spmdrl.weights.boxes import Box, intersect, numel, view
-from spmdrl.weights.plan import Bucket, Plan
+from spmdrl.weights.plan import Bucket, TransferPlan
 
 FP8 = torch.float8_e4m3fn
 
@@ -86,7 +86,7 @@ class Binder:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         shards: Held,
         places: list[Tensor],
         dtype: torch.dtype,

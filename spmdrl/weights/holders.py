@@ -80,7 +80,9 @@ def join(
     place = {name: number for number, name in enumerate(order)}
     columns: dict[tuple[str, bytes], int] = {}  # of ranks whose weights are numbered alike
     column = [columns.setdefault((said.names, said.numbers), len(columns)) for said in everyone]
-    table = np.zeros((len(order), len(columns)), dtype=np.int32)  # 1 + number of the layout; 0: none
+    table = np.zeros(
+        (len(order), len(columns)), dtype=np.int32
+    )  # 1 + number of the layout; 0: none
     for (digest, numbers), number in columns.items():
         places = [place[name] for name in names[digest]]
         table[places, number] = 1 + np.frombuffer(zlib.decompress(numbers), dtype=np.int32)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from spmdrl.weights.boxes import Box, numel, sizes, slab, whole
 from spmdrl.weights.classes import (
     Cost,
     Division,
+    Holders,
     Regions,
     Weight,
     WeightClass,
@@ -58,7 +60,7 @@ class Bucket:
 
 
 @dataclass
-class Plan:
+class TransferPlan:
     """Rank `me`'s part of the transfer of `weights`."""
 
     me: int
@@ -74,14 +76,14 @@ class Plan:
     memory_bytes: int  # of the largest bucket on the fullest rank
 
 
-def make_plan(
+def make_transfer_plan(
     me: int,
     weights: list[Weight],
     regions: Sequence[Regions],
     table: Table,
     itemsize: int,
     slot_bytes: int,
-) -> Plan:
+) -> TransferPlan:
     """regions: what each tensor-parallel rank needs.
 
     itemsize: bytes per element on the wire. A bucket takes at most slot_bytes on any rank, or one
@@ -94,7 +96,7 @@ def make_plan(
     block, engine, column = division.block, *engines.place_of(me)
     start = engine // block * block
     peers = [row[column] for row in table[start : start + block]] if engine >= 0 else []
-    plan = Plan(
+    plan = TransferPlan(
         me, weights, list(regions[column]) if peers else [], block, peers,
         peers.index(me) if peers else -1, cost.handed > 0, [],
         Cost(*(n * itemsize for n in cost)), itemsize * sum(map(_whole_numel, classes)), 0,
@@ -111,6 +113,26 @@ def make_plan(
             filling.add(unit, weight, numbers[weight])
     filling.close(itemsize)
     return plan
+
+
+def plan_of_full_tensor(
+    me: int, weight: Weight, table: tuple[tuple[int, ...], ...], itemsize: int, slot_bytes: int
+) -> TransferPlan:
+    """Returns the plan that gives every rank of the table all of one weight. It is worked out once
+    for weights that lie alike, and kept for the next check or export.
+    """
+    plan = _plan_of_full_tensor(me, weight.shape, weight.holders, table, itemsize, slot_bytes)
+    return replace(plan, weights=[weight])
+
+
+@lru_cache(maxsize=4096)
+def _plan_of_full_tensor(
+    me: int, shape: tuple[int, ...], holders: Holders, table: tuple[tuple[int, ...], ...],
+    itemsize: int, slot_bytes: int,
+) -> TransferPlan:  # fmt: skip
+    regions = [[(0, whole(shape))] for _ in table[0]]
+    weight = Weight("", shape, holders)
+    return make_transfer_plan(me, [weight], regions, table, itemsize, slot_bytes)
 
 
 def _ranks_of(weights: Sequence[Weight], table: Table) -> set[int]:
@@ -189,7 +211,7 @@ def _unit(me: int, of: WeightClass, division: Division, chunk: int, chunks: int)
 class _Filling:
     """Fills a plan's buckets one after the other."""
 
-    def __init__(self, plan: Plan, ranks: int) -> None:
+    def __init__(self, plan: TransferPlan, ranks: int) -> None:
         self.plan, self.ranks = plan, ranks
         self.start()
 
@@ -229,7 +251,7 @@ class _Filling:
         self.start()
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: TransferPlan) -> list[str]:
     """Lines for a log: what travels, and what full tensors would have cost."""
     mib = 1 << 20
     gathers = f", {plan.block} engines gather" if plan.cost.gathered else ""

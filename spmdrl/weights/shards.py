@@ -91,10 +91,17 @@ def fill(named: Mapping[str, Shards], weights: Iterable[tuple[str, Tensor]]) -> 
 
 
 @torch.no_grad()
-def lying(named: Mapping[str, Shards]) -> dict[str, list[tuple[Box, Tensor]]]:
-    """The parts of every weight that this rank holds, by name."""
+def lying(
+    named: Mapping[str, Shards], device: torch.device | None = None
+) -> dict[str, list[tuple[Box, Tensor]]]:  # fmt: skip
+    """The parts of every weight that this rank holds, by name. device: where they are to be read;
+    what lies elsewhere (offload_policy) is copied there. None: as they lie.
+    """
     return {
-        name: list(zip(shards.boxes, shards.tensors(), strict=True))
+        name: [
+            (box, tensor if device is None else tensor.to(device))
+            for box, tensor in zip(shards.boxes, shards.tensors(), strict=True)
+        ]
         for name, shards in named.items()
     }
 

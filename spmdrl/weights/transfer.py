@@ -25,10 +25,12 @@ from spmdrl_kernels.copies import Copies, Quantized
 from torch import Tensor
 
 from spmdrl.distributed.topology import Topology
-from spmdrl.weights.boxes import numel, whole
+from spmdrl.weights.boxes import numel
 from spmdrl.weights.bucket_messages import Binder, BoundBucket, Held, Message
-from spmdrl.weights.plan import Plan, Weight, make_plan
-from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
+from spmdrl.weights.classes import Weight
+from spmdrl.weights.holders import agree_on_shards
+from spmdrl.weights.plan import TransferPlan, plan_of_full_tensor
+from spmdrl.weights.shards import Shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 16 << 20
@@ -98,7 +100,7 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         shards: Callable[[], Held],  # my parts of the training weights
         places: Callable[[], list[Tensor]],  # where my regions belong, in the engine
         dtype: torch.dtype,
@@ -192,7 +194,7 @@ class Transfer:
         now.works += dist.batch_isend_irecv(ops) if ops else []
 
 
-def planned_bytes(plan: Plan, itemsize: int, padded: bool) -> int:
+def planned_bytes(plan: TransferPlan, itemsize: int, padded: bool) -> int:
     """Returns how many bytes rank plan.me is to send in one run; padded: with an all-gather's
     shares of one size.
     """
@@ -221,11 +223,9 @@ def full_tensors(
     kept.
     """
     me, device = dist.get_rank(), topology.device
-    held = shards()
+    held, ranks = shards(), tuple(tuple(row) for row in table)
     for weight in weights:
-        box = whole(weight.shape)
-        needed = [[(0, box)] for _ in table[0]]
-        plan = make_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
+        plan = plan_of_full_tensor(me, weight, ranks, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:
@@ -245,7 +245,8 @@ def gathered(
     for group in rounds:
         if derived is not None:
             derived.compute([weight.name for weight in group])
+        table = [[rank] for rank in topology.ranks]
         yield from full_tensors(
-            group, lambda: lying(named), [[rank] for rank in topology.ranks], dtype,
+            group, lambda: lying(named, topology.device), table, dtype,
             slot_bytes(bucket_bytes, topology.device), topology,
         )  # fmt: skip

@@ -12,8 +12,8 @@ from golden_batches import batch_of, random_trajectories
 
 from spmdrl import config as names
 from spmdrl.algo import advantages, correction, kl, losses, selection
-from spmdrl.algo.arguments import options_of
 from spmdrl.algo.objectives import policy_objective
+from spmdrl.algo.options import options_of
 from spmdrl.cli.arguments import checked, override
 from spmdrl.config import AlgoConfig, ConfigError, CorrectionConfig, DataConfig, PpoConfig
 from spmdrl.training.checks.algorithms import check_algo
@@ -178,8 +178,8 @@ def run_example(algo):
     lengths = segment_sum(batch.loss_mask, batch.seq_lens).double()
     outcomes = advantages.Outcomes(
         groups=batch.groups, scores=batch.rewards.double(), valid=batch.valid.double(),
-        lengths=lengths, greedy=torch.zeros(n).double(), keys=torch.zeros(n, 0).double(),
-        process=torch.zeros(n).double(),
+        lengths=lengths, greedy_rewards=torch.zeros(n).double(),
+        reward_components=torch.zeros(n, 0).double(), process=torch.zeros(n).double(),
     )  # fmt: skip
     rewards = advantages.token_rewards(
         batch.rewards, batch.loss_mask, batch.seq_lens, torch.zeros_like(batch.loss_mask)

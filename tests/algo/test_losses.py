@@ -86,7 +86,7 @@ def flat_gradients(loss_rows, leaf_rows):
 def test_policy_loss_and_gradient_are_those_of_the_paper(name, seed):
     settings, expected = LOSSES[name]
     trs, batch, new = case_of(seed, name in PER_SEQUENCE)
-    batch.selected = selected_tensor(trs, batch)
+    batch.selected_mask = selected_tensor(trs, batch)
     algo = AlgoConfig(policy_loss=name, loss_args=settings)
     got, _ = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch)
     got = got * batch.loss_mask
@@ -109,7 +109,7 @@ def selected_tensor(trs, batch):
 def test_clipping_and_masking_happened_in_the_cases_above():
     for name in ("ppo", "gspo", "cispo", "clip_cov", "geo_mean", "dppo_tv", "dppo_kl"):
         trs, batch, new = case_of(0, name in PER_SEQUENCE)
-        batch.selected = selected_tensor(trs, batch)
+        batch.selected_mask = selected_tensor(trs, batch)
         algo = AlgoConfig(policy_loss=name, loss_args=LOSSES[name][0])
         _, metrics = losses.policy_loss_of(algo)(new, batch.old_logprobs, batch)
         fraction = float((metrics["clip_fraction"] * batch.loss_mask).sum() / batch.loss_mask.sum())
@@ -376,7 +376,7 @@ def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     want = (want * per_token).sum()
     batch.loss_weights = per_token
     if not bypass:
-        batch.kept = keep
+        batch.kept_mask = keep
     got, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
     torch.testing.assert_close(got, want)
     (got_grad,) = torch.autograd.grad(got, new, retain_graph=True)
@@ -464,7 +464,7 @@ def test_extreme_ratios_stay_finite():
     _, batch, new = objective_batch(0)
     far = (new.detach() - 400).requires_grad_()
     for name in losses.POLICY_LOSSES:
-        batch.selected = torch.zeros_like(far)
+        batch.selected_mask = torch.zeros_like(far)
         algo = AlgoConfig(policy_loss=name)
         mb = replace(batch, old_logprobs=batch.old_logprobs)
         loss, _ = objectives.policy_objective(algo)(far, torch.zeros_like(far), mb)

@@ -11,6 +11,8 @@ import resource
 import shutil
 import tempfile
 import time
+import zipfile
+import zlib
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from ranks import run_calls, start_ranks
 from tiny_models import save_qwen3
 from training_batches import engine_on, whole_batch
 
+from spmdrl.checkpoint import chunk_index
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
@@ -212,7 +215,7 @@ def too_large_on(topology, model, root):
     engine, said = built(topology, model), []
     saver = saver_of(topology, root, engine, lambda step, folder: said.append(step), keep=3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    story = None
+    failure = None
     for step in (1, 2, 3):
         saver.wait()
         if step == 2 and topology.rank == 1:
@@ -225,11 +228,11 @@ def too_large_on(topology, model, root):
             try:
                 saver.wait()
             except PhaseError as error:
-                story = error.story
+                failure = error.report
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     saver.wait()
     names = sorted(path.name for path in Path(root).iterdir())
-    return story.rank, story.phase, story.cause, said, names
+    return failure.rank, failure.phase, failure.cause, said, names
 
 
 SCORES = [0.5, 0.9, float("nan"), 0.1, None, 0.9, 0.2]
@@ -244,8 +247,8 @@ def kept_on(topology, model, root):
         )
         for step, score in enumerate(SCORES, start=1):
             metrics = {"other": 1.0} | ({} if score is None else {"m": score})
-            facts = {"engines": ["actor"], "metrics": metrics}
-            saver.save(step, {"actor": engine}, facts, [])
+            run_info = {"engines": ["actor"], "metrics": metrics}
+            saver.save(step, {"actor": engine}, run_info, [])
         saver.wait()
         found.append([step for step, _ in checkpoint.steps_in(where)])
     return found
@@ -332,21 +335,39 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
+def change_table(folder, change):
+    """Replaces rank 0's part of an index by what `change` makes of it."""
+    with zipfile.ZipFile(folder / "index.zip") as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(folder / "index.zip", "w") as file:
+        for name, part in (parts | {"0": change(parts["0"])}).items():
+            file.writestr(name, part)
+
+
 def forge(folder, what, marker):
     """Puts code into a file, and makes its checksum right."""
     if what == "rng":
         torch.save({"torch": Evil(marker)}, folder / "rng_0.pt")
-    elif what == "metadata":
+    elif what == "metadata":  # torch's index, which earlier versions wrote
+        (folder / "actor/index.zip").rename(folder / "actor/aside.zip")
         (folder / "actor/.metadata").write_bytes(pickle.dumps(Evil(marker)))
+    elif what == "index":
+        change_table(folder / "actor", lambda table: pickle.dumps(Evil(marker)))
     else:  # in place of the number of updates
-        metadata = pickle.loads((folder / "actor/.metadata").read_bytes())
-        [info] = [v for k, v in metadata.storage_data.items() if k.fqn == "num_updates"]
-        evil = io.BytesIO()
+        evil, path = io.BytesIO(), folder / "actor" / chunk_index.file_of(0)
         torch.save(Evil(marker), evil)
-        path = folder / "actor" / info.relative_path
-        info.offset, info.length = path.stat().st_size, len(evil.getvalue())
+        place, length = path.stat().st_size, len(evil.getvalue())
         path.write_bytes(path.read_bytes() + evil.getvalue())
-        (folder / "actor/.metadata").write_bytes(pickle.dumps(metadata))
+        with zipfile.ZipFile(folder / "actor/index.zip") as file:
+            names = [tuple(row) for row in json.loads(file.read("names.json"))]
+        number = [name for name, _, _ in names].index("num_updates")
+
+        def elsewhere(table):
+            rows = chunk_index.decode(table, names).copy()
+            rows[rows[:, 0] == number, 1:3] = place, length
+            return zlib.compress(rows.T.tobytes())
+
+        change_table(folder / "actor", elsewhere)
     files = [f for f in folder.rglob("*") if f.is_file() and f.name != "manifest.json"]
     digests = {str(f.relative_to(folder)): checkpoint.digest(f) for f in files}
     (folder / "manifest.json").write_text(json.dumps(digests))
@@ -357,13 +378,13 @@ def forged_on(topology, model, root):
     saver = saver_of(topology, root, engine)
     saver.save(1, {"actor": engine}, {"engines": ["actor"]}, [engine.pretrained[0]])
     saver.wait()
-    for what in ("rng", "metadata", "number"):
+    for what in ("rng", "metadata", "index", "number"):
         folder, marker = Path(root, what), Path(root, f"ran_{what}")
         shutil.copytree(Path(root, "step_00000001"), folder)
         forge(folder, what, marker)
         assert checkpoint.damage(folder) is None
         attempts = [lambda folder=folder: checkpoint.load(folder, {"actor": engine}, topology)]
-        if what == "metadata":
+        if what in ("metadata", "index"):
             attempts.append(lambda folder=folder: load_full(folder, "actor"))
         for attempt in attempts:
             try:
@@ -440,10 +461,12 @@ def test_what_is_damaged_is_named_and_the_one_before_is_used(runs):
 
 @pytest.mark.ranks
 def test_no_code_runs_that_stands_in_a_checkpoint(runs):
-    files = {"rng": "rng_0.pt", "metadata": ".metadata", "number": "__0_0.distcp"}
+    files = {"rng": "rng_0.pt", "metadata": ".metadata", "index": "index.zip",
+             "number": "__0_0.distcp"}  # fmt: skip
     said = runs["forged"][0]
-    assert [what for what, _, _ in said] == ["rng", "metadata", "metadata", "number"]
+    forged = [what for what, _, _ in said]
+    assert forged == ["rng", "metadata", "metadata", "index", "index", "number"]
     for what, words, ran in said:
         assert not ran
         assert f"{files[what]} is not read" in words
-        assert "system" in words
+        assert ("system" in words) == (what != "index"), words

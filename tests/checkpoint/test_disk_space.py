@@ -21,7 +21,7 @@ from spmdrl.checkpoint.disk_space import (
     writing,
 )
 from spmdrl.config import ConfigError
-from spmdrl.distributed.exit import FAILED, leave_word, write_story
+from spmdrl.distributed.exit import FAILED, format_failure, write_failure
 from spmdrl.distributed.phases import Phases
 from spmdrl.rollout.build import shared_bytes
 from spmdrl.training.logs.metrics import RunLog, write_rows
@@ -139,7 +139,7 @@ def test_a_failure_between_two_phases_is_told_with_what_was_done(tmp_path, topol
         phases.name = "sync"
         with pytest.raises(OSError, match=r"cannot write .*MiB are free.*is gone") as caught:
             write()
-        assert phases.story(caught.value).phase == name
+        assert phases.report(caught.value).phase == name
         found.append(str(caught.value))
     assert "/run/trace/rank_00000.jsonl" in found[0]
     assert "/run/metrics.jsonl" in found[1]
@@ -154,14 +154,14 @@ def test_samples_hold_what_utf_8_lacks(tmp_path):
     assert json.loads(line) == {"response": "\u00e4 \ud800 \U0001f600"}
 
 
-def test_a_story_that_could_not_be_written_is_told_whole(tmp_path):
-    story = {"rank": 1, "host": "node", "phase": "sync", "cause": "OSError: no",
+def test_a_failure_that_could_not_be_written_is_told_whole(tmp_path):
+    failure = {"rank": 1, "host": "node", "phase": "sync", "cause": "OSError: no",
              "exit_code": FAILED, "details": "Traceback: line 7\n"}  # fmt: skip
-    write_story(story, tmp_path / "errors")
-    assert leave_word(story, tmp_path / "errors").endswith(
+    write_failure(failure, tmp_path / "errors")
+    assert format_failure(failure, tmp_path / "errors").endswith(
         f"details in {tmp_path}/errors/rank_1.json"
     )
     Path(tmp_path, "file").touch()
-    write_story(story, tmp_path / "file" / "errors")
-    told = leave_word(story, tmp_path / "file" / "errors")
+    write_failure(failure, tmp_path / "file" / "errors")
+    told = format_failure(failure, tmp_path / "file" / "errors")
     assert told.endswith("rank_1.json could not be written; details:\nTraceback: line 7")

@@ -14,7 +14,7 @@ from spmdrl.checkpoint import job
 from spmdrl.checkpoint.earlier_runs import set_aside
 from spmdrl.checkpoint.format import find, read_run
 from spmdrl.config import ConfigError
-from spmdrl.distributed.exit import write_story
+from spmdrl.distributed.exit import write_failure
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.trace import TraceFile
 
@@ -222,12 +222,12 @@ def test_an_evaluation_overwrites_no_earlier_samples(tmp_path):
 
 def test_an_error_of_an_earlier_start_is_kept(tmp_path):
     """Of a start that failed before it took the folder, under the same name."""
-    story = {"exit_code": 1, "rank": 0, "cause": "first"}
-    write_story(story, tmp_path)
-    write_story(story | {"cause": "second"}, tmp_path)  # of this process: it knows more
+    failure = {"exit_code": 1, "rank": 0, "cause": "first"}
+    write_failure(failure, tmp_path)
+    write_failure(failure | {"cause": "second"}, tmp_path)  # of this process: it knows more
     old = time.time() - psutil.Process().create_time() + 60
     os.utime(tmp_path / "rank_0.json", (time.time() - old, time.time() - old))
-    write_story(story | {"cause": "third"}, tmp_path)
+    write_failure(failure | {"cause": "third"}, tmp_path)
     causes = {p.name: json.loads(p.read_text())["cause"] for p in tmp_path.iterdir()}
     assert causes.pop("rank_0.json") == "third"
     assert list(causes.values()) == ["second"]

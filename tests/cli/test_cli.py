@@ -1,15 +1,22 @@
 """Config files and overrides: what is typed wrong is named, with the place and the remedy."""
 
+import ast
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from plan_configs import CONFIG_FILE
 
+from spmdrl.algo.advantages import ESTIMATORS
+from spmdrl.algo.losses import POLICY_LOSSES
+from spmdrl.algo.option_help import option_lines
+from spmdrl.algo.options import options_of
 from spmdrl.cli.arguments import as_source, changed_fields, fingerprint, load_config, override
 from spmdrl.cli.help import config_lines
 from spmdrl.config import (
@@ -278,6 +285,37 @@ CONFIGS = {"ppo": PpoConfig, "sft": SftConfig, "reward_model": RewardTrainingCon
            "evaluate": PpoConfig}  # fmt: skip
 
 
+def test_help_lists_the_options_of_every_loss_and_estimator():
+    lines = {line.partition(":")[0]: line for line in option_lines() if line.startswith("  ")}
+    seen = 0
+    for name, record in (*POLICY_LOSSES.items(), *ESTIMATORS.items()):
+        options = options_of(record.function)
+        shown = lines.pop(f"  {name}", "")
+        assert bool(shown) == bool(options), name
+        for option, known in options.items():
+            kind = getattr(known.type, "__name__", str(known.type)).removeprefix("collections.abc.")
+            default = dict(known.default) if isinstance(known.default, Mapping) else known.default
+            limits = f" ({known.range.text})" if known.range else ""
+            found = re.search(rf"\b{option}: (.*?) = (.*?)(?: \((.*?)\))?(?:, \w+: |$)", shown)
+            assert found is not None, (name, option, shown)
+            assert (found[1], ast.literal_eval(found[2])) == (kind, default), (name, option)
+            assert f" ({found[3]})" * bool(found[3]) == limits, (name, option)
+            seen += 1
+    assert not lines and seen > 20
+
+
+def test_a_whole_group_and_a_key_of_it_are_both_taken_whatever_their_order(tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from spmdrl.config import *\n"
+        "config = PpoConfig('m', DataConfig('t'), 'gsm8k', algo=AlgoConfig(loss_args={'a': 1}))\n"
+    )
+    group, key = {"algo.loss_args": {"b": 2, "c": 3}}, {"algo.loss_args.c": 4}
+    for flags in (group | key, key | group):
+        config = load_config(str(file), PpoConfig, flags)
+        assert config.algo.loss_args == {"b": 2, "c": 4}
+
+
 @pytest.mark.parametrize("module", CONFIGS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_option(module, flag):
@@ -289,4 +327,5 @@ def test_help_names_every_option(module, flag):
         assert f"\n  {field.name}: " in done.stdout, field.name
     assert "--actor.optim." in done.stdout and "spmdrl.launch --nproc-per-node" in done.stdout
     assert "--show_config" in done.stdout
+    assert ("  sapo: tau_pos: float = 1.0 (above 0)" in done.stdout) == (module == "ppo")
     assert "\n  every_steps: int = " in done.stdout and "of the older ones, by the" in done.stdout

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_rewards_by_key():
     both, plain, bad = sample(0, 0, 1, 1), sample(0, 1, 1, 1), sample(0, 2, 1, 1, invalid="boom")
     both.reward_info = {"format": 0.25}
     batch = pack_samples([both, plain, bad], ["format", "score"])
-    assert batch.keys.tolist() == [[0.25, 1.5], [0.0, 1.5], [0.0, 0.0]]
+    assert batch.reward_components.tolist() == [[0.25, 1.5], [0.0, 1.5], [0.0, 0.0]]
     check_reward_keys([both, plain, bad], ("format", "score"))
     assert (both.invalid, bad.invalid) == (None, "boom")
     assert "asks for ['format'], the reward function gave ['score']" in plain.invalid
@@ -159,6 +160,22 @@ def test_replayed_samples_keep_the_rewards_of_their_turns(tmp_path):
         without.save(file)
     with pytest.raises(ConfigError, match=r"rewards\.per_turn=False, this run has True"):
         again.load([tmp_path / "without"], 0, 1, num_keys=0, per_turn=True)
+
+
+def test_replayed_samples_of_an_earlier_version_are_read_by_the_names_of_their_time(tmp_path):
+    scored = pack_samples(
+        [replace(sample(0, i, 2, 3), greedy_reward=0.5) for i in range(2)], ["score"]
+    )
+    fields = dict(scored.tensors()) | {"cu_seqlens": scored.cu_seqlens}
+    fields["greedy"], fields["keys"] = fields.pop("greedy_rewards"), fields.pop("reward_components")
+    del fields["prompts"]
+    torch.save([fields], tmp_path / "replay")
+    buffer = ReplayBuffer(1)
+    buffer.load([tmp_path / "replay"], 0, 1, num_keys=1, per_turn=False)
+    (read,) = buffer.past
+    assert read.greedy_rewards.tolist() == [0.5, 0.5] and read.prompts.tolist() == [-1, -1]
+    assert torch.equal(read.reward_components, scored.reward_components)
+    assert torch.equal(read.token_ids, scored.token_ids)
 
 
 def test_select_picks_whole_sequences_in_the_order_asked():

@@ -1,4 +1,4 @@
-"""Things that go wrong: every rank ends within seconds, with one story that says what and where."""
+"""Things that go wrong: every rank ends within seconds, with one report of what and where."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def folder(tmp_path, qwen3):
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_an_exception_on_one_rank_ends_all_with_one_story(folder, site):
+def test_an_exception_on_one_rank_ends_all_with_one_report(folder, site):
     phase, module, name = SITES[site]
     fault = FAULT.format(module=module, name=name)
     Path(folder, "cfg.py").write_text(CONFIG + fault)
@@ -58,16 +58,16 @@ def test_an_exception_on_one_rank_ends_all_with_one_story(folder, site):
     took = time.time() - float(Path(folder, "struck").read_text())
     assert done.code == 1
     assert took < LIMIT_S
-    story = f"failed in phase '{phase}': OSError: "
+    failure = f"failed in phase '{phase}': OSError: "
     told = [line for line in done.output.splitlines() if line.startswith("spmdrl: rank 1 on ")]
     assert len(told) == 1, done.output[-4000:]
-    assert story in told[0]
+    assert failure in told[0]
     assert told[0].endswith("disk on fire; last checkpoint: none")
     report = json.loads(Path(folder, "run/errors/rank_1.json").read_text())
     assert report["phase"] == phase
     assert "in boom" in report["details"]
     # torchrun's own summary, the last thing on the terminal, says it too
-    assert story in done.output.split("Root Cause")[-1]
+    assert failure in done.output.split("Root Cause")[-1]
 
 
 EARLY = """
@@ -108,7 +108,7 @@ def test_a_config_file_that_ends_the_process_is_no_success(folder):
 @pytest.mark.parametrize("store", ["agent's", "rank 0's"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
-    """One of three: the others' ends are no stories. Each rank and each store is met once with
+    """One of three: the others' ends are no failures. Each rank and each store is met once with
     processes that torchrun has started itself, and once with forks, which start in no time."""
     if store == "rank 0's":  # as the launch scripts have it: it may die with the rank
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_all(folder, rank, store, monkeypatch):
 
 
 def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
-    """torchrun's SIGTERM to the others, for which they need not stay, is not the story."""
+    """torchrun's SIGTERM to the others, for which they need not stay, is not the failure."""
     proc = start(folder, 3, *ENDLESS, "--checkpoint.every_steps", "0", "--data.eval", "None")
     wait_for(folder, "step 2/1000", proc)
     victim = pids_of(proc.pid)[1]
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_named_where_nothing_is_saved(folder):
 
 
 @pytest.mark.vllm
-def test_a_vllm_that_cannot_be_imported_is_the_story(folder):
+def test_a_vllm_that_cannot_be_imported_is_the_failure(folder):
     """And not what cleans up after it, which must not import it again."""
     Path(folder, "vllm").mkdir()
     broken = "raise ImportError('libcudart.so.99: cannot open shared object file')"
@@ -303,8 +303,8 @@ def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(folder):
          "--", "sh", "-c", f"{command}; echo exit code $?; cp -r run kept"],
         cwd=folder, timeout=90, text=True, capture_output=True,
     )  # fmt: skip
-    story = r"spmdrl: rank \d on \S+ failed in phase '\w+': OSError: \[Errno 28\].*No space left"
-    told = re.search(rf"{story}.*last checkpoint: run/checkpoints/step_0000000(\d)", done.stderr)
+    failure = r"spmdrl: rank \d on \S+ failed in phase '\w+': OSError: \[Errno 28\].*No space left"
+    told = re.search(rf"{failure}.*last checkpoint: run/checkpoints/step_0000000(\d)", done.stderr)
     assert told, done.stderr[-5000:]
     assert "exit code 1\n" in done.stdout
     last = int(told[1])

@@ -82,6 +82,41 @@ def test_torch_still_keeps_a_groups_timeout_in_its_backends_options() -> None:
     dist.destroy_process_group(made)
 
 
+def test_torch_still_reads_the_default_time_limits_when_a_group_is_made() -> None:
+    with torch_compat.default_time_limit(timedelta(seconds=77)):
+        made = dist.new_group([0], backend="gloo")
+    later = dist.new_group([0], backend="gloo")
+    assert torch_compat.timeout_of(made) == timedelta(seconds=77)
+    assert torch_compat.timeout_of(later) == timedelta(minutes=30)
+    for group in (made, later):
+        dist.destroy_process_group(group)
+
+
+def test_torch_still_lets_a_group_be_unbound_from_its_device(world: Any) -> None:
+    device = torch.device("cuda", 0)
+    world.bound_device_id = device
+    try:
+        with torch_compat.unbound_default_group():
+            assert world.bound_device_id is None
+            made = dist.new_group([0], backend="gloo")  # bound, it would be split off
+        assert world.bound_device_id == device
+    finally:
+        world.bound_device_id = None
+    dist.destroy_process_group(made)
+
+
+def test_torch_still_makes_meshes_over_groups_that_exist(world: Any) -> None:
+    inner = dist.new_group([0], backend="gloo")
+    mesh = torch_compat.mesh_of_groups("cpu", torch.tensor([[0]]), ("dp", "tp"), [world, inner])
+    assert mesh.get_group("dp") is world and mesh.get_group("tp") is inner
+    assert mesh["tp"].get_group() is inner
+    before = torch_compat.process_groups()
+    elsewhere = torch_compat.mesh_of_groups("cpu", torch.tensor([[3, 4]]), ("dp", "tp"), [])
+    assert elsewhere.mesh.tolist() == [[3, 4]] and elsewhere.shape == (1, 2)
+    assert torch_compat.process_groups() == before
+    dist.destroy_process_group(inner)
+
+
 def test_torch_still_computes_the_part_of_a_dtensor_from_mesh_and_placements() -> None:
     found = torch_compat.local_shape_and_offset((6, 4), DeviceMesh("cpu", [0]), [Shard(0)])
     assert found == ((6, 4), (0, 0))
@@ -180,6 +215,13 @@ def test_torch_still_writes_the_index_of_a_checkpoint_with_the_same_private_name
         Recorder(file).load()
     private = {(module, name) for module, name in found if name.startswith("_")}
     assert private == torch_compat.CHECKPOINT_INDEX_NAMES
+
+
+def test_torch_still_has_a_place_in_a_file_for_each_stored_value(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    [info] = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    place = info.relative_path, info.offset, info.length
+    assert torch_compat.storage_info(*place) == info
 
 
 # ---- operators that the kernels call

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 LOST_S = 5
 RANKS = {"left": 2, "right": 1}
 STEPS = 20
-STORY = (
+FAILURE = (
     r"spmdrl: rank (?P<rank>\d) on (?P<host>\w+) failed in phase '[a-z_ ]+': "
     r"no (sign of life|rendezvous store) for [567] s.*; last checkpoint: (?P<checkpoint>\S+)"
 )
@@ -98,7 +98,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on(network, qwen3, tmp_pat
     for side in sides:
         assert side.process.wait(LOST_S + 20) == 1
         assert not side.ranks()
-        told = re.search(STORY, side.text())
+        told = re.search(FAILURE, side.text())
         assert told, side.text()[-5000:]
         last = told["checkpoint"]  # by name: nobody is to wait for a disk now
         assert Path(tmp_path, last, "manifest.json").exists()

@@ -47,11 +47,11 @@ def wait_until(happened: Callable[[], bool], limit_s: float) -> None:
         time.sleep(0.02)
 
 
-def story_of(watched: Watchdog, end: float) -> dict[str, Any]:
-    while (story := watched.first) is None:
+def failure_of(watched: Watchdog, end: float) -> dict[str, Any]:
+    while (failure := watched.first) is None:
         assert time.monotonic() < end, "nobody has noticed"
         time.sleep(0.02)
-    return story
+    return failure
 
 
 def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
@@ -75,10 +75,10 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
         time.sleep(0.02)
     stopped = time.monotonic()
     for first, busy, _, folder in jobs:
-        story = story_of(busy, stopped + 3 * STALL_S)
+        failure = failure_of(busy, stopped + 3 * STALL_S)
         assert time.monotonic() - stopped > 0.4 * STALL_S  # not as soon as all are silent
-        assert (story["rank"], story["phase"]) == (first, PHASES[first])
-        assert story["cause"].startswith("no progress for ")
+        assert (failure["rank"], failure["phase"]) == (first, PHASES[first])
+        assert failure["cause"].startswith("no progress for ")
         written = Path(folder, f"rank_{first}.json")
         while not written.exists():  # the others hear of it before it is on disk
             assert time.monotonic() < stopped + 4 * STALL_S
@@ -86,10 +86,10 @@ def test_a_rank_that_waits_has_not_stalled_and_who_stopped_first_is_named(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
+def test_a_failure_that_was_heard_stays_the_failure_when_its_store_has_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], told: bool
 ) -> None:
-    """Rank 0 tells and leaves with its store; ranks 1 and 2 then feel that and have no story of
+    """Rank 0 tells and leaves with its store; ranks 1 and 2 then feel that and have no failure of
     their own. Where rank 0 has ended before it could tell, one of them does."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [
@@ -104,7 +104,7 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
         wait_until(lambda: all(0 in rank.pages for rank in ranks), 10)
         assert ranks[0].report(first) == first
         if told:
-            ranks[0].tell(first)
+            ranks[0].announce_and_wait(first)
         end = time.monotonic() + 10
         while not all(rank.heard for rank in ranks):
             assert time.monotonic() < end
@@ -115,9 +115,9 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
             time.sleep(0.02)
         for rank in ranks[1:]:
             felt = {"cause": f"ConnectionResetError: {LOST_PEER[0]}: rank 0", "rank": rank.rank}
-            story = rank.report(felt | fields)
-            assert story == first
-            rank.tell(story)
+            failure = rank.report(felt | fields)
+            assert failure == first
+            rank.announce_and_wait(failure)
     finally:
         for rank in ranks:
             rank.done.set()
@@ -127,7 +127,7 @@ def test_a_story_that_was_heard_stays_the_story_when_its_store_has_left(
     assert capfd.readouterr().err.count("disk on fire") == 1
 
 
-def test_a_story_told_at_once_is_not_told_again_when_its_store_has_left(
+def test_a_failure_told_at_once_is_not_told_again_when_its_store_has_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 fails before any rank has opened rank 0's page. The store's rank ends next; ranks 1
@@ -137,20 +137,20 @@ def test_a_story_told_at_once_is_not_told_again_when_its_store_has_left(
     clients = [
         dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(3)
     ]  # fmt: skip
-    story = {"rank": 1, "cause": "OSError: disk on fire", "host": socket.gethostname(),
+    failure = {"rank": 1, "cause": "OSError: disk on fire", "host": socket.gethostname(),
              "phase": "update_actor", "details": "", "exit_code": FAILED}  # fmt: skip
     ranks = [
         Watchdog(clients[r], r, 3, tmp_path, STALL_S, lost_s=1e9, first_here=0, at_once=True)
         for r in range(3)
     ]
     try:
-        assert ranks[1].report(story) == story
+        assert ranks[1].report(failure) == failure
         wait_until(lambda: all(rank.heard and rank.was_told for rank in ranks), 10)
-        ranks[0].announce(story)
+        ranks[0].announce(failure)
         del server
         wait_until(lambda: all(rank.broken for rank in ranks), 10)
         for rank in ranks[1:]:
-            rank.tell(story)
+            rank.announce_and_wait(failure)
     finally:
         for rank in ranks:
             rank.done.set()
@@ -167,7 +167,7 @@ def test_the_store_s_rank_is_named_though_it_ended_before_a_sign_of_life(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(Watchdog, "_end_alone", lambda self, story: told.append(story))
+    monkeypatch.setattr(Watchdog, "_end_alone", lambda self, failure: told.append(failure))
     rank = Watchdog(client, 1, 2, tmp_path, 1e9, lost_s=1e9)
     try:
         rank.felt = True
@@ -247,8 +247,8 @@ def test_a_rank_that_is_killed_as_a_phase_begins_is_told_with_that_phase(
         peer.stdin.write(b"\n")
         peer.stdin.flush()
         peer.wait(10)
-        story = story_of(rank, time.monotonic() + 10)
-        assert (story["rank"], story["phase"]) == (1, "update_actor"), story
+        failure = failure_of(rank, time.monotonic() + 10)
+        assert (failure["rank"], failure["phase"]) == (1, "update_actor"), failure
     finally:
         peer.kill()
         rank.done.set()

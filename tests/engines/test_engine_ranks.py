@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_calls
+from tiny_models import save_qwen3
 from training_batches import CONFIG, engine_on, whole_batch
 
 from spmdrl.config import AlgoConfig, OptimConfig
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 
 def update_on(topology, kind, model, config, order):
@@ -151,6 +152,33 @@ def test_named_weights_are_the_models_in_bounded_buckets(runs, qwen3, world):
             assert peak <= max(bucket_bytes, largest + 4 * 128 * world)  # padding rows
 
 
+def gathered_on(topology, models):
+    """By model and pass: whether embedding and head are gathered while the last layer computes."""
+    from spmdrl.algo.objectives import policy_objective
+
+    found = []
+    for model in models:
+        engine = engine_on(topology, "policy", model, CONFIG)
+        hf, seen = engine.module.hf, []
+
+        def note(*_, hf=hf, seen=seen):
+            held = (hf.get_input_embeddings().weight, hf.get_output_embeddings().weight)
+            seen.append(tuple(not hasattr(weight, "full_tensor") for weight in held))
+
+        hf.model.layers[-1].register_forward_hook(note)
+        hf.model.layers[-1].register_full_backward_hook(note)
+        batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+        engine.logprobs(batch, 1.0)
+        engine.update(batch, policy_objective(AlgoConfig()), temperature=1.0)
+        found.append(set(seen))
+    return found
+
+
+def test_an_untied_embedding_is_not_gathered_while_layers_compute(runs):
+    for tied, apart in runs[2, "gathered"]:
+        assert tied == {(True, True)} and apart == {(False, True)}
+
+
 def nan_on(topology, model):
     engine = engine_on(topology, "policy", model, CONFIG)
     before = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
@@ -220,9 +248,10 @@ def test_looking_changes_nothing(runs):
 
 
 @pytest.fixture(scope="module")
-def runs(qwen3):
+def runs(qwen3, tmp_path_factory):
     """{(world, case, ...): what each rank got}; each world starts once."""
     model = str(qwen3)
+    apart = save_qwen3(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
     calls = {(1, "gradient"): (gradient_on, (model, CONFIG, ORDERS["given"]))}
     for kind in ("policy", "value"):
         calls[1, "update", kind] = (update_on, (kind, model, CONFIG, ORDERS["given"]))
@@ -239,7 +268,8 @@ def runs(qwen3):
     for world in (1, 2):
         calls[world, "on policy"] = (on_policy_on, (model,))
     calls |= {(3, "uneven"): (uneven_on, (model,)), (2, "nan"): (nan_on, (model,)),
-              (2, "untouched"): (untouched_on, (model,))}  # fmt: skip
+              (2, "untouched"): (untouched_on, (model,)),
+              (2, "gathered"): (gathered_on, ([model, str(apart)],))}  # fmt: skip
     found = {}
     for world in (1, 2, 3):
         here = {key: call for key, call in calls.items() if key[0] == world}

@@ -36,8 +36,12 @@ NEUTRAL: dict[str, dict[str, Any]] = {  # the same numbers with other means
     "torch kernels": {"kernels": "torch"},
     "offload": {"offload_params": True, "offload_optimizer": True},
     "ema": {"ema": 0.5},
+    "offload policy": {"offload_policy": True},
 }
-REFUSED = {("lora", "muon"), ("ulysses", "replicas")}
+REFUSED = {
+    ("lora", "muon"), ("ulysses", "replicas"), ("muon", "offload policy"),
+    ("offload", "offload policy"),
+}  # fmt: skip
 ONE_FIELD = {("adamw8bit", "muon"), ("checkpointing", "selective")}
 OPTIONS = LEARNING | NEUTRAL
 PAIRS = [p for p in itertools.combinations(OPTIONS, 2) if p not in REFUSED | ONE_FIELD]
@@ -124,7 +128,8 @@ def test_numbers_are_those_of_one_plain_rank(results: dict[Any, Any], pair: Any)
 
 @pytest.mark.parametrize("pair", sorted(REFUSED), ids=" with ".join)
 def test_what_does_not_go_together_is_refused_by_name(pair: Any, qwen3: Any) -> None:
-    words = {"lora": "actor.lora", "muon": "muon", "ulysses": "ulysses=2", "replicas": "fsdp=1"}
+    words = {"lora": "actor.lora", "muon": "muon", "ulysses": "ulysses=2", "replicas": "fsdp=1",
+             "offload": "actor.offload_params", "offload policy": "offload_policy"}  # fmt: skip
 
     def check() -> None:
         check_training_role("actor", config_of(pair), (0, 1), 10)

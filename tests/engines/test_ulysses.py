@@ -162,6 +162,7 @@ def by_sequence(results):
 
 
 @pytest.mark.ranks
+@pytest.mark.strict_nccl
 def test_numbers_do_not_depend_on_how_many_ranks_share(runs):
     (first,), every = runs["alone"], runs["shared"]
     for case, rank0 in zip(CASES, first, strict=True):
@@ -207,6 +208,7 @@ def exchanges_on(topology, folder, checkpointing):
 
 
 @pytest.mark.ranks
+@pytest.mark.strict_nccl
 def test_two_exchanges_a_layer_and_pass(runs):
     tokens = 27 * 4  # of 107
     attention = tokens // 4 * 4 * 32  # 4 heads of 32 for its own tokens
@@ -241,6 +243,7 @@ def checkpoint_on(topology, folder, target):
 
 
 @pytest.mark.ranks
+@pytest.mark.strict_nccl
 def test_another_number_of_ranks_goes_on_from_a_checkpoint(runs):
     for (want, before), (got, after) in runs["checkpoint"]:
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
@@ -257,6 +260,7 @@ def bf16_on(topology, folder):
 
 
 @pytest.mark.ranks
+@pytest.mark.strict_nccl
 def test_on_policy_the_ratio_is_one_in_half_precision(runs):
     for metrics in runs["bf16"]:
         assert (metrics["ratio_max"], metrics["ppo_kl"]) == (1.0, 0.0)

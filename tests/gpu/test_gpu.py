@@ -17,7 +17,7 @@ def topology():
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
     device = torch.device("cuda", 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")  # as process.py
     yield Topology.build(device, dp=1, fsdp=-1)
     dist.destroy_process_group()
 

@@ -38,7 +38,7 @@ def topology() -> Iterator[Any]:
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")  # as process.py
     yield Topology.build(device, dp=1, tp=1)
     dist.destroy_process_group()
 

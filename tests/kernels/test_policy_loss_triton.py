@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from spmdrl_kernels import policy_loss
+from spmdrl_kernels.policy_loss_terms import ALIASES, CONSTANTS, KL_ESTIMATORS
 from triton_tests import DEVICE, READY, no_worse, run_interpreted
 
-from spmdrl.algo.arguments import options_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.kl import ESTIMATORS
 from spmdrl.algo.losses import AGGREGATIONS, POLICY_LOSSES, loss_counts, loss_weights
 from spmdrl.algo.objectives import kernel_terms, policy_objective
+from spmdrl.algo.options import options_of
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import segment_expand
@@ -24,9 +25,7 @@ SETTINGS = {
     "ppo": {"dual_clip": 1.4}, "gspo": {"clip_low": 0.03, "clip_high": 0.05},
     "dro": {"beta": 0.7}, "sppo": {"beta": 0.4}, "kl_cov": {"cov_kl_coef": 0.7},
 }  # fmt: skip
-NAMES = sorted(
-    name for name in POLICY_LOSSES if policy_loss.ALIASES.get(name, name) in policy_loss.CONSTANTS
-)
+NAMES = sorted(name for name in POLICY_LOSSES if ALIASES.get(name, name) in CONSTANTS)
 KLS = sorted(ESTIMATORS)
 
 
@@ -61,9 +60,9 @@ def batch_of(seed, lens=(40, 0, 1, 63, 17, 0, 5), spread=0.3, aggregation="token
     batch = replace(
         batch, loss_mask=mask, old_logprobs=old, rollout_logprobs=near(old), ref_logprobs=near(old),
         advantages=(segment_expand(own, batch.seq_lens) + 0.2 * fresh(n, g)) * mask,
-        kept=kept, policy_weights=torch.rand(n, generator=g) * kept,
+        kept_mask=kept, policy_weights=torch.rand(n, generator=g) * kept,
         nll_weights=torch.rand(n, generator=g) * mask / 30,
-        selected=(torch.rand(n, generator=g) > 0.8).float() * mask,
+        selected_mask=(torch.rand(n, generator=g) > 0.8).float() * mask,
         loss_weights=loss_weights(kept, batch.seq_lens, counts, algo, 50),
     )  # fmt: skip
     return near(old), torch.rand(n, generator=g) * mask, batch.to(torch.device(DEVICE))
@@ -118,11 +117,11 @@ else:
         torch.use_deterministic_algorithms(False)
 
     def test_every_loss_estimator_and_constant_has_its_place():
-        assert set(KLS) == policy_loss.KL_ESTIMATORS
-        known = set(policy_loss.CONSTANTS)
-        assert known == {policy_loss.ALIASES.get(name, name) for name in NAMES}
+        assert set(KLS) == KL_ESTIMATORS
+        known = set(CONSTANTS)
+        assert known == {ALIASES.get(name, name) for name in NAMES}
         for name in NAMES:
-            constants = policy_loss.CONSTANTS[policy_loss.ALIASES.get(name, name)]
+            constants = CONSTANTS[ALIASES.get(name, name)]
             assert set(constants) <= set(options_of(POLICY_LOSSES[name].function))
 
     @pytest.mark.parametrize("kl", KLS)
@@ -140,7 +139,7 @@ else:
     def test_every_loss_where_nothing_is_optional(name, monkeypatch):
         """One update per rollout: the old policy is the policy at hand; no reference."""
         logprobs, entropy, batch = batch_of(100 + NAMES.index(name))
-        absent = ("old_logprobs", "ref_logprobs", "policy_weights", "kept", "nll_weights")
+        absent = ("old_logprobs", "ref_logprobs", "policy_weights", "kept_mask", "nll_weights")
         batch = replace(batch, **dict.fromkeys(absent))
         algo = AlgoConfig(policy_loss=name, loss_args=SETTINGS.get(name, {}))
         _, grads, sums = compare(algo, logprobs, entropy, batch, monkeypatch)
@@ -152,7 +151,9 @@ else:
     def test_bypass_weighs_by_the_policy_at_hand(name, level, monkeypatch):
         logprobs, entropy, batch = batch_of(7)
         correction = CorrectionConfig(bypass=True, level=level, reject={sorted(TESTS)[-2]: 0.02})
-        batch = replace(batch, old_logprobs=batch.rollout_logprobs, policy_weights=None, kept=None)
+        batch = replace(
+            batch, old_logprobs=batch.rollout_logprobs, policy_weights=None, kept_mask=None
+        )
         algo = AlgoConfig(policy_loss=name, correction=correction)
         _, _, sums = compare(algo, logprobs, entropy, batch, monkeypatch)
         assert 0 < float(sums["rejected"]) < float(batch.loss_mask.sum())
@@ -211,7 +212,7 @@ else:
     def test_what_is_not_finite_is_not_hidden(bad, monkeypatch):
         for name in NAMES:
             logprobs, entropy, batch = batch_of(11, lens=(20,))
-            where = int((batch.kept > 0).nonzero()[3])
+            where = int((batch.kept_mask > 0).nonzero()[3])
             logprobs[where] = bad
             algo = AlgoConfig(policy_loss=name)
             args = (algo, logprobs, entropy, batch)

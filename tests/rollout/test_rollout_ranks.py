@@ -9,7 +9,7 @@ import pytest
 from ranks import run_calls
 from tiny_models import CHARS, save_qwen3
 
-pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.strict_nccl]
 
 NUM_PROMPTS, SAMPLES = 5, 2
 

@@ -9,7 +9,7 @@ import pytest
 from ranks import run_calls, run_ranks
 from tiny_models import save_qwen3
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 SUBSETS = {  # name: (ranks of the job, engine, tp)
     "alone": ((0,), "vllm", 1),

@@ -61,7 +61,7 @@ def test_vllm_still_has_its_engine_core_in_v1_engine_core(engine: VllmEngine) ->
 def test_vllm_engine_core_still_has_the_methods_that_we_call(engine: VllmEngine) -> None:
     given: dict[str, tuple[Any, ...]] = {
         "abort_requests": (["1"],), "collective_rpc": ("reload_weights",),
-        "reset_encoder_cache": (), "reset_prefix_cache": (), "sleep": (), "wake_up": (),
+        "reset_encoder_cache": (), "reset_prefix_cache": (), "sleep": (), "wake_up": (["weights"],),
     }  # fmt: skip
     options = {
         "collective_rpc": {"kwargs": {}}, "reset_prefix_cache": {"reset_running_requests": True},
@@ -96,6 +96,19 @@ def test_vllm_still_registers_architectures_by_their_classes() -> None:
     assert entry.load_model_cls().__name__ == "Qwen2ForCausalLM"
     compat.load_architecture("NoSuchModel")
     assert "NoSuchModel" not in ModelRegistry.models
+
+
+def test_vllm_still_takes_a_loader_that_leaves_buffers(engine: VllmEngine) -> None:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    config = LoadConfig(load_format=compat.blank_format())
+    layer = nn.Linear(2, 3)
+    layer.weight.data.fill_(7)
+    layer.register_buffer("scale", torch.ones(2))
+    model_config = engine.core.vllm_config.model_config
+    get_model_loader(config).load_weights(layer, model_config)
+    assert 0 < layer.weight.abs().max() < 1 and torch.equal(layer.scale, torch.ones(2))
 
 
 def test_vllm_still_keeps_its_world_group_in_parallel_state(engine: VllmEngine) -> None:

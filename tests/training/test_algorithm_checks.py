@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator
-from spmdrl.algo.arguments import Positive, options_of
 from spmdrl.algo.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     PolicyLoss,
-    loss_arguments,
     loss_of,
+    loss_options,
     ppo,
 )
+from spmdrl.algo.options import Positive, options_of
 from spmdrl.cli.arguments import override
 from spmdrl.config import (
     MOVED,
@@ -330,7 +330,7 @@ def test_options_may_be_containers():
 
 
 def test_a_whole_number_is_the_float_that_an_option_is():
-    options = loss_arguments(AlgoConfig(policy_loss="cispo", loss_args={"clip_high": 4}))
+    options = loss_options(AlgoConfig(policy_loss="cispo", loss_args={"clip_high": 4}))
     assert options == {"clip_low": 0.2, "clip_high": 4.0}
     assert isinstance(options["clip_high"], float)
 

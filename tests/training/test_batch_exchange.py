@@ -58,7 +58,7 @@ def balanced_on(topology, makers):
     rows = [
         (m, int(b.groups[i]), int(b.indices[i]), one.token_ids.tolist(), one.loss_mask.tolist(),
          one.rollout_logprobs.tolist(), one.policy_version.tolist(), float(b.rewards[i]),
-         float(b.valid[i]), float(b.greedy[i]), b.keys[i].tolist())
+         float(b.valid[i]), float(b.greedy_rewards[i]), b.reward_components[i].tolist())
         for m, b in enumerate(batches[topology.ranks])
         for i in range(b.num_seqs) for one in [b.select([i])]
     ]  # fmt: skip

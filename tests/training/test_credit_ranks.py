@@ -305,7 +305,7 @@ def corrections_on(topology):
             mine = list(range(topology.rank, len(trs), topology.world))
             batch = batch_of(trs).select(mine)
             metrics = add_correction([batch], AlgoConfig(correction=config), topology)
-            results.append((mine, batch.policy_weights, batch.kept, metrics))
+            results.append((mine, batch.policy_weights, batch.kept_mask, metrics))
     return results
 
 
@@ -379,7 +379,7 @@ def kept_of_the_counts_on(topology):
             batch.prm_logprobs = None
             add_correction([batch], algo, topology)
             add_advantages([batch], replace(BASE, algo=algo), 0.0, topology)
-            assert torch.equal(batch.loss_weights > 0, batch.kept > 0)
+            assert torch.equal(batch.loss_weights > 0, batch.kept_mask > 0)
             sums[name, over] = float(batch.loss_weights.sum())
     return sums
 

@@ -135,13 +135,13 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     result = RolloutResult([], 0, [])
     keep_groups(result, samples, 3, roles)
     assert result.num_groups == 3
-    assert (result.num_asked, result.num_equal) == (3, 0)
+    assert (result.num_sampled, result.num_equal) == (3, 0)
     counted = RolloutResult([], 0, [])
     keep_groups(counted, [replace(s, reward=1.0) for s in samples if s.group < 2], 2, roles)
-    assert (counted.num_asked, counted.num_equal) == (2, 2)
+    assert (counted.num_sampled, counted.num_equal) == (2, 2)
     short = [replace(s, reward=1.0, penalty=-0.1 * s.index) for s in samples if s.group == 0]
     keep_groups(counted, short, 1, roles)  # what the algorithm is given differs
-    assert (counted.num_asked, counted.num_equal) == (3, 2)
+    assert (counted.num_sampled, counted.num_equal) == (3, 2)
     batch = pack_samples(sorted(result.samples, key=lambda s: (s.group, s.index)))
     batch.old_logprobs = batch.rollout_logprobs
     add_advantages([batch], roles.config, 0.0, engine.topology)

@@ -10,7 +10,7 @@ import pytest
 from fault_script import FAULT, LIMIT_S
 from programs import CONFIG, finish, metrics_of, pids_of, start, train, wait_for, write_task
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
 
 # every role: critic, reference, two mini-batches, an evaluation after every step
 ALL_ROLES = CONFIG.replace("    eval_every=0,\n", "    eval_every=1,\n").replace(
@@ -219,7 +219,7 @@ def test_an_exception_anywhere_ends_all_with_its_name(folder, site, phase, modul
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "sampler"])
-def test_a_killed_rank_ends_the_others_as_its_own_story(folder, rank):
+def test_a_killed_rank_ends_the_others_with_its_own_failure(folder, rank):
     """Also where another only feels it, in a phase that it shares with nobody who is gone."""
     proc = start(
         folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",

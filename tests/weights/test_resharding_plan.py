@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spmdrl.weights.boxes import Box, numel, slab, whole
 from spmdrl.weights.engine_layout import record_layout
-from spmdrl.weights.plan import Plan, Weight, make_plan
+from spmdrl.weights.plan import TransferPlan, Weight, make_transfer_plan
 
 SHAPES = [(7, 5), (1, 9), (13,), (4, 6, 5), (64, 32), (), (3, 2)]
 
@@ -50,7 +50,7 @@ def cells(box: Box) -> Tensor:
     return torch.cartesian_prod(*[torch.arange(a, b) for a, b in box]) if box else torch.zeros(1)
 
 
-def simulate(plans: dict[int, Plan], weights: list[Weight]) -> None:
+def simulate(plans: dict[int, TransferPlan], weights: list[Weight]) -> None:
     """Plays all ranks' plans against each other; asserts that they fit."""
     for rank, plan in plans.items():
         got: dict[int, list[Box]] = {i: [] for i in range(len(plan.regions))}
@@ -101,7 +101,7 @@ def test_everybody_gets_everything_once(
 ) -> None:
     weights, regions = weights_of(actor, fsdp), regions_of(len(table[0]))
     ranks = sorted({*actor, *(rank for row in table for rank in row)})
-    plans = {r: make_plan(r, weights, regions, table, 2, slot_bytes) for r in ranks}
+    plans = {r: make_transfer_plan(r, weights, regions, table, 2, slot_bytes) for r in ranks}
     assert len({(plan.block, plan.cost, len(plan.buckets)) for plan in plans.values()}) == 1
     simulate(plans, weights)
     if slot_bytes == 64 and plans[ranks[0]].cost.busiest:
@@ -109,7 +109,7 @@ def test_everybody_gets_everything_once(
 
 
 def test_fsdp_ranks_gather_what_they_hold() -> None:
-    plan = make_plan(0, weights_of([0, 1], 2), regions_of(1), [[0], [1]], 2, 1 << 20)
+    plan = make_transfer_plan(0, weights_of([0, 1], 2), regions_of(1), [[0], [1]], 2, 1 << 20)
     assert plan.block == 2 and not plan.handover
 
 
@@ -118,11 +118,13 @@ def test_engines_that_hold_the_same_half_do_not_make_up_the_whole() -> None:
     halves = ((((0, 32),), (0, 2)), (((32, 64),), (1, 3)))
     weights, regions = [Weight("norm", (64,), halves)], [[(0, ((0, 64),))]] * 2
     table = [[0, 1], [2, 3]]
-    simulate({r: make_plan(r, weights, regions, table, 2, 1 << 20) for r in range(4)}, weights)
+    simulate(
+        {r: make_transfer_plan(r, weights, regions, table, 2, 1 << 20) for r in range(4)}, weights
+    )
 
 
 def test_replicas_send_nothing_to_each_other() -> None:
-    plan = make_plan(0, weights_of([0, 1], 1), regions_of(2), [[0, 1]], 2, 1 << 20)
+    plan = make_transfer_plan(0, weights_of([0, 1], 1), regions_of(2), [[0, 1]], 2, 1 << 20)
     assert plan.cost == (0, 0, 0)
 
 
@@ -130,7 +132,7 @@ def test_a_slice_travels_instead_of_the_tensor() -> None:
     """One trainer, an engine of two ranks: half of the large matrix each."""
     weights = [Weight("w", (64, 32), ((whole((64, 32)), (0,)),))]
     regions = [[(0, ((0, 64), (0, 16)))], [(0, ((0, 64), (16, 32)))]]
-    plan = make_plan(0, weights, regions, [[1, 2]], 2, 1 << 20)
+    plan = make_transfer_plan(0, weights, regions, [[1, 2]], 2, 1 << 20)
     assert plan.cost.handed == 64 * 32 * 2 and plan.cost.gathered == 0
     assert plan.whole_bytes == 2 * plan.cost.handed
 

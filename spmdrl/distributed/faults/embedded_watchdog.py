@@ -16,7 +16,7 @@ from spmdrl.distributed.phases import PhaseError, Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 
-SHARED = ("story", "felt", "progress", "told", "claims")  # a watchdog's keys, but beats
+SHARED = ("failure", "felt", "news", "progress", "told", "claims")  # a watchdog's keys, but beats
 
 
 class Guard:
@@ -67,7 +67,7 @@ class Guard:
         except (PhaseError, ConfigError):  # all ranks know of it
             raise
         except BaseException as error:  # outside of a phase: on this rank alone
-            watchdog.report(asdict(phases.story(error)))
+            watchdog.report(asdict(phases.report(error)))
             raise
         finally:
             phases.watchdog = None

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from spmdrl.distributed.exit import FAILED, leave, leave_word, say, write_story
+from spmdrl.distributed.exit import FAILED, format_failure, leave, say, write_failure
 
 PERIOD_S = 0.05
 TAKEN_S = 3.0  # a port may be that of another's connection, which may soon be closed
@@ -104,6 +104,7 @@ class StartupBarrier:
         self._limit(False)
         assert self.store is not None
         self.store.set(f"connected/{self.rank}", "")
+        self.lookout = self.at_host = None  # the store has one connection less for each rank
 
     def _limit(self, another: bool, met: bool = False) -> None:
         """Begins another limit: what was to be done has been, in time."""
@@ -162,11 +163,11 @@ class StartupBarrier:
         self._leave_story(*found[-1])
 
     def _leave_story(self, cause: str, tells: bool = True) -> None:
-        story = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
+        failure = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
                  "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
-        text = leave_word(story, self.folder)
+        text = format_failure(failure, self.folder)
         if tells:
-            write_story(story, self.folder)
+            write_failure(failure, self.folder)
             say(text)
 
     def _why(self, within: str) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ NAME = "spmdrl_rank"
 
 
 class Page:
-    """The name of a rank's phase, and whether a story has been told on this host.
+    """The name of a rank's phase, and whether a failure has been told on this host.
 
     A beat goes out every half second only, and a rank may be killed sooner after a phase began.
     """

@@ -5,7 +5,7 @@ the traffic per rank does not grow with the world. On its own host it also looks
 neighbour's process still exists, which tells of a kill in half a second; a rank on another host is
 missed once it gives no sign of life. What follows from what it sees stands in verdict.py. The first
 failure is written to the store once; every watchdog that sees it gives its own rank a few seconds
-to end in order, then ends it. One rank prints the story; it is also what torchrun shows last.
+to end in order, then ends it. One rank prints the failure; it is also what torchrun shows last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from spmdrl.distributed.exit import FAILED, is_of_this_start, leave_word, say, write_story
+from spmdrl.distributed.exit import FAILED, format_failure, is_of_this_start, say, write_failure
 from spmdrl.distributed.faults.shared_page import Page
 from spmdrl.distributed.faults.verdict import (
     FailureCause,
@@ -83,14 +83,14 @@ class Beat:
 
 
 class Watchdog:
-    """Runs until `close`. A story is a dict with the fields of phases.FailureReport.
+    """Runs until `close`. A failure is a dict with the fields of phases.FailureReport.
 
     store: a connection of its own (Store.clone), since calls on a store block each other.
     folder: for errors/rank_R.json. neighbour: a rank on this host, if there is another.
     lost_s: a rank without a beat for so long is lost. stall_s: no new phase for so long is a hang,
     unless another rank gets on, for which this one may be waiting. near_store: rank 0, which may
     host the store, is on this host. first_here: the first rank of this host, whose page says if a
-    story has been told on it. at_once: a failure of this rank is printed when it is reported, not
+    failure has been told on it. at_once: a failure of this rank is printed when it is reported, not
     when the rank ends.
     """
 
@@ -110,12 +110,13 @@ class Watchdog:
         self.pages = {rank: self.page}  # by rank: of the neighbour and of first_here as well
         self.beating = threading.Lock()  # a beat with an older phase must not come after a newer
         self.count = 0  # of beats
+        self.known: set[int] = set()  # ranks that have given a sign of life
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
         self.woke = time.monotonic()
         self.first: dict[str, Any] | None = None  # the job's first failure, once it is known here
         self.own: dict[str, Any] | None = None  # why this rank is about to end by itself
-        self.has_announced = False  # this rank has printed the story, or has left that to another
+        self.has_announced = False  # this rank has printed the failure, or has left that to another
         self.was_told = False  # some rank has printed it, as the store said when it last answered
         self.kills = kills_for_memory()  # before this run
         self.felt = False  # a connection broke
@@ -150,37 +151,39 @@ class Watchdog:
         """Returns True once this rank has heard of a failure anywhere."""
         return self.first is not None
 
-    def report(self, story: dict[str, Any]) -> dict[str, Any]:
+    def report(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Makes this rank's failure known: errors/rank_R.json, and the store if it is the first.
-        The story to be told: another's, where that came first."""
-        if any(words in story["cause"] for words in LOST_PEER):
+        The failure to be told: another's, where that came first."""
+        if any(words in failure["cause"] for words in LOST_PEER):
             # this rank only feels another's end: give it, its neighbour or torchrun time to tell;
             # who watches a rank that is alone on its host need not wait as long as usual
-            if OF_A_RANK[0] in story["cause"] or story["cause"].startswith(OF_A_RANK[1]):
+            if OF_A_RANK[0] in failure["cause"] or failure["cause"].startswith(OF_A_RANK[1]):
                 self.felt = True
                 with suppress(RuntimeError):  # it may be the store's rank that is gone
                     self.store.set("felt", "1")
+                    self.store.set("news", "1")
             wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
             if self.first:
                 return self.first
-        self.own = story
+        self.own = failure
         with suppress(RuntimeError):
-            self.first = json.loads(self.store.compare_set("story", "", json.dumps(story)))
-        own = story["rank"] == self.rank  # who has ended may have written more than others know
-        path = Path(self.folder, f"rank_{story['rank']}.json")
+            self.first = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
+            self.store.set("news", "1")
+        own = failure["rank"] == self.rank  # who has ended may have written more than others know
+        path = Path(self.folder, f"rank_{failure['rank']}.json")
         if own or not (path.exists() and is_of_this_start(path)):
-            write_story(story, self.folder)
-        if self.at_once and self.first in (None, story):
-            self.announce(story)
-        return self.first or story  # the store's rank may have left since: what was heard counts
+            write_failure(failure, self.folder)
+        if self.at_once and self.first in (None, failure):
+            self.announce(failure)
+        return self.first or failure  # the store's rank may have left since: what was heard counts
 
-    def announce(self, story: dict[str, Any]) -> None:
-        """Prints the story unless another rank has, and leaves it where torchrun looks for it.
+    def announce(self, failure: dict[str, Any]) -> None:
+        """Prints the failure unless another rank has, and leaves it where torchrun looks for it.
         A second call does nothing: the store that knew of the first may have gone since."""
         if self.has_announced:
             return
         self.has_announced = True
-        text = leave_word(story, self.folder)
+        text = format_failure(failure, self.folder)
         try:
             first = self.store.add("claims", 1) == 1
         except RuntimeError:  # no store any more: better told once on each host than not at all
@@ -193,9 +196,9 @@ class Watchdog:
             with suppress(RuntimeError):
                 self.store.set("told", "1")
 
-    def tell(self, story: dict[str, Any]) -> None:
-        """Announces the story, and waits until it has been said."""
-        self.announce(story)
+    def announce_and_wait(self, failure: dict[str, Any]) -> None:
+        """Announces the failure, and waits until it has been said."""
+        self.announce(failure)
         with suppress(RuntimeError):
             wait_for(lambda: self.store.check(["told"]), 2.0)
             # others may be about to tell it too, and this rank may take the store along
@@ -217,16 +220,16 @@ class Watchdog:
         while not self.done.wait(PERIOD_S):
             try:
                 own = self.beat()
-                if self.first is None and self.store.check(["story"]):
-                    self.first = json.loads(self.store.get("story"))
+                has_news = self.store.check(["news"])  # one question for both
+                if self.first is None and has_news and self.store.check(["failure"]):
+                    self.first = json.loads(self.store.get("failure"))
                 if self.first is not None:
                     self.was_told = self.store.check(["told"])
                 text = self._beat_of(peer)
-                felt = self.store.check(["felt"])
+                felt = has_news and self.store.check(["felt"])
                 if not self.near_store and (self.count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
-                if self.neighbour is not None:
-                    self.beside = Beat.read(self._beat_of(self.neighbour))
+                self._look_beside()
                 self._open_pages()
                 if self.phase_since != told and self.count % 8 == 0:
                     told = self.phase_since
@@ -270,7 +273,18 @@ class Watchdog:
 
     def _beat_of(self, rank: int) -> str:
         key = f"beat/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        if rank not in self.known and not self.store.check([key]):
+            return ""
+        self.known.add(rank)  # the key stays: a get alone does not wait any more
+        return self.store.get(key).decode()
+
+    def _look_beside(self) -> None:
+        """Reads the neighbour's beat once, for its process, and again where that has ended: a rank
+        that said goodbye may end."""
+        if self.neighbour is None:
+            return
+        if self.beside is None or self._state(self.beside) in GONE:
+            self.beside = Beat.read(self._beat_of(self.neighbour))
 
     def _open_pages(self) -> None:
         for rank in {self.neighbour, self.first_here} - self.pages.keys() - {None}:
@@ -333,41 +347,42 @@ class Watchdog:
                 own = Beat(0, os.getpid(), self.host, self.phase)
                 self._end_alone(self._lost(self.rank, own, gone))
 
-    def _end_alone(self, story: dict[str, Any]) -> NoReturn:
-        """Without a store a rank says what it knows, unless one of this host has spoken: the story
-        is told then, and that rank's end no story of its own. Nor is the store's end one to a rank
-        that is ending: with a second Ctrl-C the store's rank may just be the first to go."""
+    def _end_alone(self, failure: dict[str, Any]) -> NoReturn:
+        """Without a store a rank says what it knows, unless one of this host has spoken: then the
+        failure is told, and that rank's end is no failure of its own. Nor is the store's end one to
+        a rank that is ending: with a second Ctrl-C the store's rank may just be the first to go.
+        """
         known = self.first or self.own
         if known:
             os._exit(known["exit_code"])
         if not self._claim():
             os._exit(FAILED)
-        write_story(story, self.folder)
-        say(leave_word(story, self.folder))
-        self._end_frozen(story)
+        write_failure(failure, self.folder)
+        say(format_failure(failure, self.folder))
+        self._end_frozen(failure)
         os._exit(FAILED)
 
     def _claim(self) -> bool:
-        """Whether this rank is the first of its host that tells a story of this attempt."""
+        """Whether this rank is the first of its host that tells a failure of this attempt."""
         page = self.pages.get(self.first_here)
         return page is None or page.claim()
 
-    def _end(self, story: dict[str, Any]) -> None:
-        if STALLED in story["cause"]:
+    def _end(self, failure: dict[str, Any]) -> None:
+        if STALLED in failure["cause"]:
             faulthandler.dump_traceback(sys.stderr)  # every rank's, to see who waits for whom
-        self.tell(story)
-        self._end_frozen(story)
+        self.announce_and_wait(failure)
+        self._end_frozen(failure)
         # the main thread may be blocked in a collective that never returns
-        os._exit(story["exit_code"])
+        os._exit(failure["exit_code"])
 
-    def _end_frozen(self, story: dict[str, Any]) -> None:
+    def _end_frozen(self, failure: dict[str, Any]) -> None:
         """A stopped process does not hear torchrun's SIGTERM, for which torchrun waits 30 s."""
-        pid = story.get("pid", 0)
-        if not pid or story["host"] != self.host or story["rank"] == self.rank:
+        pid = failure.get("pid", 0)
+        if not pid or failure["host"] != self.host or failure["rank"] == self.rank:
             return
-        if STALLED in story["cause"]:  # it hears, and is to show its stack
+        if STALLED in failure["cause"]:  # it hears, and is to show its stack
             return
         with suppress(OSError):
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"RANK={story['rank']}".encode() in environ:
+            if f"RANK={failure['rank']}".encode() in environ:
                 os.kill(pid, signal.SIGKILL)

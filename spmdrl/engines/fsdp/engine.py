@@ -12,21 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from spmdrl.checkpoint.safe_load import ShardReader
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.checkpoint.safe_load import ShardReader, load_parts
+from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -34,7 +31,6 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
-from spmdrl.engines.fsdp.classifier import build_classifier
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
     Adapters,
@@ -47,12 +43,19 @@ from spmdrl.engines.fsdp.model import (
     TokenPolicy,
     TokenReward,
     TokenValue,
-    build_model,
     decoder_layers,
     require_given,
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.sharded_loading import (
+    allocate,
+    drop_data,
+    fingerprint_of,
+    open_model,
+    read_shards,
+    scatter_weights,
+)
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -63,7 +66,8 @@ from spmdrl.engines.fsdp.ulysses import (
     shared,
     whole,
 )
-from spmdrl.engines.host_copies import HostCopies, StagedShards, stage
+from spmdrl.engines.fsdp.weight_files import WeightFiles
+from spmdrl.engines.host_copies import HostCopies, StagedShards, stage_own, wanted_parts
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
@@ -89,8 +93,10 @@ class FsdpEngine:
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
     given no sequences are empty, and so are their results for tokens.
-    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments;
-    compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
+    Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments. With
+    config.offload_policy these lie on the CPU, where the gradients of micro-batches are summed and
+    the optimizer steps; a unit's weights come to the device while it is computed.
+    Compute is in config.dtype. A frozen engine has no optimizer and its `update` must not be
     called. strict: the policy's logprobs are bit for bit those of a strict rollout engine with the
     same weights (engines/fsdp/strict.py).
     With config.lora the model's own weights are frozen, in config.dtype; gradients and moments are
@@ -105,11 +111,7 @@ class FsdpEngine:
         layers.check_here(config, topology.device)
         self.config, self.topology, self.team = config, topology, SequenceParallelGroup.of(topology)
         assert config.ulysses == (1 if self.team is None else self.team.size)
-        if kind == "reward":
-            hf = build_classifier(model, topology.rank == 0)
-        else:
-            full = topology.rank == 0 and load_weights
-            hf = build_model(model, full, has_head=kind != "value")
+        hf, files = open_model(kind, model, topology, load_weights)
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
@@ -128,23 +130,30 @@ class FsdpEngine:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
         self.adapters: Adapters | None = None
         self.without_adapters = False
+        on_first = load_weights and files is None  # the whole model, which it hands out
+        if not on_first:
+            drop_data(self.module)
         if config.lora is not None and not frozen:
             self.adapters = add_adapters(
-                hf, model, config, self.parts, topology.rank == 0,
+                hf, model, config, self.parts, on_first and topology.rank == 0,
                 layers.on_fast_cpu(config, topology.device),
             )  # fmt: skip
-        full_weights = dict(self.module.state_dict()) if topology.rank == 0 else {}
+        full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
         if not frozen:
-            use_checkpointing(hf, config.activation_checkpointing)
+            use_checkpointing(hf, checkpointing_of(config, topology.device.type == "cuda"))
         blocks = decoder_layers(hf)
         if config.compile:
             layers.compile_layers(blocks)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
-        shard(self.module, blocks, DTYPES[config.dtype], topology)
+        shard(self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy)
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
             self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
-        scatter_weights(self.module, full_weights, topology)
+        if on_first:
+            scatter_weights(self.module, full_weights, topology)
+        else:
+            allocate(self.module, topology.device, config.offload_policy)
+            self._fill(files)
         self.trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.params = list(self.trained.values())
         self.optimizer: Optimizer | None = None
@@ -158,6 +167,14 @@ class FsdpEngine:
                 self.trained, config.optim, hidden, DTYPES[config.dtype]
             )
             self.average = ema.start(self.trained) if config.ema else {}
+
+    def _fill(self, files: WeightFiles | None) -> None:
+        """Reads this rank's shards; without files they are 0 but for new adapters."""
+        adapters = self.adapters
+        new = adapters.initial(self.module.hf) if adapters is not None else iter(())
+        sums = read_shards(self.module, files, new, self.topology)
+        if adapters is not None and files is not None:
+            adapters.fingerprint = fingerprint_of(files, sums, self.topology)
 
     # ---- passes without gradient
 
@@ -318,14 +335,12 @@ class FsdpEngine:
     def stage(self) -> StagedShards:
         if self.copies is None:
             self.copies = HostCopies(pinned=self.topology.device.type == "cuda")
-        staged = stage(
-            self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, self.copies
-        )  # fmt: skip
+        staged = stage_own(self.state_dict(), self.topology.rank, self.copies)
         staged.notes = self._notes()
         return staged
 
     def save(self, folder: Path) -> None:
-        whole = stage(self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, copies=None)
+        whole = stage_own(self.state_dict(), self.topology.rank, copies=None)
         whole.notes = self._notes()
         whole.write(folder, self.topology.control)
 
@@ -343,7 +358,7 @@ class FsdpEngine:
             )
         check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
-        reader = ShardReader(str(folder))
+        reader = ShardReader(str(folder), wanted_parts(state), self.topology.rank)
         stored = reader.read_metadata().state_dict_metadata
         if self.optimizer is not None:
             check_same_optimizer(folder, stored, self.optimizer)
@@ -353,7 +368,7 @@ class FsdpEngine:
         if bool(self.average) != has_average and self.topology.rank == 0:
             what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
             logger.warning("%s: the moving average %s", folder, what)
-        dcp.load(state, storage_reader=reader, process_group=self.topology.control)
+        load_parts(state, reader, self.topology)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,9 +404,16 @@ def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
 
 
 def shard(
-    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology
-) -> None:
-    """Shards each layer, then the rest with the root; gradients are summed in float32."""
+    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology,
+    offload: bool = False,
+) -> None:  # fmt: skip
+    """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
+    shards stay on the CPU (FSDP2's CPUOffloadPolicy).
+
+    The root is gathered from the first layer's forward pass to the end of the backward pass, which
+    begins with the head's: an embedding that is not tied to the head is a unit of its own, so that
+    it is not gathered meanwhile.
+    """
     settings: dict[str, Any] = {
         "mesh": topology.copies,
         "mp_policy": MixedPrecisionPolicy(
@@ -399,8 +421,11 @@ def shard(
             reduce_dtype=torch.float32,
         ),
     }
-    for layer in layers:
-        fully_shard(layer, **settings)
+    if offload:
+        pinned = topology.device.type == "cuda"
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
+    for unit in [*layers, *untied_embedding(module.hf)]:
+        fully_shard(unit, **settings)
     fully_shard(module, **settings)
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -408,27 +433,11 @@ def shard(
             part.set_force_sum_reduction_for_comms(True)
 
 
-@torch.no_grad()
-def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topology) -> None:
-    """Fills the shards of `module` from the full tensors that the topology's first rank has."""
-    group, ranks = topology.group, topology.world
-    for name, target in module.state_dict().items():
-        if not isinstance(target, DTensor):
-            value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()
-            dist.broadcast(value, group=group, group_src=0)
-            target.copy_(value)
-            continue
-        shards = topology.copies.size(1)
-        rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
-        mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
-        parts = None
-        if topology.rank == 0:
-            padded = torch.zeros(rows * shards, *target.shape[1:], dtype=target.dtype)
-            padded[: target.shape[0]] = full[name]
-            parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
-        dist.scatter(mine, parts, group=group, group_src=0)
-        local = target.to_local()
-        local.copy_(mine[: len(local)])
+def untied_embedding(hf: Any) -> list[nn.Module]:
+    """Returns the input embedding; nothing where its weight is the head's too."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    return [] if tied else [embedding]
 
 
 def set_replica_sync(module: nn.Module, last: bool) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import turn_adapter
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
@@ -68,6 +68,11 @@ class Adapters:
                 made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
         return shards_by_part(base, parts) | Derived(made_of).shards()
 
+    def initial(self, hf: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name in the engine's module, full tensor) of each A and B as it begins."""
+        for name, value in initial_adapters(hf, self.config, self.layers):
+            yield f"hf.{name}", value
+
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint says of its adapters."""
         lora = self.config
@@ -92,7 +97,8 @@ def add_adapters(
     """Puts adapters into a float32 model, in place, and freezes the rest of it.
 
     full: it has weights, so A and B are given theirs too; those of a layer depend on lora.seed and
-    the layer's name alone. fast_cpu: layers that are fast there will be used.
+    the layer's name alone. Without it the fingerprint is not known yet. fast_cpu: layers that are
+    fast there will be used.
     """
     from peft import inject_adapter_in_model
 
@@ -132,19 +138,29 @@ def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
 
 @torch.no_grad()
 def fill_adapters(hf: Any, lora: LoraConfig, layers: Sequence[str]) -> None:
-    """A uniform in +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds."""
+    for name, value in initial_adapters(hf, lora, layers):
+        hf.get_parameter(name).copy_(value)
+
+
+def initial_adapters(
+    hf: Any, lora: LoraConfig, layers: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yields (name in the model, full tensor in float32) of each A and B: a uniform in
+    +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds.
+    """
     given = load_file(Path(lora.adapter, "adapter_model.safetensors")) if lora.adapter else {}
     for name in layers:
         a, b = (hf.get_submodule(name).get_parameter(part) for part in IN_LAYER)
         if given:
-            a.copy_(given[PEFT_PREFIX + name + ADAPTER[0]])
-            b.copy_(given[PEFT_PREFIX + name + ADAPTER[1]])
-            continue
-        digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        bound = 1 / math.sqrt(a.shape[1])
-        a.uniform_(-bound, bound, generator=generator)
-        b.zero_()
+            values = [given[PEFT_PREFIX + name + part] for part in ADAPTER]
+        else:
+            digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            bound = 1 / math.sqrt(a.shape[1])
+            drawn = torch.empty(tuple(a.shape)).uniform_(-bound, bound, generator=generator)
+            values = [drawn, torch.zeros(tuple(b.shape))]
+        for part, value in zip(IN_LAYER, values, strict=True):
+            yield f"{name}.{part}", value
 
 
 def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> list[str]:
@@ -286,12 +302,10 @@ def read_base(folder: Path) -> dict[str, Any] | None:
 
 def check_base(adapters: Adapters | None, folder: Path, topology: Topology) -> None:
     """Raises ConfigError where the checkpoint's adapters are not this run's. Collective."""
-    problem: list[Any] = [None]
-    if topology.rank == 0:
-        problem = [difference(adapters, folder)]
-    dist.broadcast_object_list(problem, group=topology.control, group_src=0)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
+    problem = difference(adapters, folder) if topology.rank == 0 else None
+    problem = broadcast_object(problem, topology.control)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def difference(adapters: Adapters | None, folder: Path) -> str | None:

@@ -1,13 +1,14 @@
 """Hugging Face models as the engine wants them: packed tokens in, one number per token out.
 
-A model is built whole on rank 0 and as an empty shell elsewhere; the engine then hands out the
-shards, so that no more than one rank ever holds a full copy.
+A model is built as an empty shell, whose shards are then read from its files (sharded_loading.py).
+Files that cannot be read in part are read whole by rank 0, which hands out the shards, so that no
+more than one rank ever holds a full copy.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from pickle import PickleError
 from typing import Any
@@ -173,7 +174,16 @@ def load_model(
     except (*UNREADABLE, SafetensorError, PickleError) as error:
         raise ConfigError(f"model: {model!r} cannot be loaded: {reason_of(error)}") from error
     hf, found = loaded
-    head = () if has_head else tuple(output_names(hf))
+    require_loadable(model, found, () if has_head else output_names(hf))
+    report_unused(model, found)
+    return hf
+
+
+def require_loadable(model: str, found: dict[str, Any], head: Sequence[str]) -> None:
+    """Raises ConfigError where a model's files lack tensors, or have them in another shape.
+
+    found: what from_pretrained has found; head: names that the files need not have.
+    """
     missing = sorted(name for name in found["missing_keys"] if name not in head)
     for problem, names in (
         ("its weight files lack", missing),
@@ -185,12 +195,14 @@ def load_model(
             raise ConfigError(
                 f"model: {model!r}: {problem} {some_of(names)}. Are all files of it there?"
             )
+
+
+def report_unused(model: str, found: dict[str, Any]) -> None:
     if found["unexpected_keys"]:
         logger.warning(
             "model: %r: the model has no use for %s, found in its weight files",
             *(model, some_of(sorted(found["unexpected_keys"]))),
         )
-    return hf
 
 
 def blank(model: str, dtype: torch.dtype) -> PreTrainedModel:

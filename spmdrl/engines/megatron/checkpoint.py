@@ -1,9 +1,8 @@
 """Checkpoints of the Megatron engine, in megatron-core's dist_checkpointing format "torch_dist".
 
 Weights and optimizer are stored by global names and whole shapes, so that a checkpoint loads in
-another tensor, pipeline and data parallel layout. megatron-core reads what is written here. What
-its own `dist_checkpointing.save` wrote is refused, since the index of such a folder is a pickle
-that names classes of torch's planner (checkpoint/safe_load.py).
+another tensor, pipeline and data parallel layout. megatron-core reads what is written here, and
+what its own `dist_checkpointing.save` wrote of the same state is read here.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def stage(
     """
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
-    facts = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
-    state = {**facts, "content_metadata": kept}
+    common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
@@ -85,7 +84,13 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
             "run from that model, or resume with the engine that wrote it"
         )
-    stored = read_plain(Path(folder, COMMON)).get("content_metadata") or {}
+    common = read_plain(Path(folder, COMMON))
+    if "num_updates" not in common:
+        raise ConfigError(
+            f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
+            "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
+        )
+    stored = common.get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
     ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
     with reading_plain():
@@ -105,8 +110,8 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        facts = read_plain(Path(folder, COMMON))
-        config = TrainConfig(engine="megatron", dtype=facts["dtype"].removeprefix("torch."))
+        common = read_plain(Path(folder, COMMON))
+        config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():

@@ -25,6 +25,7 @@ from torch import Tensor
 from spmdrl.checkpoint.format import Staged
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.data.images import BatchImages
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn, TrainEngine
@@ -172,13 +173,9 @@ class MegatronEngine:
         are told.
         """
         groups, device = self.parts.groups, self.topology.device
-        told: list[Any] = [None]
-        if groups.is_last:
-            told[0] = reduce_metrics(sums, groups.data, device)
+        totals = reduce_metrics(sums, groups.data, device) if groups.is_last else {}
         last = groups.pipeline.size() - 1
-        if last > 0:
-            dist.broadcast_object_list(told, group=groups.pipeline, group_src=last, device=device)
-        return told[0]
+        return broadcast_object(totals, groups.pipeline, last, device) if last > 0 else totals
 
     # ---- one pass through the pipeline
 
@@ -235,7 +232,7 @@ class MegatronEngine:
         """
         head, mb = self.parts.head, inputs.batch
         states = self.chosen_states(inputs, hidden)
-        targets = mb.token_ids[inputs.chosen[inputs.mine]]
+        targets = mb.token_ids[inputs.chosen[inputs.local]]
         stats = lm_head_logprobs(
             states.to(head.weight.dtype), head.weight, targets, temperature, head.bias,
             pi_squared=pi_squared, group=head.group, first_row=head.first_row,
@@ -249,7 +246,7 @@ class MegatronEngine:
         return (self.everywhere(inputs, chosen),)
 
     def chosen_states(self, inputs: Inputs, hidden: Tensor) -> Tensor:
-        """(m, hidden_size) of inputs.mine; each tensor-parallel rank has a use of its own for it,
+        """(m, hidden_size) of inputs.local; each tensor-parallel rank has a use of its own for it,
         so what flows back is summed over them."""
         from megatron.core import tensor_parallel
 
@@ -264,8 +261,8 @@ class MegatronEngine:
         return shared.flatten(0, 1)[inputs.states]
 
     def everywhere(self, inputs: Inputs, values: Tensor) -> Tensor:
-        """(m,) of inputs.mine -> (num_tokens,) on every context-parallel rank."""
-        rows = inputs.chosen[inputs.mine]
+        """(m,) of inputs.local -> (num_tokens,) on every context-parallel rank."""
+        rows = inputs.chosen[inputs.local]
         whole = scatter_rows(values, rows, inputs.batch)
         if self.parts.groups.context.size() > 1:
             whole = SumForward.apply(whole, self.parts.groups.context)

@@ -40,7 +40,7 @@ class Inputs:
     positions: Tensor  # (rows, local tokens) int64
     packed: Any  # PackedSeqParams; None where rows are padded
     chosen: Tensor  # (n,) int64: the unmasked tokens of the batch
-    mine: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
+    local: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
 
 
@@ -66,11 +66,11 @@ def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
     local[held] = torch.arange(len(held))
     chosen = batch.loss_mask.nonzero().flatten()
     states = local[place[chosen.cpu() - 1]]  # -1: another rank's
-    mine = (states >= 0).nonzero().flatten()
+    chosen_here = (states >= 0).nonzero().flatten()
     held_here = held.to(device)
     return Inputs(
         batch, row[held_here][None], positions.to(device)[held_here][None],
-        _params(room, cut, device), chosen, mine.to(device), states[mine].to(device),
+        _params(room, cut, device), chosen, chosen_here.to(device), states[chosen_here].to(device),
     )  # fmt: skip
 
 

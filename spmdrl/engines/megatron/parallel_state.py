@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import timeout_of
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron import patches as mcore_fixes
-
-GROUP_TIMEOUT_MINUTES = 7 * 24 * 60  # the watchdog knows what hangs, see distributed/process.py
 
 
 @dataclass
@@ -46,7 +46,8 @@ class RoleState:
         state = cls(topology.group, compat.blank_parallel_globals())
         with state.active():
             parallel_state.initialize_model_parallel(
-                distributed_timeout_minutes=GROUP_TIMEOUT_MINUTES, **sizes
+                distributed_timeout_minutes=timeout_of(topology.group) // timedelta(minutes=1),
+                **sizes,
             )
             state.values = compat.parallel_globals()
         return state

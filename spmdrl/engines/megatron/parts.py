@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
@@ -283,6 +283,18 @@ def degrees_of(config: TrainConfig) -> Degrees:
     return Degrees(**{name: getattr(config, option) for name, option in OPTIONS.items()})
 
 
+def parallel_sizes(degrees: Degrees) -> dict[str, int | None]:
+    """Returns the arguments of parallel_state.initialize_model_parallel."""
+    return {
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "virtual_pipeline_model_parallel_size": degrees.virtual if degrees.virtual > 1 else None,
+        "context_parallel_size": degrees.context,
+        "expert_model_parallel_size": degrees.expert,
+        "expert_tensor_parallel_size": degrees.expert_tensor,
+    }
+
+
 def build_parts(
     kind: str, model: str, config: TrainConfig, topology: Topology, frozen: bool,
     load_weights: bool = True,
@@ -296,19 +308,11 @@ def build_parts(
     hf_config = load_hf_config(model)
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
-    state = RoleState.build(
-        topology,
-        tensor_model_parallel_size=degrees.tensor,
-        pipeline_model_parallel_size=degrees.pipeline,
-        virtual_pipeline_model_parallel_size=degrees.virtual if degrees.virtual > 1 else None,
-        context_parallel_size=degrees.context,
-        expert_model_parallel_size=degrees.expert,
-        expert_tensor_parallel_size=degrees.expert_tensor,
-    )
+    state = RoleState.build(topology, **parallel_sizes(degrees))
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=False if frozen else config.activation_checkpointing,
+            recompute=not frozen and checkpointing_of(config, topology.device.type == "cuda"),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
         if chunks[0].pre_process:

@@ -20,10 +20,18 @@ from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
 from spmdrl.hub.model_files import eos_token_ids
-from spmdrl.rollout.base import Answer, Completion, Request, SamplingParams, check_lengths, generate
+from spmdrl.rollout.base import (
+    WAKE_TAGS,
+    Answer,
+    Completion,
+    Request,
+    SamplingParams,
+    check_lengths,
+    generate,
+)
 from spmdrl.rollout.hf import strict as hf_strict
 from spmdrl.rollout.rng import gumbel, mix, preserved_rng
-from spmdrl.rollout.weight_check import compare_weights
+from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
 from spmdrl.weights.checkpoint_names import by_checkpoint_name, checkpoint_parts
 from spmdrl.weights.engine_layout import ByName, Layout, layout_by_name
 
@@ -64,6 +72,7 @@ class HfEngine:
             )
         self.topology, self.device = topology, topology.device
         self.config, self.max_model_len, self.looks = config, max_model_len, looks
+        self.has_weights = load_weights
         with preserved_rng():
             dtype = getattr(torch, config.dtype)
             loaded: Any = load_model(model, dtype=dtype) if load_weights else blank(model, dtype)
@@ -256,6 +265,17 @@ class HfEngine:
 
     # weights
 
+    @torch.no_grad()
+    def clear_weights(self) -> None:
+        if not self.has_weights:
+            clear_weights(self.model)
+
+    @torch.no_grad()
+    def require_written(self) -> None:
+        if not self.has_weights:
+            require_written(self.model)
+            self.has_weights = True
+
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         return layout_by_name(self.model, shapes, self.elsewhere)
 
@@ -287,8 +307,9 @@ class HfEngine:
         if self.config.sleep:
             self.model.to("cpu")
 
-    def wake(self) -> None:
-        self.model.to(self.device)
+    def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
+        if "weights" in tags:
+            self.model.to(self.device)
 
     def shutdown(self) -> None:
         del self.model

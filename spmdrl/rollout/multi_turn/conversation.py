@@ -73,7 +73,7 @@ class Pending(NamedTuple):
     """A turn whose replies are being made."""
 
     turn: Completion
-    asked: list[ToolRequest]
+    requests: list[ToolRequest]
 
 
 class Dialogue:
@@ -143,19 +143,19 @@ class TurnHandler:
         return len(self.pending)
 
     def ask(self, position: int, turn: Completion) -> bool:
-        asked = self.asked(position, turn) if turn.finish_reason == "stop" else []
-        if asked:
-            self.pending[position] = Pending(turn, asked)
+        requests = self.requests_of(position, turn) if turn.finish_reason == "stop" else []
+        if requests:
+            self.pending[position] = Pending(turn, requests)
         else:
             self.by.caller.give_up(self.home(position))
-        return bool(asked)
+        return bool(requests)
 
     def home(self, position: int) -> str:
         """Returns the name of the worker where the sample's objects live."""
         prompt, sample_index = self.addressed[position]
         return f"{prompt.id}/{sample_index}"
 
-    def asked(self, position: int, turn: Completion) -> list[ToolRequest]:
+    def requests_of(self, position: int, turn: Completion) -> list[ToolRequest]:
         """Each call of a tool; without one the environment, if there is one. In the last turn that
         there may be nothing is called, since nobody would read the reply."""
         by, (prompt, sample_index) = self.by, self.addressed[position]
@@ -177,17 +177,17 @@ class TurnHandler:
         for objects in dict.fromkeys(call.objects for call in calls if call.objects):
             made = [(c.name, plain(c.arguments)) for c in calls if c.objects is objects]
             of_objects[objects] = self.call_object(objects, made, position, turn)
-        asked, places = [], dict.fromkeys(of_objects, 0)
+        requests, places = [], dict.fromkeys(of_objects, 0)
         for call in calls:
             if call.arguments is None:
-                asked.append(ToolRequest(call, None))
+                requests.append(ToolRequest(call, None))
             elif call.objects is None:
                 function = by.toolbox.functions[call.name]
-                asked.append(ToolRequest(call, by.caller.submit(function, call.arguments)))
+                requests.append(ToolRequest(call, by.caller.submit(function, call.arguments)))
             else:
-                asked.append(ToolRequest(call, of_objects[call.objects], places[call.objects]))
+                requests.append(ToolRequest(call, of_objects[call.objects], places[call.objects]))
                 places[call.objects] += 1
-        return asked
+        return requests
 
     def call_object(
         self, objects: Objects, calls: list[Any], position: int, turn: Completion
@@ -211,26 +211,27 @@ class TurnHandler:
         return answers
 
     def is_ready(self, pending: Pending) -> bool:
-        return all(asked.under_way is None or asked.under_way.is_ready() for asked in pending.asked)
+        under_way = [request.under_way for request in pending.requests]
+        return all(call is None or call.is_ready() for call in under_way)
 
-    def result(self, asked: ToolRequest) -> Reply:
-        if asked.under_way is None:
-            assert asked.call is not None
-            return Reply(None, asked.call.problem)
-        reply: Reply = asked.under_way.result()
-        if asked.call is None or asked.call.objects is None or reply.error is not None:
+    def result(self, request: ToolRequest) -> Reply:
+        if request.under_way is None:
+            assert request.call is not None
+            return Reply(None, request.call.problem)
+        reply: Reply = request.under_way.result()
+        if request.call is None or request.call.objects is None or reply.error is not None:
             return reply
-        return Reply(*reply.value[asked.place])
+        return Reply(*reply.value[request.place])
 
     def answered(self, pending: Pending) -> Completion:
         """The turn with its reply behind it, to go on; or over, with the reason."""
         turn, messages = pending.turn, []
-        for asked in pending.asked:
-            result = self.result(asked)
-            if asked.call is not None:
-                message = tool_message(asked.call, result)
-                if asked.has_happened():
-                    message[CALLED_WITH] = plain(asked.call.arguments)
+        for request in pending.requests:
+            result = self.result(request)
+            if request.call is not None:
+                message = tool_message(request.call, result)
+                if request.has_happened():
+                    message[CALLED_WITH] = plain(request.call.arguments)
                 messages.append(message)
                 continue
             messages, problem = said_by_environment(result)
@@ -253,9 +254,9 @@ class TurnHandler:
 
     def give_up(self) -> dict[int, Completion]:
         for pending in self.pending.values():
-            for asked in pending.asked:
-                if asked.under_way is not None:
-                    asked.under_way.future.cancel()
+            for request in pending.requests:
+                if request.under_way is not None:
+                    request.under_way.future.cancel()
         left = {i: pending.turn for i, pending in self.pending.items()}
         self.pending.clear()
         return left

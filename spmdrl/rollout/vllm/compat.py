@@ -34,6 +34,9 @@ ENGINE_METHODS = (
 )  # fmt: skip
 
 
+BLANK = "spmdrl_blank"  # vLLM's load_format for an engine whose weights are pushed
+
+
 # ---- building and driving an engine
 
 
@@ -165,6 +168,27 @@ def detokenizer(tokenizer: Any, request: Any) -> Any:
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+
+def blank_format() -> str:
+    """Returns a load_format that reads no file: parameters have small random numbers, with which
+    vLLM measures its memory, and buffers are as they were made. vLLM's own "dummy" overwrites
+    buffers too, the scales of an attention layer for example. Registers a BaseModelLoader.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    class BlankLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            for parameter in model.parameters():
+                initialize_single_dummy_weight(parameter)
+
+    register_model_loader(BLANK)(BlankLoader)
+    return BLANK
 
 
 def weights_on_disk(model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -82,7 +82,8 @@ def build_core(
     from vllm import EngineArgs
 
     on_cpu = device.type == "cpu"
-    blank = {} if load_weights or config.quantization == "fp8" else {"load_format": "dummy"}
+    by_push = not load_weights and config.quantization != "fp8"
+    blank = {"load_format": compat.blank_format()} if by_push else {}
     args = EngineArgs(
         model=model,
         skip_tokenizer_init=True,

@@ -26,6 +26,7 @@ from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.model_files import eos_token_ids
 from spmdrl.rollout.base import (
+    WAKE_TAGS,
     Answer,
     Completion,
     Request,
@@ -47,7 +48,7 @@ from spmdrl.rollout.vllm.core import (
     import_vllm,
     preserved_process,
 )
-from spmdrl.rollout.weight_check import compare_weights
+from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
 
@@ -73,7 +74,7 @@ class VllmEngine:
                 f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
                 f"tp={topology.axis_size('tp')}"
             )
-        self.topology, self.looks = topology, looks
+        self.topology, self.looks, self.has_weights = topology, looks, load_weights
         self.model_path, self.max_model_len = model, max_model_len
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
@@ -258,6 +259,17 @@ class VllmEngine:
 
     # weights
 
+    @torch.no_grad()
+    def clear_weights(self) -> None:
+        if not self.has_weights:
+            clear_weights(self.model)
+
+    @torch.no_grad()
+    def require_written(self) -> None:
+        if not self.has_weights:
+            require_written(self.model)
+            self.has_weights = True
+
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Raises ValueError where a parameter would not be given."""
         if self.slots is not None:
@@ -385,14 +397,14 @@ class VllmEngine:
         else:
             self.core.sleep(level=2 if self.slots is None else 1)
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
         if not self.may_sleep:
             return
-        if self.on_cpu:
+        if not self.on_cpu:
+            self.core.wake_up(list(tags))
+        elif "kv_cache" in tags:
             vllm_cpu.restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
             self.freed_kv_cache = []
-        else:
-            self.core.wake_up()
 
     def shutdown(self) -> None:
         """Ends the engine. EngineCore.shutdown would destroy the caller's process groups too."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
-from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_arguments, loss_of
+from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
 from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
-from spmdrl.training.checks.arguments import check_arguments, is_number, shown
+from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
 Readers = dict[str, tuple[str, Callable[[AlgoConfig], bool]]]
@@ -56,7 +56,7 @@ READERS: Readers = {
 def check_algo(config: PpoConfig) -> None:
     """Raises ConfigError with the options, their values and the remedy."""
     algo = config.algo
-    check_arguments(algo)
+    check_all_options(algo)
     check_ranges(algo)
     check_read(algo)
     check_teacher(config)
@@ -141,36 +141,47 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
         "every sample advantage 0; use n of 2 or more",
     )
     require(
-        not estimator.greedy or config.rollout.greedy_baseline,
+        not estimator.needs_greedy or config.rollout.greedy_baseline,
         f"algo.advantage={name} needs the greedy answer to each prompt: set "
         "rollout.greedy_baseline=True",
     )
     require(
-        estimator.greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
+        estimator.needs_greedy or not config.rollout.greedy_baseline or not named(algo.advantage),
         f"rollout.greedy_baseline is set, but algo.advantage={name} has no use for it (remax has)",
     )
+    check_process_rewards(config, estimator)
+    check_advantage_options(config)
+
+
+def check_process_rewards(config: PpoConfig, estimator: Estimator) -> None:
+    """Refuses a process reward model where the estimator has no use for it, and the reverse."""
+    algo, name = config.algo, shown(config.algo.advantage)
     require(
         estimator.prm == (config.prm is not None),
         f"algo.advantage={name} "
         + ("needs prm=TrainConfig(...)" if estimator.prm else "has no use for prm; 'prime' has"),
     )
-    if estimator.prm:
-        require(
-            config.prm is not None and config.prm.model == config.ref.model,
-            "prime's reward is log pi_prm - log pi_ref: prm.model and ref.model must be the same, "
-            "the model that the prm starts from",
-        )
-        require(
-            algo.overlong_buffer == 0,
-            "algo.overlong_buffer changes the rewards, which advantage='prime' takes as labels",
-        )
-        require(
-            not config.rewards.per_turn,
-            f"rewards.per_turn adds to the reward, which advantage={name} takes as a label in 0..1 "
-            "of the whole sample; its rewards within a sample are those of prm",
-        )
-    args = algo.advantage_args
-    keys = {key: args["reward_keys"][key] for key in reward_keys_of(algo) if "reward_keys" in args}
+    if not estimator.prm:
+        return
+    require(
+        config.prm is not None and config.prm.model == config.ref.model,
+        "prime's reward is log pi_prm - log pi_ref: prm.model and ref.model must be the same, "
+        "the model that the prm starts from",
+    )
+    require(
+        algo.overlong_buffer == 0,
+        "algo.overlong_buffer changes the rewards, which advantage='prime' takes as labels",
+    )
+    require(
+        not config.rewards.per_turn,
+        f"rewards.per_turn adds to the reward, which advantage={name} takes as a label in 0..1 "
+        "of the whole sample; its rewards within a sample are those of prm",
+    )
+
+
+def check_advantage_options(config: PpoConfig) -> None:
+    """Refuses options of the estimator that another option leaves without an effect."""
+    args = config.algo.advantage_args
     require(
         args.get("lam", 1.0) == 1.0
         or args.get("lam_critic") is None
@@ -179,6 +190,13 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
         f"{args.get('lam_alpha')} makes the actor's lambda, lam_critic={args.get('lam_critic')} "
         "is the critic's",
     )
+    check_reward_keys(config)
+
+
+def check_reward_keys(config: PpoConfig) -> None:
+    """Refuses reward keys without a weight, and rewards that no key has (GDPO)."""
+    algo, args = config.algo, config.algo.advantage_args
+    keys = {key: args["reward_keys"][key] for key in reward_keys_of(algo) if "reward_keys" in args}
     require(
         algo.advantage != "gdpo" or algo.overlong_buffer == 0,
         "algo.overlong_buffer is added to the reward, and advantage='gdpo' reads only "
@@ -202,7 +220,7 @@ def check_estimator(config: PpoConfig, estimator: Estimator) -> None:
 
 
 def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
-    name, loss, options = algo.policy_loss, loss_of(algo), loss_arguments(algo)
+    name, loss, options = algo.policy_loss, loss_of(algo), loss_options(algo)
     if loss.of_sequences:
         chosen = aggregation_of(algo)
         require(

@@ -105,7 +105,7 @@ def check_places(config: RunConfig) -> None:
 LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
         "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
-        "activation_offload": False, "ema": 0.0,
+        "activation_offload": False, "offload_policy": False, "ema": 0.0,
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
@@ -136,6 +136,7 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         raise ConfigError(f"{name}.{what} on ranks {show_ranks(ranks)}: {error}") from error
     optim = role.optim
     check_optimizer(name, role)
+    check_offload_policy(name, role)
     for field, value, fits in (
         ("muon_momentum", optim.muon_momentum, optim.muon_momentum < 1),
         ("betas", optim.betas, len(optim.betas) == 2 and all(b < 1 for b in optim.betas)),
@@ -157,6 +158,23 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "
         f"warmup_steps={optim.warmup_steps}, e.g. {updates}, the number of optimizer steps of "
         "this run",
+    )
+
+
+def check_offload_policy(name: str, role: TrainConfig) -> None:
+    if not role.offload_policy:
+        return
+    for field in ("offload_params", "offload_optimizer"):
+        require(
+            not getattr(role, field),
+            f"{name}.{field} has no effect with {name}.offload_policy, which keeps weights, "
+            "gradients and the optimizer on the CPU all the time: leave one of them out",
+        )
+    require(
+        role.optim.name != "muon",
+        f"{name}.offload_policy with {name}.optim.name='muon': the optimizer steps on the CPU, "
+        "where making whole matrices orthogonal takes minutes a step; use 'adamw' or 'adamw8bit', "
+        "or offload_optimizer, which moves the optimizer only while the role is idle",
     )
 
 

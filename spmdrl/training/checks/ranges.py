@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.config import ConfigError
 
 MOST = {int: 2**40, float: 1e15}  # what is above is a slip, and would overflow somewhere
-OPTIONS = ("loss_args", "advantage_args")  # arguments.py knows their ranges
+OPTIONS = ("loss_args", "advantage_args")  # options.py knows their ranges
 TINY = 1e-300  # floats at least this are above 0
 
 # field -> (lowest, highest); None: MOST

@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from spmdrl.config import ProfileConfig, RunConfig, require
+from spmdrl.distributed.accelerator import is_amd
 from spmdrl.distributed.placement import as_text, parse_ranks, spans_in
 from spmdrl.training.runtime import Runtime
 
@@ -43,19 +44,20 @@ class Profiler:
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         topology = runtime.topology
-        self.asked, self.phases = config.profile or ProfileConfig(), runtime.phases
+        self.config, self.phases = config.profile or ProfileConfig(), runtime.phases
         self.folder, self.rank = Path(runtime.run_dir, "profile"), topology.rank
         self.on_gpu = topology.device.type == "cuda"
+        self.under_nsys = self.on_gpu and not is_amd()  # it may be there, and be told
         self.steps: set[int] = set()
         if config.profile is None:
             return
         require(
-            self.asked.trace or self.on_gpu,
-            "profile.trace=False leaves it to nsys, which records what GPUs do, and this run is on "
-            "CPUs: leave profile.trace out",
+            self.config.trace or self.under_nsys,
+            "profile.trace=False leaves it to nsys, which records what NVIDIA GPUs do, and this "
+            f"run is on {'AMD GPUs' if self.on_gpu else 'CPUs'}: leave profile.trace out",
         )
-        if self.rank in parse_ranks(self.asked.ranks, topology.world, "profile.ranks"):
-            self.steps = steps_of(self.asked, config.steps)
+        if self.rank in parse_ranks(self.config.ranks, topology.world, "profile.ranks"):
+            self.steps = steps_of(self.config, config.steps)
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
@@ -63,10 +65,10 @@ class Profiler:
             yield
             return
         with ExitStack() as undo:
-            if self.asked.trace:
+            if self.config.trace:
                 undo.enter_context(self.recording(step))
-            if self.on_gpu:
-                undo.enter_context(torch.cuda.profiler.profile())  # nsys: the window
+            if self.under_nsys:
+                undo.enter_context(torch.cuda.profiler.profile())  # the window
                 undo.callback(torch.cuda.synchronize)
             undo.callback(setattr, self.phases, "mark", self.phases.mark)
             self.phases.mark = self.mark
@@ -78,17 +80,17 @@ class Profiler:
         """A range of that name, in torch's trace and in nsys's."""
         with ExitStack() as undo:
             undo.enter_context(record_function(name))
-            if self.on_gpu:
+            if self.under_nsys:
                 undo.enter_context(torch.cuda.nvtx.range(name))
             yield
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        asked = self.asked
+        config = self.config
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
         profiler = profile(
-            activities=devices, record_shapes=asked.shapes, profile_memory=asked.memory,
-            with_stack=asked.stacks,
+            activities=devices, record_shapes=config.shapes, profile_memory=config.memory,
+            with_stack=config.stacks,
         )  # fmt: skip
         profiler.start()
         try:
@@ -132,9 +134,9 @@ def mend_names(trace: Path) -> None:
             text[found.start(1) : found.end(1)] = found[1].translate(PLAIN)
 
 
-def steps_of(asked: ProfileConfig, total: int) -> set[int]:
+def steps_of(config: ProfileConfig, total: int) -> set[int]:
     """Returns the steps that are profiled, of a run of `total` steps. Raises ConfigError."""
-    text, where = as_text(asked.steps), "profile.steps"
+    text, where = as_text(config.steps), "profile.steps"
     steps: set[int] = set()
     for first, last in spans_in(text, where, "steps like '3-4', '3', '3,5-7'"):
         require(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from embedded_models import PP2, TP2, host_model, rl_config
+from nccl_rules import BACKENDS
 from ranks import run_ranks
 from training_batches import CONFIG, whole_batch
 
@@ -16,7 +17,13 @@ from spmdrl.config import (
     TrainConfig,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
+
+
+@pytest.fixture
+def nccl_alone(monkeypatch):
+    """On GPUs the host's groups would have no gloo, as those of most Megatron programs."""
+    monkeypatch.setenv(BACKENDS, "nccl")
 
 
 def host_updates_on(topology, cases, model, folder):
@@ -219,6 +226,7 @@ def differing_on(topology, folder, model):
     return said, rl.logprob_gap
 
 
+@pytest.mark.usefixtures("nccl_alone")
 def test_a_host_that_computes_something_else_is_refused_with_the_gap(qwen3, tmp_path):
     from programs import write_task
 
@@ -228,6 +236,7 @@ def test_a_host_that_computes_something_else_is_refused_with_the_gap(qwen3, tmp_
         assert gap > 3e-4
 
 
+@pytest.mark.usefixtures("nccl_alone")
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):

@@ -48,6 +48,7 @@ def test_few_lines_make_it_rl():
 
 @pytest.mark.megatron
 @pytest.mark.ranks
+@pytest.mark.strict_nccl
 @pytest.mark.timeout(420)
 def test_the_program_trains_and_then_learns_from_rewards(folder):
     said = run(folder, "train.py", "--train-iters", "200", "--log-interval", "50")

@@ -71,8 +71,8 @@ def test_a_failure_inside_the_update_is_said_at_once_and_ends_all(qwen3, tmp_pat
     if how == "raises":
         assert "spmdrl: rank 1" in logs[1]  # who failed says it
         assert (phase, cause) == ("update_actor", "RuntimeError: the lights went out")
-        story = json.loads(Path(tmp_path, "run", "errors", "rank_1.json").read_text())
-        assert "in fail" in story["details"]
+        failure = json.loads(Path(tmp_path, "run", "errors", "rank_1.json").read_text())
+        assert "in fail" in failure["details"]
     else:
         assert "ended without a word" in cause
 

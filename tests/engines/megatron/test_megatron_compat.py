@@ -2,7 +2,10 @@
 moved.
 """
 
+import os
+import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from spmdrl.engines.megatron import compat, cpu_shim
+from spmdrl.checkpoint.safe_load import ShardReader
+from spmdrl.config import ConfigError
+from spmdrl.engines.megatron import checkpoint, compat, cpu_shim
 
 pytestmark = pytest.mark.megatron
 
@@ -93,6 +98,35 @@ def test_megatron_still_asks_get_filesystem_reader_for_its_reader(tmp_path: Path
     folders.clear()
     dist_checkpointing.load(sharded(torch.zeros(4)), str(tmp_path))
     assert not folders
+
+
+def test_what_megatrons_own_save_wrote_is_read_without_running_what_is_in_it(
+    tmp_path: Path,
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(sharded(torch.arange(4.0)), str(tmp_path))
+    with compat.reading_with(ShardReader):
+        found = dist_checkpointing.load(sharded(torch.zeros(4)), str(tmp_path))
+    assert torch.equal(found["weight"], torch.arange(4.0)) and found["note"] == 7
+    index = Path(tmp_path, ".metadata")
+    with index.open("rb") as file:
+        metadata = pickle.load(file)
+    assert metadata.all_local_plans  # of torch's planner
+    metadata.all_local_plans[0] = replace(metadata.all_local_plans[0], planner_data=os.getcwd)
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match=r"it names posix\.getcwd"):
+        ShardReader(str(tmp_path)).read_metadata()
+
+
+def test_a_checkpoint_of_another_megatron_program_is_refused_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save(sharded(torch.arange(4.0)), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"another program wrote.*save_hf_weights"):
+        checkpoint.load(SimpleNamespace(), tmp_path)
 
 
 def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:

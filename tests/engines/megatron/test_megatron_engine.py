@@ -11,7 +11,7 @@ from training_batches import CONFIG, LENS, whole_batch
 
 from spmdrl.config import AlgoConfig, OptimConfig, TrainConfig
 
-pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
 MEGATRON = replace(CONFIG, engine="megatron")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import CONFIG, metrics_of, train, write_task
 
-pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
+pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
 # an actor on tensor-parallel ranks, not trained before step 3; a critic in two pipeline stages
 MEGATRON = CONFIG.replace(

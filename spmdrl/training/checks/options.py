@@ -1,7 +1,7 @@
 """Checks the names of the policy loss and the estimator, and the options that a config gives them.
 
 The options of a loss or an estimator are the keyword-only parameters of its function, see
-spmdrl/algo/arguments.py.
+spmdrl/algo/options.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from math import isfinite
 from typing import Any, Literal
 
 from spmdrl.algo.advantages import ESTIMATORS, Estimator, estimator_of
-from spmdrl.algo.arguments import Option, options_of, parameters_of, takes_any_option
 from spmdrl.algo.losses import POLICY_LOSSES, PolicyLoss, loss_of
+from spmdrl.algo.options import Option, options_of, parameters_of, takes_any_option
 from spmdrl.cli.arguments import converted
 from spmdrl.config import AlgoConfig, ConfigError, require
 
 
-def check_arguments(algo: AlgoConfig) -> None:
+def check_all_options(algo: AlgoConfig) -> None:
     """Raises ConfigError for an unknown name, and for options that the function does not have or
     whose values are out of range.
     """

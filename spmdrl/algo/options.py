@@ -4,7 +4,7 @@
 
 A run sets them by name: algo.loss_args={"tau_pos": 2.0}, or algo.advantage_args for an estimator.
 So no option can be set that nothing reads. The annotation of a parameter is its type and its range;
-`spmdrl/training/checks/arguments.py` checks both before a run starts.
+`spmdrl/training/checks/options.py` checks both before a run starts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def takes_any_option(function: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def given_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def given_options(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that `args` sets, each as the type that the function declares: 4 as 4.0
     where it is a float. Raises ConfigError for a value of another type.
     """
@@ -73,10 +73,10 @@ def given_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> di
     }
 
 
-def arguments_of(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def option_values(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the value of every option: what `args` sets, else the default."""
     defaults = {name: option.default for name, option in options_of(function).items()}
-    return defaults | given_arguments(function, args)
+    return defaults | given_options(function, args)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

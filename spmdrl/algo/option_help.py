@@ -1,0 +1,71 @@
+"""The options of every policy loss and estimator, for --help.
+
+They are read from the source of the functions: --help comes at once, and to import the functions
+takes the seconds that torch takes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from spmdrl.algo import options
+from spmdrl.algo.options import Range
+
+TABLES = {
+    "--algo.loss_args.": ("losses.py", "POLICY_LOSSES", "policy loss"),
+    "--algo.advantage_args.": ("advantages.py", "ESTIMATORS", "estimator"),
+}
+
+
+def option_lines() -> list[str]:
+    """Returns a line for each loss and estimator that has options: name, type, default, range."""
+    lines = []
+    for flag, (file, table, kind) in TABLES.items():
+        tree = ast.parse(Path(__file__).with_name(file).read_text())
+        lines += ["", f"{flag}  The options of each {kind}."]
+        lines += [
+            f"  {name}: {', '.join(found)}" for name, found in options_in(tree, table) if found
+        ]
+    return lines
+
+
+def options_in(tree: ast.Module, table: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields each entry of the dict of that name with the options of the entry's function."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    values = values_in(tree)
+    entries = values[table]
+    assert isinstance(entries, ast.Dict)
+    for key, record in zip(entries.keys, entries.values, strict=True):
+        assert isinstance(key, ast.Constant) and isinstance(record, ast.Call)
+        arguments = functions[ast.unparse(record.args[0])].args
+        options = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        yield str(key.value), [option_text(option, default, values) for option, default in options]
+
+
+def values_in(tree: ast.Module) -> dict[str, ast.expr]:
+    """Returns what the module assigns to names at its top."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return {
+        ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target): node.value
+        for node in assigned
+        if node.value is not None
+    }
+
+
+def option_text(option: ast.arg, default: ast.expr | None, values: dict[str, ast.expr]) -> str:
+    """Returns "tau_pos: float = 1.0 (above 0)"."""
+    assert option.annotation is not None
+    text, limits = ast.unparse(option.annotation), ""
+    for node in ast.walk(option.annotation):
+        kinds = get_args(getattr(options, node.id, None)) if isinstance(node, ast.Name) else ()
+        if isinstance(node, ast.Name) and kinds and isinstance(kinds[1], Range):
+            text, limits = text.replace(node.id, kinds[0].__name__), f" ({kinds[1].text})"
+    if default is None:
+        return f"{option.arg}: {text}{limits}, to be set"
+    default = values.get(ast.unparse(default), default)
+    if isinstance(default, ast.Call):  # MappingProxyType({})
+        default = default.args[0]
+    return f"{option.arg}: {text} = {ast.unparse(default)}{limits}"
