@@ -20,6 +20,7 @@ from pathlib import Path
 import fire
 import numpy as np
 from scale_control import Point, checkpoint, descriptors, phase_end, reports, show, store
+from scale_plan import plan_points
 
 REAL, SIMULATED = (2, 4, 8, 16, 32, 64), (128, 256, 512, 1024)
 # name -> (numbers of real ranks, of simulated ones) -> points
@@ -29,7 +30,7 @@ MEASUREMENTS: dict[str, Callable[[list[int], list[int]], list[Point]]] = {
     "reports": reports,
     "checkpoint": checkpoint,
     "store": store,
-    # "plan": scale_plan.plan  (the weight plan)
+    "plan": plan_points,
 }
 STYLES = {"measured": "o-", "simulated": "s--", "model": "^:"}
 

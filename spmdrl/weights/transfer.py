@@ -25,10 +25,12 @@ from spmdrl_kernels.copies import Copies, Quantized
 from torch import Tensor
 
 from spmdrl.distributed.topology import Topology
-from spmdrl.weights.boxes import numel, whole
+from spmdrl.weights.boxes import numel
 from spmdrl.weights.bucket_messages import Binder, BoundBucket, Held, Message
-from spmdrl.weights.plan import TransferPlan, Weight, make_transfer_plan
-from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
+from spmdrl.weights.classes import Weight
+from spmdrl.weights.holders import agree_on_shards
+from spmdrl.weights.plan import TransferPlan, plan_of_full_tensor
+from spmdrl.weights.shards import Shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 16 << 20
@@ -221,11 +223,9 @@ def full_tensors(
     kept.
     """
     me, device = dist.get_rank(), topology.device
-    held = shards()
+    held, ranks = shards(), tuple(tuple(row) for row in table)
     for weight in weights:
-        box = whole(weight.shape)
-        needed = [[(0, box)] for _ in table[0]]
-        plan = make_transfer_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
+        plan = plan_of_full_tensor(me, weight, ranks, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:
