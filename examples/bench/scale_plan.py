@@ -63,13 +63,13 @@ def plan(
 
 
 def plan_points(real: list[int], simulated: list[int]) -> list[Point]:
-    """For scale.py: seconds to plan Llama-70B's weights on the last rank, with `tp` 8 where there
-    are as many ranks."""
+    """For scale.py: one core's seconds to plan Llama-70B's weights on the last rank, with engines
+    of 8 ranks where there are as many."""
     found = []
     for world in (*real, *simulated):
         for layout in ("fsdp", "hsdp"):
             row = in_fresh_process(world, layout, "llama70b", min(8, world), world - 1, 0)
-            found.append(Point(f"weight plan, {layout}", "s", "simulated", world, row["plan_s"]))
+            found.append(Point(f"weight plan, {layout}", "s", "simulated", world, row["cpu_s"]))
     return found
 
 
