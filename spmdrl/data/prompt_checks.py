@@ -61,7 +61,7 @@ class MostImages:
 
 
 class RowsSeen(NamedTuple):
-    """What the rows of a data set hold, counted over all ranks."""
+    """Counts of what the rows of a data set hold, over all ranks."""
 
     data_sources: tuple[str, ...]  # sorted
     num_escaped: int
