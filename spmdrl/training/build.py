@@ -135,7 +135,7 @@ def build(
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            topologies.weights,
+            topologies.weights, in_place=weights_stay(config),
         )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         roles = Roles(
@@ -152,6 +152,12 @@ def build(
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     return RlRun(config, runtime, roles, prompts, held_out, order)
+
+
+def weights_stay(config: PpoConfig) -> bool:
+    """Returns True if neither the actor's weights nor the engine's leave the GPU between pushes."""
+    actor = config.actor
+    return not (actor.offload_params or actor.offload_policy or config.rollout.sleep)
 
 
 def check_enough(config: PpoConfig, num_prompts: int) -> None:

@@ -98,15 +98,18 @@ class WeightSync:
         dtype: str,
         config: WeightsConfig,
         topology: Topology | None = None,
+        in_place: bool = False,
     ) -> None:
         """Collective over the job. actor and rollout: None outside their topologies. topology: of
-        the ranks of both; None: it is made.
+        the ranks of both; None: it is made. in_place: no role's weights leave the GPU between
+        pushes, so that a push may keep its views of them for the next; on a CPU it always does.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
+        self.in_place = in_place or device.type == "cpu"
         both = {*actor_topology.ranks, *rollout_topology.ranks}
         self.topology = topology or Topology.build(device, tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
@@ -231,6 +234,7 @@ class WeightSync:
             plan, partial(self.shards, weights),
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
             dtype, self.topology.device, self.topology.group, scales=scales,
+            in_place=self.in_place and self.derived is None,
         )  # fmt: skip
 
     def build_block_groups(self) -> None:
