@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from plan_configs import data_config, ppo_config
 
+from spmdrl.cli.arguments import dry_flags
 from spmdrl.config import (
     AlgoConfig,
     ConfigError,
@@ -289,6 +290,16 @@ def test_a_plan_that_does_not_fit_may_be_a_warning(shapes, caplog):
     caplog.clear()
     check_memory(config, 1, replace(planner(80.0), plan=lambda c, w: memory_plan(c, w)))
     assert not caplog.text  # on CPUs no GPU is too small
+
+
+def test_the_size_of_a_gpu_is_for_dry_runs():
+    assert dry_flags(True, 64, False, 80).gpu_gib == 80.0
+    assert dry_flags(True, 0, False).gpu_gib == 0
+    with pytest.raises(ConfigError, match="is for --dry-run"):
+        dry_flags(False, 0, False, 80)
+    for given, words in ((-1, "such as 80"), (float("nan"), "such as 80"), ("x", "gpu_gib")):
+        with pytest.raises(ConfigError, match=words):
+            dry_flags(True, 0, False, given)
 
 
 def test_checkpointing_is_on_by_itself_on_gpus_alone():
