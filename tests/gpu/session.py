@@ -151,6 +151,8 @@ def run_part(part: Part, session: Session) -> Found:
         return result(part, session, CANNOT, text.strip().splitlines()[-1], seconds)
     if code:
         return result(part, session, FAILED, reason(text, code), seconds, figures)
+    if part.is_tests and "passed" not in figures:
+        return result(part, session, CANNOT, "its tests were all skipped", seconds, figures)
     return result(part, session, PASSED, "", seconds, figures)
 
 

@@ -58,6 +58,8 @@ raise ValueError("the loss is 3, with one rank 2")''')),
     Part("hangs", "waits", 2.5, command=("-c", HANGS)),
     Part("tests", "pytest", 50, command=("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-c",
                                          "/dev/null", "some_tests.py"), needs=("pytest",)),
+    Part("skips", "pytest", 50, command=("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-c",
+                                         "/dev/null", "-k", "test_c", "some_tests.py")),
     Part("lacks", "needs what is not there", 20, needs=("no_such_module",)),
     Part("refuses", "this GPU", 20, command=("-c", "print('too old a GPU'); raise SystemExit(77)")),
     Part("sharing", "two ranks", 20, 2, command=("-c", "raise SystemExit('NCCL is too old')")),
@@ -75,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("session")
     Path(path, "page.md").write_text(PAGE)
     tests = "def test_a():\n    assert True\n\ndef test_b():\n    assert 1 == 2, 'one is not two'\n"
+    tests += "\nimport pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_c():\n    pass\n"
     Path(path, "some_tests.py").write_text(tests)
     for _ in range(2):
         command = [sys.executable, "-c", DRIVER, str(ROOT / "tests/gpu")]
@@ -88,11 +91,12 @@ def test_no_part_stops_the_others(folder: Path) -> None:
     found = json.loads(Path(folder, "results.json").read_text())["parts"]
     ended = {name: result["result"] for name, result in found.items()}
     assert ended == {"good": "passed", "bad": "failed", "hangs": "over its limit",
-                     "tests": "failed", "lacks": "cannot", "refuses": "cannot",
+                     "tests": "failed", "skips": "cannot", "lacks": "cannot", "refuses": "cannot",
                      "sharing": "failed", "pair": "cannot", "long": "no time"}  # fmt: skip
     assert found["good"]["figures"]["tokens/s"] == 5
     assert found["bad"]["why"] == "ValueError: the loss is 3, with one rank 2"
-    assert found["tests"]["figures"] == {"passed": 1, "failed": 1}
+    assert found["tests"]["figures"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["skips"]["why"] == "its tests were all skipped"
     assert "test_b" in found["tests"]["why"] and "one is not two" in found["tests"]["why"]
     assert found["lacks"]["why"] == "the environment has no no_such_module"
     assert found["refuses"]["why"] == "too old a GPU"
@@ -123,7 +127,7 @@ def test_the_table_stands_in_its_page(folder: Path) -> None:
     assert page == PAGE.replace("an old table\n", table)
     assert "1 x None Such, driver 1, 2 processor cores, torch 0, python 3, NCCL 2.29.7" in table
     rows = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + 9 and all(row.count("|") == 7 for row in rows)
+    assert len(rows) == 1 + 10 and all(row.count("|") == 7 for row in rows)
     assert "| good | says a number | 1 | passed | 0 | tokens/s 5; of / for (x) |" in rows
     assert any(row.startswith("| pair | two ranks | 2, sharing a GPU | cannot |") for row in rows)
 
@@ -135,7 +139,7 @@ def test_a_page_without_its_place_is_refused(tmp_path: Path) -> None:
     session_table.check(ROOT / "docs/gpu.md")
 
 
-def call(*args: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def call(*args: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / "tests/gpu/session.sh"), *args]
     return subprocess.run(command, text=True, capture_output=True, timeout=timeout_s)
 
@@ -157,12 +161,12 @@ def test_a_session_by_gloo(tmp_path: Path) -> None:
     """All of it but the GPU: the environment is looked at, a real part runs, its row is written."""
     Path(tmp_path, "page.md").write_text(PAGE)
     places = ("--out", f"{tmp_path}/out", "--work", f"{tmp_path}/work")
-    args = ("--python", sys.executable, "--minutes", "2", "--parts", "sharing", *places, "--page",
+    args = ("--python", sys.executable, "--minutes", "4", "--parts", "sharing", *places, "--page",
             f"{tmp_path}/page.md")  # fmt: skip
     done = call(*args, "--cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     table = Path(tmp_path, "out/table.md").read_text()
-    assert "`tests/gpu/session.sh --minutes 2 --parts sharing --cpu`:" in table
+    assert "`tests/gpu/session.sh --minutes 4 --parts sharing --cpu`:" in table
     assert "| sharing | every collective of training, by NCCL | 2 | passed |" in table
     assert "all-reduce GB/s" in table
     assert Path(tmp_path, "page.md").read_text() == PAGE  # it says nothing of a GPU
