@@ -305,7 +305,7 @@ def checkpoint(real: list[int], simulated: list[int]) -> list[Point]:
     """Everything of a save and a load but the tensors' bytes, of 2,160 tensors in as many parts as
     ranks. Before: torch.distributed.checkpoint's plans, which each rank gathers and merges."""
     points = []
-    for world in [n for n in real if n <= 16]:  # plans of all ranks on each of them: gigabytes
+    for world in [n for n in real if n <= 8]:  # plans of all ranks on each of them: gigabytes
         found = on_ranks(world, plan_as_torch)
         add_checkpoint(points, "save, before", world, found, "measured")
     for world in real:
@@ -514,7 +514,7 @@ def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
     watching = CountingStore(dist.PrefixStore("watchdog", store.clone()))
     with tempfile.TemporaryDirectory() as folder:
         after = (rank + 1) % world
-        watchdog = Watchdog(watching, rank, world, Path(folder), 600, neighbour=after)
+        watchdog = Watchdog(watching, rank, world, Path(folder), 600, LIMIT_S, after)
         time.sleep(4 * PERIOD_S)
         before, began = watching.calls.total(), time.monotonic()
         time.sleep(8 * PERIOD_S)
