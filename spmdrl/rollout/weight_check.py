@@ -201,8 +201,10 @@ def find_expert(
 ) -> ExpectedSlice:
     """stack: what comes before the number of the expert in its name."""
     of_down = leaf in DOWN
+    fused = "w2_weight" if of_down else "w13_weight"
     names = [
-        f"{stack}.routed_experts.{'w2_weight' if of_down else 'w13_weight'}",
+        f"{stack}.routed_experts.{fused}",
+        f"{stack}.{fused}",  # SGLang's
         f"{stack.replace('.block_sparse_moe.', '.mlp.')}.{DOWN[0] if of_down else 'gate_up_proj'}",
     ]
     found = [name for name in names if name in parameters]

@@ -40,7 +40,7 @@ CALLED = {
     ),
     "srt.managers.schedule_batch": ("FINISH_LENGTH.__init__",),
     "srt.sampling.sampling_params": ("SamplingParams", "SamplingParams.normalize"),
-    "srt.runtime_context": ("SpawnRanks", "publish"),
+    "srt.runtime_context": ("SpawnRanks", "publish", "reset_context"),
     "srt.server_args": (
         "ServerArgs.resolve_once", "ServerArgs.check_server_args", "PortArgs",
     ),

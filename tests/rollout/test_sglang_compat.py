@@ -13,16 +13,39 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_checks import INSTALLED
+from rollout_checks import INSTALLED, engine_class, push_in_place, worst_error
+from safetensors.torch import load_file
+from tiny_megatron_models import save_model
 
 from spmdrl.config import RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.rollout.base import SamplingParams
 from spmdrl.rollout.sglang import compat
 
 pytestmark = pytest.mark.skipif("sglang" not in INSTALLED, reason="needs SGLang, and a GPU")
 
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=4, kv_cache_mib=16)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_weights_of_other_families_are_pushed_in_place(
+    family: str, topology: Topology, tmp_path: Path
+) -> None:
+    """The first test of the file: no other engine may stand. Experts; an own head."""
+    sizes = {"qwen3_moe": {"moe_intermediate_size": 64}, "llama": {"intermediate_size": 128}}
+    model = save_model(family, tmp_path, **sizes[family]).eval()  # SGLang pads others on a CPU
+    stored = load_file(tmp_path / "model.safetensors")
+    made = engine_class("sglang")(str(tmp_path), CONFIG, 64, topology)
+    try:
+        assert made.check_weights(iter(stored.items())) == len(stored)
+        away = worst_error(made, model, SamplingParams(max_tokens=12), n=6)
+        assert away < (1e-2 if made.device.type == "cuda" else 1e-5)
+        new = {name: tensor + 0.02 for name, tensor in stored.items()}
+        push_in_place(made, new)
+        assert made.check_weights(iter(new.items())) == len(stored)
+    finally:
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -91,25 +91,31 @@ def build_scheduler(args: Any, rank: int, gpu: int) -> Any:
 
 def shutdown(scheduler: Any) -> None:
     """Frees what the scheduler holds. Its watchdog's thread keeps the object itself, so that it is
-    emptied; a scheduler has no method for it that leaves the caller's process groups alone.
+    emptied; a scheduler has no method for it that leaves the caller's process groups alone. Calls
+    sglang.srt.runtime_context.reset_context, since what is published is the process's.
     """
+    from sglang.srt.runtime_context import reset_context
+
     scheduler.release_host_resources()
     vars(scheduler).clear()
+    reset_context()
 
 
 def destroy_groups() -> None:
     """Destroys SGLang's own process groups, made beside the caller's. Imports nothing: where SGLang
-    could not be imported, that is what the user is to read. Reads and clears _WORLD in
-    sglang.srt.distributed.parallel_state, whose destroy_distributed_environment would destroy the
-    caller's default group too.
+    could not be imported, that is what the user is to read. Reads and clears _WORLD and _SELF_PP in
+    sglang.srt.distributed.parallel_state: destroy_model_parallel leaves the latter, and
+    destroy_distributed_environment would destroy the caller's default group too.
     """
     parallel_state: Any = sys.modules.get("sglang.srt.distributed.parallel_state")
     if parallel_state is None:
         return
     parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    for name in ("_SELF_PP", "_WORLD"):
+        group = getattr(parallel_state, name)
+        if group is not None:
+            group.destroy()
+            setattr(parallel_state, name, None)
 
 
 def model_of(scheduler: Any) -> Any:

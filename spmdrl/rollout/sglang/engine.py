@@ -341,11 +341,12 @@ class SglangEngine:
 
     def shutdown(self) -> None:
         """Ends the engine, without SGLang's own end, which would abort the caller's groups."""
-        compat.shutdown(self.scheduler)
+        scheduler = self.scheduler
         del self.scheduler
         self.queued.clear()
-        gc.collect()
         self.leave()
+        compat.shutdown(scheduler)
+        gc.collect()
 
     def leave(self) -> None:
         SglangEngine.live = False
