@@ -31,7 +31,7 @@ def cheapest(
     for block in (b for b in range(1, engines + 1) if engines % b == 0):
         held = _held_shares(weights, regions, table, block)
         if held is not None:
-            found.append((_cost(weights, regions, table, block, held), block, held))
+            found.append((cost_of(weights, regions, table, block, held), block, held))
             break  # larger blocks would gather more
     for block in sorted({1, engines}):
         even: list[list[Shares]] = [
@@ -43,7 +43,7 @@ def cheapest(
             ]
             for tp_rank, needed in enumerate(regions)
         ]
-        found.append((_cost(weights, regions, table, block, even), block, even))
+        found.append((cost_of(weights, regions, table, block, even), block, even))
     _, block, shares = min(found, key=lambda candidate: candidate[:2])
     return block, shares
 
@@ -123,7 +123,7 @@ def _pieces(
                     yield receiver, region, position, TransferPiece(sender, region, part)
 
 
-def _cost(
+def cost_of(
     weights: list[Weight], regions: Sequence[Regions], table: Table, block: int,
     shares: list[list[Shares]],
 ) -> Cost:  # fmt: skip

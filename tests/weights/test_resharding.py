@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +74,9 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
     from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.vllm.engine import VllmEngine
     from spmdrl.training import weight_sync as sync
+    from spmdrl.weights import plan
+    from spmdrl.weights.bucket_messages import Binder
+    from spmdrl.weights.transfer import gathered
 
     engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     results = []
@@ -97,15 +102,22 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             case.dtype,
             WeightsConfig(check=True),
         )
-        stats = []
-        for step in range(2):
+        stats, planned, bound = [], [], []
+        for step in range(3):
             if actor is not None:
                 change(actor, step)
             if step == 1:
                 move_some(actor, rollout)
-            stats.append(weights.push())
+            with calls_of(plan, "make_transfer_plan") as plans, calls_of(Binder, "bind") as binds:
+                stats.append(weights.push())  # and checks them
+                if actor is not None:
+                    for _ in gathered(actor.named_shards(), weights.dtype, 1 << 20, actor_ranks):
+                        pass
+            planned.append(len(plans))
+            in_push = {id(b) for transfer in weights.transfers for b in transfer.plan.buckets}
+            bound.append(sum(id(bucket) in in_push for bucket in binds))
         if actor is not None:
-            change(actor, 2)
+            change(actor, 3)
         noticed = False
         try:
             weights.check()
@@ -115,12 +127,29 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
             "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
             "costs": [transfer.plan.cost for transfer in weights.transfers],
+            "plans": planned, "bound": bound,
             "refused": refuses_infinity(weights) if case.quantization else "",
         })  # fmt: skip
         if rollout is not None:
             rollout.shutdown()
         torch.distributed.barrier()
     return results
+
+
+@contextmanager
+def calls_of(owner: Any, name: str) -> Iterator[list[Any]]:
+    """Notes the last argument of every call of a function, which is called as ever."""
+    real, seen = getattr(owner, name), []
+
+    def counted(*args: Any) -> Any:
+        seen.append(args[-1])
+        return real(*args)
+
+    setattr(owner, name, counted)
+    try:
+        yield seen
+    finally:
+        setattr(owner, name, real)
 
 
 def refuses_infinity(weights: Any) -> str:
@@ -179,6 +208,10 @@ def prove(world: int, cases: list[Case], timeout_s: float = 70) -> list[list[dic
             assert result["planned"] == result["moved"], (case, rank)
             assert result["noticed"] == (rank in case.rollout), (case, rank)
             assert result["opaque"] == 0, case
+            # a push, its check and an export plan what is new to them, once; views that were made
+            # for a push serve the next one, unless tensors have moved
+            assert result["plans"][1:] == [0, 0], (case, rank)
+            assert result["bound"][2] == 0, (case, rank)
         costs = ranks[case.actor[0]]["costs"]
         moved = sum(result["moved"][0] for result in ranks)
         assert moved == sum(cost.handed + cost.gathered for cost in costs), case
@@ -187,7 +220,7 @@ def prove(world: int, cases: list[Case], timeout_s: float = 70) -> list[list[dic
 
 def test_one_rank(qwen3: Path, odd: str) -> None:
     (results,) = prove(1, [Case([0], [0], str(qwen3)), Case([0], [0], odd)])
-    assert all(result["moved"] == [0, 0] for result in results)
+    assert all(result["moved"] == [0, 0, 0] for result in results)
 
 
 def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
