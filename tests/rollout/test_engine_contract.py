@@ -436,3 +436,12 @@ def test_tensor_parallel_must_be_what_the_topology_has(qwen3: Path, topology: To
     for name in INSTALLED:
         with pytest.raises(ConfigError, match="tensor_parallel=2"):
             engine_class(name)(str(qwen3), config, 64, topology)
+
+
+def test_a_part_of_padding_alone_is_no_difference():
+    """Of a small vocabulary, on the last of several tensor-parallel ranks."""
+    from spmdrl.rollout.weight_check import ExpectedSlice, compare
+
+    compare(
+        "lm_head.weight", ExpectedSlice("lm_head.weight", torch.empty(0, 64), torch.empty(0, 64))
+    )
