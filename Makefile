@@ -11,7 +11,8 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-algos bench-kernels verdicts soak clean
+.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-algos bench-kernels gpu-session verdicts soak \
+	clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -48,6 +49,9 @@ bench-algos: .venv  ## train arithmetic with every estimator; table and plot int
 
 bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much
 	@$(BIN)/python kernels/bench/run.py --out runs/kernels
+
+gpu-session:  ## try on a GPU all that needs one, in 25 minutes; table into docs/gpu.md
+	@tests/gpu/session.sh
 
 verdicts: .venv  ## count wrong verdicts of the reward for code; MBPP=<file> HUMANEVAL=<file>
 	@$(BIN)/python examples/code_sandbox/verdicts.py \

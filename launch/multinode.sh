@@ -24,6 +24,10 @@ shift 3
 case $head in *:*) ;; *) head=$head:29400 ;; esac
 if [ -z "${RANKS_PER_NODE:-}" ]; then
     RANKS_PER_NODE=$({ nvidia-smi -L || true; } 2>/dev/null | wc -l)
+    if [ "$RANKS_PER_NODE" -eq 0 ]; then  # AMD's tool prints several lines for each GPU
+        gpus=$({ rocm-smi --showid || true; } 2>/dev/null | sed -n 's/^\(GPU\[[0-9]*\]\).*/\1/p')
+        RANKS_PER_NODE=$(printf '%s' "$gpus" | sort -u | grep -c . || true)
+    fi
     if [ "$RANKS_PER_NODE" -eq 0 ]; then
         echo "no GPU here; set RANKS_PER_NODE for a run on CPUs" >&2
         exit 2

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 RewardFn = Callable[..., Any]
 Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
-Shape = dict[str, int]
 
 
 class ConfigError(ValueError):
@@ -93,7 +92,7 @@ CPU_KV_CACHE_MIB = 512
 class RolloutConfig:
     """The engine that samples, and how it samples while training."""
 
-    engine: Literal["vllm", "hf"] = "vllm"
+    engine: Literal["vllm", "hf", "sglang"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
     top_p: float = 1.0  # below 1, like top_k, samples from another policy: needs algo.correction
@@ -182,8 +181,9 @@ class TrainConfig:
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
     attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
     compile: bool = False  # of fsdp: torch.compile of each decoder layer
-    # True: keep only the input of every layer; selective: also what costs most to compute again
-    activation_checkpointing: bool | Literal["selective"] = False
+    # True: keep only the input of every layer; selective: also what costs most to compute again;
+    # auto: True on GPUs, False on CPUs and with activation_offload. docs/training.md
+    activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
     activation_offload: bool = False  # of fsdp: what is kept for the backward pass, to the CPU
     offload_params: bool = False  # to the CPU while the role is idle
     offload_optimizer: bool = False
@@ -194,6 +194,13 @@ class TrainConfig:
     lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def checkpointing_of(role: TrainConfig, on_gpu: bool) -> bool | Literal["selective"]:
+    """Returns what activation_checkpointing means where the role is trained."""
+    if role.activation_checkpointing != "auto":
+        return role.activation_checkpointing
+    return on_gpu and not role.activation_offload
 
 
 # The names that algo/*.py define; tests/algo/test_algorithm_names.py holds both lists together.
@@ -376,6 +383,8 @@ class RunConfig:
     # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
     # ends the run
     nan_updates: int = 0
+    # what to do with a run whose memory plan is more than its GPUs have; the plan is an estimate
+    memory_check: Literal["refuse", "warn"] = "refuse"
     start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
     lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off

@@ -232,7 +232,8 @@ def check_use(config: PpoConfig) -> None:
     )
     for name in ("activation_checkpointing", "model", "ema", "lora"):
         require(
-            not getattr(config.actor, name), f"actor.{name} has no effect: the model is the host's"
+            getattr(config.actor, name) in (False, None, getattr(TrainConfig(), name)),
+            f"actor.{name} has no effect: the model is the host's",
         )
     for name in ("critic", "prm"):
         role = getattr(config, name)

@@ -22,7 +22,7 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 def main(
     config: str = "", dry_run: bool = False, ranks: int = 0, show_config: bool = False,
-    **overrides: Any,
+    gpu_gib: float = 0.0, **overrides: Any,
 ) -> None:  # fmt: skip
     """Trains the model that the config file names.
 
@@ -31,6 +31,7 @@ def main(
         dry_run: check, print the plan, score one sample of each data set, and stop
         ranks: with --dry-run, plan for so many ranks instead of those that run
         show_config: with --dry-run, print every field and not only what differs from the defaults
+        gpu_gib: with --dry-run, plan for GPUs with so many GiB instead of those that are here
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-6
     """
     if asks_for_help(overrides, main, PpoConfig, option_lines):
@@ -39,7 +40,9 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = read_arguments(PpoConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(
+            PpoConfig, config, dry_run, ranks, show_config, gpu_gib, overrides
+        )
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)
@@ -55,7 +58,7 @@ def main(
         world = dry.ranks or runtime.topology.world
         check(value, world)
         if dry.run:
-            show_plan(value, runtime, world, dry.show_config)
+            show_plan(value, runtime, dry)
         else:
             train(value, runtime)
 

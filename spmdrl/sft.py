@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def main(
     config: str = "", dry_run: bool = False, ranks: int = 0, show_config: bool = False,
-    **overrides: Any,
+    gpu_gib: float = 0.0, **overrides: Any,
 ) -> None:  # fmt: skip
     """Trains on the responses of a data set.
 
@@ -41,6 +41,7 @@ def main(
         dry_run: check, print the plan and an example of each data set, and stop
         ranks: with --dry-run, plan for so many ranks instead of those that run
         show_config: with --dry-run, print every field and not only what differs from the defaults
+        gpu_gib: with --dry-run, plan for GPUs with so many GiB instead of those that are here
         overrides: any field of the config by its dotted name: --actor.optim.lr 1e-5
     """
     if asks_for_help(overrides, main, SftConfig):
@@ -49,7 +50,9 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {config}")
     try:
-        value, dry = read_arguments(SftConfig, config, dry_run, ranks, show_config, overrides)
+        value, dry = read_arguments(
+            SftConfig, config, dry_run, ranks, show_config, gpu_gib, overrides
+        )
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)
@@ -65,7 +68,7 @@ def main(
         world = dry.ranks or runtime.topology.world
         check_sft(value, world)
         if dry.run:
-            show_plan(task(), value, runtime, world, dry.show_config)
+            show_plan(task(), value, runtime, dry)
         else:
             train(task(), value, runtime)
 

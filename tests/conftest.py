@@ -77,8 +77,9 @@ def no_group_left() -> Iterator[None]:
     """Which file met which process before it is drawn anew in every run: none leaves it changed."""
     yield
     assert not torch.distributed.is_initialized()
-    if "vllm.distributed.parallel_state" in sys.modules:
-        assert sys.modules["vllm.distributed.parallel_state"]._WORLD is None
+    for engine in ("vllm.distributed.parallel_state", "sglang.srt.distributed.parallel_state"):
+        if engine in sys.modules:
+            assert sys.modules[engine]._WORLD is None
     if "megatron.core.parallel_state" in sys.modules:
         assert not sys.modules["megatron.core.parallel_state"].is_initialized()
 

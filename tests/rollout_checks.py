@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,49 @@ from training_batches import on_data_ranks
 
 from spmdrl.data.packing import empty_batch
 from spmdrl.rollout.base import Completion, Request, SamplingParams, WeightMismatch
+from spmdrl.rollout.build import ENGINES
+from spmdrl.weights.boxes import view, whole
 
 EOS = 2
+
+
+def is_installed(name: str) -> bool:
+    """Whether the engine can be built here. SGLang's build for CPUs is asked for by a variable."""
+    if find_spec(ENGINES[name].library) is None:
+        return False
+    on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+    return name != "sglang" or on_cpu or torch.cuda.is_available()
+
+
+INSTALLED = [name for name in ENGINES if is_installed(name)]
+ENGINE_PARAMS = [
+    pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in INSTALLED
+]
+
+
+def engine_class(name: str) -> Any:
+    """The engine's class, which is called with folder, config, max_model_len and topology."""
+    if name == "vllm":
+        from spmdrl.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine
+    if name == "sglang":
+        from spmdrl.rollout.sglang.engine import SglangEngine
+
+        return SglangEngine
+    from spmdrl.rollout.hf.engine import HfEngine
+
+    return HfEngine
+
+
+@torch.no_grad()
+def push_in_place(engine: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Writes each part of a weight where `layout` says that it belongs, as pushes do."""
+    layout = engine.layout({name: tuple(tensor.shape) for name, tensor in weights.items()})
+    for (name, box), place in zip(layout.regions, layout.places, strict=True):
+        place.tensor().copy_(view(weights[name], whole(weights[name].shape), box))
+    engine.load_opaque((name, weights[name]) for name in layout.opaque)
+    engine.finish_load()
 
 
 def load_hf(folder: Path) -> Any:
@@ -83,7 +126,7 @@ def rng_states() -> list[bytes]:
     ]
 
 
-def save_family(family: str, folder: Path) -> Any:
+def save_family(family: str, folder: Path, kv_heads: int = 1) -> Any:
     """A tiny random model of the family with its tokenizer; returns it in float32."""
     import transformers as hf
 
@@ -97,7 +140,7 @@ def save_family(family: str, folder: Path) -> Any:
     built = model(
         config(
             vocab_size=len(CHARS), hidden_size=128, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=512,
+            num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=512,
             tie_word_embeddings=family == "qwen2", eos_token_id=EOS, pad_token_id=0,
             bos_token_id=1,
         )

@@ -66,8 +66,8 @@ class Recorder:
                 continue
             shown |= {(file, number) for number in body}
             text = Path(file).read_text().splitlines()
-            lines += [f"# {Path(file).relative_to(ROOT)}:{body.start}  {code.co_qualname}"]
-            lines += [*text[body.start - 1 : body.stop - 1], ""]
+            lines += [f"# ---- {Path(file).relative_to(ROOT)}:{body.start}  {code.co_qualname}"]
+            lines += text[body.start - 1 : body.stop - 1]
         return lines
 
     def report(self) -> None:

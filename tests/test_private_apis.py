@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"torch", "vllm", "megatron", "transformers", "peft", "liger_kernel"}
+PACKAGES = {"torch", "vllm", "sglang", "megatron", "transformers", "peft", "liger_kernel"}
 # import paths below which nothing is promised; what `from vllm import ...` gives is
 INTERNAL = (
-    "vllm.", "megatron.core.dist_checkpointing.", "torch.distributed.elastic.rendezvous.utils",
-    "liger_kernel.transformers.monkey_patch",
+    "vllm.", "sglang.srt.", "megatron.core.dist_checkpointing.",
+    "torch.distributed.elastic.rendezvous.utils", "liger_kernel.transformers.monkey_patch",
 )  # fmt: skip
 STANDARD = {"_exit", "_getframe", "_replace"}  # os, sys and named tuples
 COMPAT = {
     "spmdrl/distributed/torch_compat.py", "spmdrl/distributed/elastic_compat.py",
     "spmdrl/hub/transformers_compat.py", "spmdrl/engines/fsdp/compat.py",
     "spmdrl/engines/megatron/compat.py", "spmdrl/rollout/vllm/compat.py",
+    "spmdrl/rollout/sglang/compat.py",
     "kernels/spmdrl_kernels/torch_compat.py",
 }  # fmt: skip
 ADAPTATIONS = {  # whole files that are a change to a package, and why they stay in one piece

@@ -247,9 +247,9 @@ def fake_python(path: Path, script: str) -> Path:
     return path
 
 
-def run_setup(folder: Path, python: Path) -> subprocess.CompletedProcess[str]:
+def run_setup(folder: Path, python: Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHON": str(python)}
-    command = ["bash", str(folder / "launch/setup.sh")]
+    command = ["bash", str(folder / "launch/setup.sh"), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
@@ -261,6 +261,64 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Python 3.9.2 is too old: 3.11 or newer is needed" in done.stderr
     assert not Path(tmp_path, ".venv").exists()
+
+
+ROCM_SMI = """
+for gpu in 0 1; do
+    printf 'GPU[%s]\\t\\t: Device Name: \\t\\tAMD Instinct MI300X\\n' $gpu
+    printf 'GPU[%s]\\t\\t: Device ID: \\t\\t0x74a1\\n' $gpu
+done
+"""
+
+
+def test_setup_finds_amd_gpus_and_asks_for_an_index(tmp_path: Path) -> None:
+    """rocm-smi is a mock, as no AMD GPU can be had here: what it prints is that of ROCm 6."""
+    script = setup_copy(tmp_path) / "launch/setup.sh"
+    Path(tmp_path, "bin").mkdir()
+    fake_python(tmp_path / "bin/rocm-smi", ROCM_SMI)
+
+    def print_plan(**env: str) -> subprocess.CompletedProcess[str]:
+        path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        command = ["bash", str(script), "--print"]
+        return subprocess.run(command, env=path | env, capture_output=True, text=True, timeout=60)
+
+    done = print_plan()
+    assert done.returncode == 1 and "set TORCH_INDEX to one that has torch 2.13" in done.stderr
+    done = print_plan(TORCH_INDEX="file:///wheels/rocm")
+    assert done.returncode == 0 and "of the kind 'rocm'" in done.stdout
+    assert "--extra-index-url file:///wheels/rocm -e .[gpu,dev]" in done.stdout
+    done = print_plan(PATH="/usr/bin:/bin")
+    assert "of the kind 'cpu'" in done.stdout and "--no-deps -r constraints.txt" in done.stdout
+    assert not Path(tmp_path, ".venv").exists()
+
+
+def test_setup_makes_an_environment_for_each_engine(tmp_path: Path) -> None:
+    """SGLang's is .venv-sglang, under pins of its own, and needs a GPU."""
+    (tmp_path / "constraints-sglang.txt").write_bytes(
+        (ROOT / "constraints-sglang.txt").read_bytes()
+    )
+    (tmp_path / "bin").mkdir()
+    python = fake_python(tmp_path / "bin/python", f'exec {sys.executable} "$@"\n')
+    folder = setup_copy(tmp_path)
+    done = run_setup(folder, python, "--engine", "hf")
+    assert done.returncode == 2 and "usage: launch/setup.sh" in done.stderr
+    script = (folder / "launch/setup.sh").read_text()
+    without = "command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1"
+    for has_gpu in ("false", "true"):
+        assert without in script
+        (folder / "launch/setup.sh").write_text(script.replace(without, has_gpu))
+        pip = "mkdir -p $4/bin; printf '#!/bin/sh\\necho \"$@\"; exit 9\\n' > $4/bin/python"
+        fake_python(
+            python, f'[ "$2" = venv ] && {{ {pip}; chmod +x $4/bin/python; exit; }}\nexec '
+            f'{sys.executable} "$@"\n',
+        )  # fmt: skip
+        done = run_setup(folder, python, "--engine", "sglang")
+        if has_gpu == "false":
+            assert done.returncode == 1 and "SGLang needs an NVIDIA GPU" in done.stderr
+        else:
+            assert "-c constraints-sglang.txt -e .[sglang,dev]" in done.stdout, done.stderr
+            assert Path(folder, ".venv-sglang").is_dir()
+    assert not Path(folder, ".venv").exists()
 
 
 def test_setup_that_was_interrupted_starts_over(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ broadcast from the first trainer to the engines where they do not. Both have the
 the clock starts and take turns; a figure is the median, best_ratio that of the fastest runs, cpu_ms
 the processor time of all ranks, which other load on the machine disturbs least. GB/s counts the
 bytes of the bfloat16 model that an engine rank comes to hold. Each case runs in fresh processes
-with a time limit.
+with a time limit. On GPUs it is by NCCL; SPMDRL_SHARE_GPU=1 lets ranks share one (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from spmdrl.distributed.env import before_torch
@@ -62,7 +63,7 @@ class Trainer:
         self.named: dict[str, Any] = {}
         for i, (rows, columns) in enumerate(shapes):
             part = len(torch.empty(rows).chunk(world)[rank])
-            local = torch.full((part, columns), float(i % 97))
+            local = torch.full((part, columns), float(i % 97), device=topology.device)
             weight = DTensor.from_local(
                 local, topology.mesh["fsdp"], [Shard(0)], shape=(rows, columns), stride=(columns, 1)
             )
@@ -85,7 +86,8 @@ class Engine:
             size[i % 2] //= tp
             box = [(0, shape[0]), (0, shape[1])]
             box[i % 2] = (rank * size[i % 2], (rank + 1) * size[i % 2])
-            parameter = nn.Parameter(torch.zeros(size, dtype=torch.bfloat16), requires_grad=False)
+            zeros = torch.zeros(size, dtype=torch.bfloat16, device=topology.device)
+            parameter = nn.Parameter(zeros, requires_grad=False)
             self.model.register_parameter(f"w{i}", parameter)
             self.found.regions.append((f"w{i}", tuple(box)))
             self.found.places.append(
@@ -104,6 +106,8 @@ def measure(work: Callable[[], object]) -> tuple[float, float]:
     dist.barrier()
     cpu, start = time.process_time(), time.perf_counter()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     cpu = time.process_time() - cpu
     dist.barrier()
     return time.perf_counter() - start, cpu
@@ -112,17 +116,16 @@ def measure(work: Callable[[], object]) -> tuple[float, float]:
 def run_case(name: str) -> None:
     """One rank's part."""
     from spmdrl.config import WeightsConfig
-    from spmdrl.distributed.process import keep_freed_memory
+    from spmdrl.distributed.process import keep_freed_memory, start_process_group
     from spmdrl.distributed.topology import Topology
     from spmdrl.training.weight_sync import WeightSync
 
     torch.set_num_threads(1)
+    device = start_process_group(timedelta(seconds=LIMIT_S))
     keep_freed_memory()
-    dist.init_process_group("gloo")
     trainers, engines, tp, shapes = CASES[name]
-    cpu = torch.device("cpu")
-    actor_ranks = Topology.build(cpu, trainers, dp=1, fsdp=-1)
-    rollout_ranks = Topology.build(cpu, engines, dp=-1, tp=tp)
+    actor_ranks = Topology.build(device, trainers, dp=1, fsdp=-1)
+    rollout_ranks = Topology.build(device, engines, dp=-1, tp=tp)
     actor: Any = Trainer(actor_ranks, shapes) if actor_ranks.here else None
     rollout: Any = Engine(rollout_ranks, shapes) if rollout_ranks.here else None
     start = time.perf_counter()
@@ -131,8 +134,8 @@ def run_case(name: str) -> None:
     plan_s = time.perf_counter() - start
     num_bytes = sum(rows * columns for rows, columns in shapes) * 2 // tp
     num_bytes -= num_bytes % (2 * dist.get_world_size())
-    full = torch.ones(num_bytes // 2, dtype=torch.bfloat16)
-    mine = torch.ones(num_bytes // 2 // len(trainers), dtype=torch.bfloat16)
+    full = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
+    mine = torch.ones(num_bytes // 2 // len(trainers), dtype=torch.bfloat16, device=device)
     if trainers == engines:
         raw: Callable[[], object] = lambda: dist.all_gather_into_tensor(full, mine)  # noqa: E731
     else:
@@ -176,9 +179,9 @@ def start_case(name: str) -> None:
     procs = []
     for rank in range(world):
         env = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore::FutureWarning",
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning",
         }  # fmt: skip
         procs.append(subprocess.Popen([sys.executable, __file__, name], env=env))
     end = time.monotonic() + LIMIT_S

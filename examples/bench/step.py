@@ -8,17 +8,22 @@ phase in seconds, answer tokens per second and GPU of the rollout, tokens per se
 update, its model FLOP/s as a share of what the GPUs can do (spmdrl/training/logs/flops.py), the
 most memory that the process had from PyTorch, vLLM's while it sleeps included, and how far engine
 and trainer were apart in log-probability.
-Further arguments are options of spmdrl.ppo: --actor.compile True.
+Further arguments are options of spmdrl.ppo: --actor.compile True. With `--profile.steps 2
+--profile_to FOLDER` torch.profiler's trace of a step that is not counted goes there, and the line
+says what the GPU was busy with in it.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +58,8 @@ config = PpoConfig(
     model="model", reward=vowels, run_dir="run", steps={steps}, eval_every=0,
     data=DataConfig(train="train.jsonl", prompts_per_step={prompts}, max_prompt_tokens={question}),
     rollout=RolloutConfig(n={n}, max_tokens={answer}, ignore_eos=True, max_num_seqs=512),
-    actor=TrainConfig(micro_batch_tokens=16384, optim=OptimConfig(lr=1e-6)),
+    actor=TrainConfig(
+        micro_batch_tokens=16384, activation_checkpointing=False, optim=OptimConfig(lr=1e-6)),
     checkpoint=CheckpointConfig(every_steps=0), tensorboard=False, log_samples=0,
 )
 """
@@ -86,12 +92,25 @@ def write_prompts(path: Path, count: int, length: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def busy_with(trace: Path) -> dict[str, Any]:
+    """Seconds in which kernels of a trace ran, added up, and the shares of the five that took most;
+    their names are cut off at 60 characters."""
+    took: Counter[str] = Counter()
+    with gzip.open(trace, "rt") as file:
+        for event in json.load(file)["traceEvents"]:
+            if event.get("cat") == "kernel":
+                took[event["name"][:60]] += event["dur"]
+    total = sum(took.values())
+    shares = {name: round(us / total, 3) for name, us in took.most_common(5)}
+    return {"kernels_s": round(total / 1e6, 3), "shares": shares}
+
+
 def main(
     *options: str, shape: str = "0.6b", ranks: int | None = None, prompts: int = 64,
     question: int = 256, n: int = 8, answer: int = 512, steps: int = 6,
-    log: str | None = None, **more: Any,
+    log: str | None = None, profile_to: str | None = None, **more: Any,
 ) -> None:  # fmt: skip
-    """log: file for the run's output."""
+    """log: file for the run's output. profile_to: folder for the traces of profiled steps."""
     ranks = ranks or max(1, torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as own:
         folder = Path(own)
@@ -112,6 +131,11 @@ def main(
         if done.returncode:
             sys.exit(output.read_text()[-8000:])
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").open()]
+        traces = sorted(Path(folder, "run").glob("profile/*.json.gz")) if profile_to else []
+        busy = busy_with(traces[0]) if traces else None
+        for trace in traces:
+            Path(str(profile_to)).mkdir(parents=True, exist_ok=True)
+            shutil.copy(trace, str(profile_to))
     rows = [row for row in rows if row["step"] > DROPPED]
 
     def middle(name: str) -> float:
@@ -129,6 +153,7 @@ def main(
         **{name: round(middle(name), 5) for name in
            ("throughput/mfu", "memory/gpu_peak_gib", "actor/logprob_diff_mean",
             "actor/logprob_diff_max") if name in rows[0]},
+        **({} if busy is None else {"profile": busy}),
     }), flush=True)  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from kernel_cases import Case, Work, build, cpu_cases, gpu_cases
 from spmdrl_kernels import switch
+from spmdrl_kernels.device import has_tensor_memory_accelerator
 
 SECONDS = 0.4  # of runs of a case, at least three
 START_S = 120.0  # for a process to import PyTorch and reach the GPU
@@ -61,7 +62,7 @@ def main() -> None:
 
 def num_tiles() -> int:
     """How many tiles of the LM head this device can try: those for Hopper and later."""
-    if torch.cuda.get_device_capability() < (9, 0):
+    if not has_tensor_memory_accelerator(torch.device("cuda", 0)):
         return 0
     from spmdrl_kernels import lm_head_triton
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spmdrl_kernels.device import dot_precision, has_tensor_memory_accelerator
 from spmdrl_kernels.lm_head_kernels import best_kernel, grad_kernel, merge_kernel, stats_kernel
 from spmdrl_kernels.lm_head_merge import NO_KEY, results, top_results
 from spmdrl_kernels.switch import dtype_to_store
@@ -70,7 +71,7 @@ def tiles_for(hidden: Tensor, weight: Tensor) -> Tiles:
         return Tiles(16, 32, 16, group=2, warps=1, stages=1)
     if hidden.dtype == torch.float32:
         return Tiles(64, 64, 32)
-    if torch.cuda.get_device_capability(hidden.device) < (9, 0):
+    if not has_tensor_memory_accelerator(hidden.device):
         return Tiles(128, 128, 32, warps=8)
     return HOPPER[0] if aligned(hidden) and aligned(weight) else HOPPER[-1]
 
@@ -387,7 +388,7 @@ def _options(hidden: Tensor, bias: Tensor | None, head: _Head, columns: int) -> 
     exact = hidden.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
         "ROWS": tiles.rows, "COLS": tiles.cols, "INNER": tiles.inner, "GROUP": tiles.group,
-        "TMA": tiles.tma, "WIDEN": not hidden.is_cuda, "PRECISION": "ieee" if exact else "tf32",
+        "TMA": tiles.tma, "WIDEN": not hidden.is_cuda, "PRECISION": dot_precision(exact),
         "HAS_BIAS": bias is not None, "SOFTCAP": head.softcap > 0,
         "EVEN_COLS": columns % tiles.cols == 0, "EVEN_INNER": hidden.shape[1] % tiles.inner == 0,
         "num_warps": tiles.warps, "num_stages": tiles.stages,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from spmdrl_kernels import device as devices
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 enabled = True  # set to False, everything runs in plain PyTorch
 
 
 def on_triton(*tensors: Tensor | None) -> bool:
-    """Whether all lie on NVIDIA GPUs (Ampere or later), are of one dtype that kernels know, and
-    Triton is there. Absent tensors (None) do not count."""
+    """Whether all lie on a GPU that kernels run on (device.py), and are of one dtype that kernels
+    know. Absent tensors (None) do not count."""
     given = [t for t in tensors if t is not None]
     return (
         enabled
@@ -27,11 +28,7 @@ def on_triton(*tensors: Tensor | None) -> bool:
 
 @cache
 def can_run(device: torch.device) -> bool:
-    return (
-        find_spec("triton") is not None
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return devices.triton_runs(device)
 
 
 def dtype_to_store(like: Tensor) -> torch.dtype:

@@ -2,9 +2,10 @@
 
 step_00000020/            renamed into place as the last act
   actor/, critic/, prm/     weights and optimizer of each, written by its engine: FSDP2's by
-                            torch.distributed.checkpoint, Megatron's in dist_checkpointing's format;
-                            load on any world size. Of a role with lora its adapters alone, and
-                            in lora.json what base they belong to
+                            torch.distributed.checkpoint with an index of our own (chunk_index.py),
+                            Megatron's in dist_checkpointing's format; load on any world size. Of a
+                            role with lora its adapters alone, and in lora.json what base they
+                            belong to
   run.json                  step, data position, counters, config text
   rng_R.pt                  random states of rank R; used where the world size is the same
   replay_R.pt, leftover_R.pt   rank R's share of samples that are kept, where there are any
@@ -18,6 +19,7 @@ Nothing in one is unpickled as code, see safe_load.py.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import logging
 import math
@@ -193,11 +195,11 @@ def damage(folder: Path, rank: int = 0, world: int = 1) -> str | None:
 def share_of(sizes: dict[str, int], rank: int, world: int) -> list[str]:
     """Files of about the same number of bytes for each rank: the largest first, to whom has
     least."""
-    loads = [(0, r) for r in range(world)]
+    loads = [(0, r) for r in range(world)]  # a heap
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, least = min(loads)
-        loads[least] = (load + sizes[name] + 1, least)
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + sizes[name] + 1, least))
         if least == rank:
             mine.append(name)
     return mine
@@ -205,10 +207,13 @@ def share_of(sizes: dict[str, int], rank: int, world: int) -> list[str]:
 
 def damage_together(folder: Path, topology: Topology) -> str | None:
     """Returns what `damage` finds, the same on every rank. Collective."""
-    found: list[Any] = [None] * topology.world
-    mine = damage(folder, topology.rank, topology.world)
-    dist.all_gather_object(found, mine, group=topology.control)
-    return next((wrong for wrong in found if wrong is not None), None)
+    found = damage(folder, topology.rank, topology.world)
+    first = topology.lowest(topology.world if found is None else topology.rank)
+    if first == topology.world:
+        return None
+    told = [found]
+    dist.broadcast_object_list(told, group=topology.control, group_src=first)
+    return told[0]
 
 
 def find(

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from spmdrl.checkpoint.chunk_index import INDEX, Box, read_index
 from spmdrl.config import ConfigError
+from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import CHECKPOINT_INDEX_NAMES
 
 _METADATA = (
@@ -75,9 +84,31 @@ def read_plain(path: Path) -> Any:
 
 
 class ShardReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader, which would unpickle whatever stands there."""
+    """torch.distributed.checkpoint's reader, which would unpickle whatever stands there.
+
+    It knows two kinds of index: chunk_index.py, which it reads once, and torch's own.
+    """
+
+    def __init__(
+        self, path: str, wanted: Mapping[str, Box] | None = None, rank: int | None = None
+    ) -> None:
+        """wanted and rank: see chunk_index.read_index."""
+        super().__init__(path)
+        self.wanted, self.own = wanted, rank
+        self.index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path, INDEX)
+        if not path.exists():
+            return self._read_torchs_index()
+        if self.index is None:
+            try:
+                self.index = read_index(Path(self.path), self.wanted, self.own)
+            except (ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+                raise ConfigError(f"{path} is not read: it is no index ({error})") from error
+        return self.index
+
+    def _read_torchs_index(self) -> Metadata:
         path = Path(self.path, ".metadata")
         with path.open("rb") as file, refused(path):
             metadata = _Unpickler(file).load()
@@ -108,3 +139,25 @@ class ShardReader(FileSystemReader):
         torch.save(value, written)
         written.seek(0)
         return written
+
+
+def load_parts(state: dict[str, Any], reader: ShardReader, topology: Topology) -> None:
+    """Fills the tensors of `state` in place, as dcp.load does, but without plans that one rank
+    gathers: each rank knows what it reads. Collective over the topology.
+
+    Raises CheckpointException on all ranks where one of them fails.
+    """
+    failure: BaseException | None = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            [(failure, _)] = error.failures.values()
+    first = topology.lowest(topology.world if failure is None else topology.rank)
+    if first == topology.world:
+        return
+    told: list[Any] = [failure]
+    dist.broadcast_object_list(told, group=topology.control, group_src=first)
+    cause = told[0]
+    raise CheckpointException("load", {first: (cause, traceback.extract_tb(cause.__traceback__))})

@@ -36,6 +36,7 @@ from spmdrl.checkpoint.format import (
     write_synced,
 )
 from spmdrl.config import CheckpointConfig, ConfigError
+from spmdrl.distributed.agreement import gather_to_first, lowest
 from spmdrl.distributed.collectives import FailedElsewhere, together
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology, new_group
@@ -162,12 +163,11 @@ class Saver:
     def write_and_commit(self, parcel: CheckpointJob, aside: Path) -> Path:
         everyone, rank = self.groups[self.topology.ranks], self.topology.rank
         final = aside.with_suffix("")
-        if rank == 0:
-            together(everyone, lambda: make_folders(aside, ["hf", *parcel.engines]))
-        else:
-            together(everyone, lambda: None)
-        mine = together(everyone, lambda: self.write_parts(parcel, aside))[rank]
-        found = together(everyone, lambda: {name: sealed(Path(aside, name)) for name in mine})
+        folders = ["hf", *parcel.engines]
+        together(everyone, lambda: make_folders(aside, folders) if rank == 0 else None)
+        mine = together(everyone, lambda: self.write_parts(parcel, aside))
+        own = together(everyone, lambda: {name: sealed(Path(aside, name)) for name in mine})
+        found = gather_to_first(own, everyone) or []
         digests: dict[str, Digest] = {name: d for part in found for name, d in part.items()}
         together(everyone, lambda: commit(aside, final, digests) if rank == 0 else None)
         together(everyone, lambda: prune(self.root, self.config) if rank == 0 else None)
@@ -210,6 +210,10 @@ def own_groups(topologies: Iterable[Topology]) -> dict[tuple[int, ...], dist.Pro
         ranks = tuple(sorted(topology.ranks))
         if ranks not in groups:
             groups[ranks] = new_group(ranks, "gloo")
+            if dist.get_rank() in ranks:
+                # connects its ranks along the tree, in this thread: one that writes while another
+                # waits for a key on the default store's connection would wait for that too
+                lowest(0, groups[ranks])
     return groups
 
 

@@ -103,20 +103,30 @@ def restore_environment(launched: Mapping[str, str | None]) -> list[str]:
     return changed
 
 
+MOST_GPU_GIB = 2**20
+
+
 class Dry(NamedTuple):
     """--dry-run and what goes with it."""
 
     run: bool
     ranks: int  # to plan for; 0: those that run
     show_config: bool  # every field of it, in place of what differs from the defaults
+    gpu_gib: float  # of the GPUs to plan for; 0: those that are here
 
 
-def dry_flags(dry_run: Any, ranks: Any, show_config: Any) -> Dry:
+def dry_flags(dry_run: Any, ranks: Any, show_config: Any, gpu_gib: Any = 0.0) -> Dry:
     """Raises ConfigError for flags of a wrong type, and without --dry-run."""
     dry = Dry(
         converted(dry_run, bool, "--dry-run"), converted(ranks, int, "--ranks"),
-        converted(show_config, bool, "--show_config"),
+        converted(show_config, bool, "--show_config"), converted(gpu_gib, float, "--gpu_gib"),
     )  # fmt: skip
+    if not 0 <= dry.gpu_gib <= MOST_GPU_GIB:
+        raise ConfigError(
+            f"--gpu_gib {gpu_gib}: the GiB of one GPU, such as 80; 0: of the GPUs here"
+        )
+    if dry.gpu_gib and not dry.run:
+        raise ConfigError(f"--gpu_gib {gpu_gib} is for --dry-run; a run asks its GPUs")
     if dry.ranks and not dry.run:
         raise ConfigError(f"--ranks {ranks} is for --dry-run; torchrun says how many run")
     if dry.show_config and not dry.run:
@@ -127,11 +137,11 @@ def dry_flags(dry_run: Any, ranks: Any, show_config: Any) -> Dry:
 
 
 def read_arguments(
-    kind: type[R], config: str, dry_run: Any, ranks: Any, show_config: Any,
+    kind: type[R], config: str, dry_run: Any, ranks: Any, show_config: Any, gpu_gib: Any,
     overrides: Mapping[str, Any],
 ) -> tuple[R, Dry]:  # fmt: skip
     """The config and the flags of a program that trains; paths are checked. Raises ConfigError."""
-    dry = dry_flags(dry_run, ranks, show_config)
+    dry = dry_flags(dry_run, ranks, show_config, gpu_gib)
     value = load_config(config, kind, overrides)
     check_paths(value)
     return value, dry

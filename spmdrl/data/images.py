@@ -10,23 +10,17 @@ vectors. Pixels do not travel: whoever needs them reads them from its own copy o
 
 from __future__ import annotations
 
-import base64
-import io
-import re
 import shutil
-import struct
 import warnings
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
@@ -35,160 +29,16 @@ from transformers import (
 from transformers.utils import cached_file
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
-from spmdrl.data.table_files import BadRow, bad_field
+from spmdrl.data.pictures import open_picture, size_of
+from spmdrl.data.table_files import BadRow
 from spmdrl.hub.hf_folder import sees_images
-from spmdrl.types import Batch, Message, Picture
+from spmdrl.types import Batch, Picture
 
-T = TypeVar("T")
-MARK = "<image>"
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
-EXPECTED = "images as {'bytes': ...}, {'path': ...}, a path or a data: URI"
-# by Pillow, whose readers of damaged files raise whatever their parsing runs into
-UNREADABLE = (
-    OSError, ValueError, SyntaxError, RuntimeError, EOFError, LookupError, TypeError,
-    ArithmeticError, AttributeError, struct.error, zlib.error, Image.DecompressionBombError,
-)  # fmt: skip
-ORIENTATION, TURNED = 0x0112, range(5, 9)  # the tag in EXIF, and its values that swap the sides
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
     "chat_template.json",
 )  # fmt: skip
-
-
-# ---- in the data
-
-
-def open_picture(picture: Picture) -> Image.Image:
-    """Decodes it: in RGB, upright, on white. Raises BadRow for what cannot be decoded."""
-    return decoded(picture, in_rgb)
-
-
-def size_of(picture: Picture) -> tuple[int, int]:
-    """Reads (width, height) in pixels from its header. Raises BadRow."""
-    return decoded(
-        picture,
-        lambda image: (
-            image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
-        ),
-    )
-
-
-def decoded(picture: Picture, look: Callable[[Image.Image], T]) -> T:
-    """Opens the image and returns the result of `look`. Raises BadRow."""
-    try:
-        with Image.open(io.BytesIO(picture.encoded)) as image:
-            return look(image)
-    except UnidentifiedImageError as error:
-        reason = "is of no format that Pillow reads"
-        raise BadRow(f"field 'images': {picture} {reason}") from error
-    except UNREADABLE as error:
-        raise BadRow(f"field 'images': {picture} cannot be read: {error!r}") from error
-
-
-def in_rgb(image: Image.Image) -> Image.Image:
-    """Turns the image as its EXIF orientation says and converts it to RGB. Raises ValueError for
-    numbers of which nobody says which is white.
-    """
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are of mode {image.mode!r}: save it with 8 or 16 bits")
-    if image.mode.startswith("I;16"):  # convert() would clip at 255
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
-
-
-def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
-    """Reads the images of a row's field `images`. folder: of the data file, where relative paths
-    begin.
-
-    Raises BadRow.
-    """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise bad_field("images", value, f"a list of {EXPECTED}")
-    return tuple(picture_of(item, folder) for item in value)
-
-
-def picture_of(item: Any, folder: Path) -> Picture:
-    if isinstance(item, dict):  # Arrow gives every image the keys of all others, with null
-        found = [item[k] for k in ("bytes", "path", "image") if item.get(k) is not None]
-        item = found[0] if found else None
-    if isinstance(item, bytes) and item:
-        return Picture(item)
-    if not isinstance(item, str) or not item:
-        raise bad_field("images", item, EXPECTED)
-    if item.startswith(("http://", "https://")):
-        raise BadRow(
-            f"field 'images': {item[:80]!r} is on the web: fetch it before the run and name the "
-            "file, so that every rank and every later run sees the same"
-        )
-    if item.startswith("data:"):
-        try:
-            return Picture(base64.b64decode(item.partition(",")[2], validate=True))
-        except ValueError as error:
-            raise BadRow(f"field 'images': a data: URI that is not base64: {error}") from error
-    return Picture(folder / item.removeprefix("file://"))
-
-
-def with_parts(chat: list[Message], num_images: int) -> list[Message]:
-    """The chat as templates want it where there are images: {"type": "image"} for each mark.
-
-    Raises BadRow where marks and images are not as many.
-    """
-    seen = [turn | {"content": parts_of(turn["content"])} for turn in chat]
-    marks = sum(part["type"] == "image" for turn in seen for part in turn["content"])
-    if marks != num_images:
-        raise BadRow(
-            f"field 'images': {num_images} of them, but the prompt has {marks} places for one: "
-            f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
-        )
-    return seen
-
-
-def says_image(chat: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the text of any turn has the mark of an image."""
-    return any(
-        MARK in part["text"]
-        for turn in chat
-        for part in (
-            [{"text": turn["content"]}] if isinstance(turn["content"], str) else turn["content"]
-        )
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-    )
-
-
-def parts_of(content: Any) -> list[dict[str, str]]:
-    if isinstance(content, list):
-        return [part for given in content for part in parts_of_one(given)]
-    pieces = re.split(f"({MARK})", content)
-    return [
-        {"type": "image"} if piece == MARK else {"type": "text", "text": piece}
-        for piece in pieces
-        if piece
-    ]
-
-
-def parts_of_one(part: Any) -> list[dict[str, str]]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image":
-        own = [key for key in ("image", "path", "bytes", "url") if part.get(key) is not None]
-        if own:
-            raise BadRow(
-                f"field 'prompt[].content[]': an image with its own {own[0]!r}: put it into the "
-                "row's 'images', in the order in which the prompt shows them"
-            )
-        return [{"type": "image"}]
-    if kind == "text" and isinstance(part.get("text"), str):
-        return [{"type": "text", "text": part["text"]}] if part["text"] else []
-    raise bad_field("prompt[].content[]", part, "{'type': 'image'} or {'type': 'text', 'text': ..}")
-
-
-# ---- as a model sees them
 
 
 @dataclass(frozen=True)

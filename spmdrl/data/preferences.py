@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.packing import to_batch
-from spmdrl.data.prompts import check_prompt, unread_tools
+from spmdrl.data.prompt_fields import check_prompt
+from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
 from spmdrl.data.table_files import (
     MISSING,

@@ -15,20 +15,12 @@ import torch
 from spmdrl.config import ConfigError, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
-from spmdrl.data.images import (
-    BatchImages,
-    ImageProcessor,
-    Picture,
-    open_picture,
-    parts_of,
-    pictures_of,
-    repeated,
-    says_image,
-    with_parts,
-)
+from spmdrl.data.images import BatchImages, ImageProcessor, Picture, repeated
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
-from spmdrl.data.prompts import check_prompt, sees_none, unread_tools
+from spmdrl.data.pictures import open_picture, parts_of, pictures_of, says_image, with_parts
+from spmdrl.data.prompt_fields import check_prompt, sees_none
+from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
 from spmdrl.data.table_files import (
     MISSING,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spmdrl.data.prompts import report_blind, report_escaped, report_left_out, sum_by_name
+from spmdrl.data.row_reports import report_blind, report_escaped, report_left_out, sum_by_name
 from spmdrl.data.table_files import BAD_ROW, Files, measure_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import Batch

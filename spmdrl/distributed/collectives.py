@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.distributed.agreement import gather_to_all, lowest
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import (
     default_group,
@@ -22,6 +23,7 @@ from spmdrl.distributed.torch_compat import (
 )
 
 T = TypeVar("T")
+TREE_BYTES = 16 << 20
 
 
 class FailedElsewhere(RuntimeError):
@@ -29,16 +31,22 @@ class FailedElsewhere(RuntimeError):
 
 
 def all_gather_rows(rows: Tensor, topology: Topology) -> list[Tensor]:
-    """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank."""
-    count = torch.tensor([len(rows)])
-    counts = [torch.empty_like(count) for _ in range(topology.world)]
-    dist.all_gather(counts, count, group=topology.group)
-    most = max(int(c) for c in counts)
-    padded = rows.new_zeros((most, *rows.shape[1:]))
+    """Gathers (n_r, ...) CPU tensors whose first size differs by rank: one tensor per rank.
+
+    Of at most TREE_BYTES in all they go along a tree, in 2 * log2(ranks) steps, else round a ring,
+    where each rank passes all of it on but once.
+    """
+    counts = gather_to_all(len(rows), topology.control)
+    row_bytes = rows.element_size() * prod(rows.shape[1:])
+    if sum(counts) * row_bytes <= TREE_BYTES:
+        data = rows.contiguous().view(torch.uint8).numpy()
+        gathered = gather_to_all(data, topology.control)
+        return [torch.from_numpy(part).view(rows.dtype) for part in gathered]
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in range(topology.world)]
-    dist.all_gather(gathered, padded, group=topology.group)
-    return [g[: int(c)] for g, c in zip(gathered, counts, strict=True)]
+    found = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(found, padded, group=topology.group)
+    return [part[:count] for part, count in zip(found, counts, strict=True)]
 
 
 def all_to_all_rows(rows: Tensor, send_counts: list[int], topology: Topology) -> Tensor:
@@ -90,8 +98,8 @@ def kth_largest(values: Tensor, k: int, topology: Topology) -> float:
     return float(bits.view(torch.float64))
 
 
-def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """Every rank's result of `work`, in rank order. Collective over the group.
+def together(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """Does the work on every rank, and returns when all have done theirs. Collective.
 
     A failure is raised where it happened, FailedElsewhere on the group's other ranks: none is left
     alone in what follows. Safe in a thread whose group no other thread uses: it asks nothing of
@@ -103,29 +111,12 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:  # noqa: BLE001  raised again below
         failure = error
-    outcomes = gather_objects((failure is None, result), group)
+    failed = lowest(group.size() if failure is None else group.rank(), group)
     if failure is not None:
         raise failure
-    failed = [rank for rank, (worked, _) in enumerate(outcomes) if not worked]
-    if failed:
-        raise FailedElsewhere(f"ranks {failed} of {group.size()} failed")
-    return [result for _, result in outcomes]
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Does what dist.all_gather_object does, by the group's own methods alone; gloo."""
-    row = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([len(row)])]).wait()
-    most = max(int(size) for size in sizes)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(row)] = row
-    rows = [torch.empty_like(padded) for _ in sizes]
-    group.allgather([rows], [padded]).wait()
-    return [
-        pickle.loads(found[: int(size)].numpy().tobytes())
-        for found, size in zip(rows, sizes, strict=True)
-    ]
+    if failed < group.size():
+        raise FailedElsewhere(f"rank {failed} of {group.size()} failed")
+    return result
 
 
 def broadcast_object(

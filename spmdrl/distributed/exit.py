@@ -30,7 +30,12 @@ REQUEUE = 75  # stopped by a signal, in order: start it again (sysexits.h: EX_TE
 UNWRITABLE = (OSError, ValueError)
 
 
-TELL_S = 10.0  # for the other ranks to hear why one ends early
+REPORT_S = 10.0  # for the other ranks to hear why one ends early
+
+
+def say_alone(cause: str, stack: str) -> None:
+    """Reports a failure of this process where there are no other ranks to tell."""
+    say(f"{stack}spmdrl: {cause}")
 
 
 class ExitGuard:
@@ -42,7 +47,9 @@ class ExitGuard:
 
     def __init__(self) -> None:
         self.leave_now = os._exit
-        self.tell: Callable[[str, str], None] = lambda cause, stack: say(f"{stack}spmdrl: {cause}")
+        self.report_failure: Callable[[str, str], None] = lambda cause, stack: say(
+            f"{stack}spmdrl: {cause}"
+        )
 
     def install(self) -> None:
         """Takes over the process's exit, for programs. Forks of this process, which are not ranks,
@@ -64,9 +71,9 @@ class ExitGuard:
             f"os._exit({status}) was called before the run had ended, by a function that runs in "
             f"the rank; the exit code is {FAILED} in its place"
         )
-        told = threading.Thread(target=self.tell, args=(cause, stack), daemon=True)
-        told.start()
-        told.join(TELL_S)  # a store that does not answer is not waited for
+        reporter = threading.Thread(target=self.report_failure, args=(cause, stack), daemon=True)
+        reporter.start()
+        reporter.join(REPORT_S)  # a store that does not answer is not waited for
         leave_for_torchrun(cause)
         self.leave_now(FAILED)
 

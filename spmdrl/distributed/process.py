@@ -9,13 +9,13 @@ import gc
 import logging
 import os
 import random
+import resource
 import signal
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from logging.handlers import MemoryHandler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from spmdrl.cli.arguments import fingerprint
 from spmdrl.config import ConfigError
+from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_device
+from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -40,6 +42,10 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# What torch's gloo reads when a group is made: two ranks connect when they first talk to each
+# other. Else each group connects all its ranks with all, which takes a descriptor for each.
+GLOO_ENV = {"TORCH_GLOO_LAZY_INIT": "1"}
+MOST_FILES = 65_536  # enough for the store of 10,000 ranks
 
 # Read by torch's NCCL groups when they are made; a value of the user's wins. Where a rank has died
 # torch's watchdog of NCCL would end the others with SIGABRT, before they hear which rank it was
@@ -60,8 +66,9 @@ def local_neighbour() -> int | None:
 
 
 def prepare_environment() -> None:
-    for name, value in (ENGINE_ENV | NCCL_ENV).items():
+    for name, value in (ENGINE_ENV | GLOO_ENV | NCCL_ENV).items():
         os.environ.setdefault(name, value)
+    raise_file_limit()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks must not outlive a torchrun that was killed
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
@@ -78,6 +85,26 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one, at most to MOST_FILES.
+
+    Where torchrun has the store (which needs a descriptor for each connection of each rank), its
+    process too: it is the parent of the ranks of this host.
+    """
+    raise_file_limit_of(0)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with suppress(PermissionError, ProcessLookupError):  # another user's, or it is ending
+            raise_file_limit_of(os.getppid())
+
+
+def raise_file_limit_of(pid: int) -> None:
+    """pid: of the process; 0: this one."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class LineHandler(logging.Handler):
@@ -119,25 +146,25 @@ def start_process_group(timeout: timedelta, start: StartupBarrier | None = None)
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     if not torch.cuda.is_available():
-        wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
-        if wanted and Path("/dev/nvidiactl").exists():
-            raise ConfigError(
-                f"this host has NVIDIA GPUs that torch {torch.__version__} cannot use: install a "
-                "CUDA build that its driver supports, or set CUDA_VISIBLE_DEVICES= for a CPU run"
-            )
+        check_no_gpu_is_left_out()
         map_large_tensors()
         dist.init_process_group("gloo", timeout=timeout, **(start.meet() if start else {}))
+        connect()
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on this host, but {torch.cuda.device_count()} "
-            "GPUs: use --nproc-per-node at most that, or CUDA_VISIBLE_DEVICES= for a CPU run"
-        )
-    device = torch.device("cuda", local_rank)
+    device = local_device(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.cuda.set_device(device)
     met = start.meet() if start else {}
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, **met)
+    connect()
     return device
+
+
+def connect() -> None:
+    """Has each rank reach those next to it in the tree of agreements. gloo connects at first use,
+    and a network that leads nowhere is to be told while the start has its limit of time.
+    """
+    assert dist.group.WORLD is not None
+    lowest(0, dist.group.WORLD)
 
 
 def map_large_tensors() -> None:

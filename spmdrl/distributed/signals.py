@@ -131,6 +131,9 @@ class StopVotes:
         self.lag = lag
         # of its own: votes that wait for slow ranks would hold up what else goes over a group
         self.group: Any = new_group(topology.ranks, "gloo")
+        # a ring whose ranks are connected before a vote may be under way while others do something
+        # else: to connect takes the store, which a rank may be waiting in
+        self.group.allreduce([torch.zeros(1, dtype=torch.int64)], LARGEST).wait()
         self.votes: deque[tuple[torch.Tensor, Any]] = deque()
 
     def agree(self, wish: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.torch_compat import mesh_of_groups, timeout_of, unbound_default_group
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]  # by their ranks of the job, ascending
@@ -137,9 +138,7 @@ class Topology:
 
     def lowest(self, value: int) -> int:
         """The least that any of the ranks says. Collective."""
-        lowest = torch.tensor([value])
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.control)
-        return int(lowest)
+        return lowest(value, self.control)
 
     def connect(self) -> None:
         """Has the ranks of `group` make its communicator for tensors of the device. Collective.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -155,6 +156,13 @@ def local_shape_and_offset(
     Calls torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
     """
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Returns what the index of torch.distributed.checkpoint says of where a value is stored:
+    `length` bytes from `offset` on in the file. Makes a checkpoint.filesystem._StorageInfo.
+    """
+    return filesystem._StorageInfo(path, offset, length)
 
 
 # ---- tensors, modules, optimizers

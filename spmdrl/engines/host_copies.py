@@ -6,7 +6,10 @@ look up torch.distributed's global state, is done here on a group that is handed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
+from spmdrl.checkpoint.chunk_index import Box, Named, StoredPart, encode, write_index
+from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import together
+from spmdrl.distributed.torch_compat import local_shape_and_offset
 
 
 class HostCopies:
@@ -52,22 +60,56 @@ class StagedShards:
     plan: SavePlan
     data: dict[MetadataIndex, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)  # texts for files of their own
+    names: list[Named] | None = None  # of the whole state; None: its index is torch's
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
-        """Writes the shards in the format of torch.distributed.checkpoint. Collective over `group`,
-        the same ranks as those that staged, and over nothing else.
+        """Writes the shards in the format of torch.distributed.checkpoint, and an index. Collective
+        over `group`, the same ranks as those that staged, and over nothing else.
+
+        No rank needs the others' plans: it has left out what another one writes.
         """
+        rank = group.rank()
         writer = FileSystemWriter(str(folder), sync_files=True, overwrite=False)
-        writer.set_up_storage_writer(group.rank() == 0)
-        plans = together(group, lambda: writer.prepare_local_plan(self.plan))
-        plans, metadata = self.planner.create_global_plan(plans)  # the same on every rank
-        mine = writer.prepare_global_plan(plans)[group.rank()]
+        writer.set_up_storage_writer(rank == 0)
+        others = [SavePlan([])] * rank  # the writer names the file by a plan's place in the list
+        mine = writer.prepare_global_plan([*others, writer.prepare_local_plan(self.plan)])[rank]
         mine = self.planner.finish_plan(mine)
         results = together(group, lambda: writer.write_data(mine, self.planner).wait())
-        if group.rank() == 0:
-            writer.finish(metadata, results)
-            for name, text in self.notes.items():
-                Path(folder, name).write_text(text)
+        if self.names is not None:
+            parts = stored_parts(results, mine)
+            tables = gather_to_first((encode(parts, self.names), digest_of(self.names)), group)
+        else:
+            found = gather_to_first((self.plan, results), group)
+        if rank > 0:
+            return
+        if self.names is not None:
+            assert tables is not None
+            assert len({digest for _, digest in tables}) == 1, "ranks have other tensors"
+            write_index(folder, self.names, [table for table, _ in tables])
+        else:
+            assert found is not None
+            _, metadata = self.planner.create_global_plan([plan for plan, _ in found])
+            writer.finish(metadata, [results for _, results in found])
+        for name, text in self.notes.items():
+            Path(folder, name).write_text(text)
+
+
+def stored_parts(results: list[WriteResult], plan: SavePlan) -> list[StoredPart]:
+    """What the writer has written where, for the index."""
+    boxes = {item.index: box_of(item) for item in plan.items}
+    return [
+        StoredPart(
+            result.index.fqn, boxes[result.index], result.storage_data.offset,
+            result.storage_data.length,
+        )
+        for result in results
+    ]  # fmt: skip
+
+
+def box_of(item: WriteItem) -> Box:
+    if item.tensor_data is None:
+        return (), ()
+    return item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
 
 
 def stage(
@@ -77,8 +119,33 @@ def stage(
     """copies: takes the shards, so that the state may change; None: it will not until `write`."""
     planner.set_up_planner(state, None, is_first)
     staged = StagedShards(planner, planner.create_local_plan())
+    return copied(staged, copies)
+
+
+def stage_own(
+    state: dict[str, Any], rank: int, copies: HostCopies | None
+) -> StagedShards:  # fmt: skip
+    """Stages of what several ranks have alike the share of this one; see `stage`.
+
+    state: the same names on all ranks. rank: among those that stage.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, rank == 0)
+    plan, values = planner.create_local_plan(), planner.state_dict
+    names = [named(name, values[name]) for name in sorted(values)]
+    numbers = {name: number for number, (name, _, _) in enumerate(names)}
+    items = [
+        item for item in plan.items if writes(values[item.index.fqn], numbers[item.index.fqn], rank)
+    ]
+    staged = StagedShards(planner, replace(plan, items=items), names=names)
+    return copied(staged, copies)
+
+
+def copied(staged: StagedShards, copies: HostCopies | None) -> StagedShards:
+    """Gives it copies of its shards, unless `copies` is None."""
     if copies is None:
         return staged
+    planner = staged.planner
     for item in staged.plan.items:
         value = planner.resolve_data(item)
         if isinstance(value, Tensor):
@@ -88,3 +155,44 @@ def stage(
     planner.resolve_data = lambda item: staged.data[item.index]  # type: ignore[assignment]
     planner.state_dict = {}
     return staged
+
+
+def named(name: str, value: Any) -> Named:
+    if not isinstance(value, Tensor):
+        return name, None, None
+    return name, str(value.dtype).removeprefix("torch."), list(value.shape)
+
+
+def writes(value: Any, number: int, rank: int) -> bool:
+    """Whether this rank writes its part of the number-th value of a state: it has elements, and of
+    the ranks that have the same it is this one's turn.
+    """
+    if not isinstance(value, DTensor):
+        return rank == 0
+    if value.to_local().numel() == 0:
+        return False
+    mesh, replica, num_replicas = value.device_mesh, 0, 1
+    for axis, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
+            num_replicas *= mesh.size(axis)
+    return number % num_replicas == replica
+
+
+def digest_of(names: list[Named]) -> bytes:
+    return hashlib.sha256(json.dumps(names).encode()).digest()
+
+
+def wanted_parts(state: Mapping[str, Any]) -> dict[str, Box]:
+    """The part of each tensor of a state that this rank has, by the name that it is saved under."""
+    wanted: dict[str, Box] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            inside = wanted_parts(value)
+            wanted |= {f"{key}.{name}": box for name, box in inside.items()}
+        elif isinstance(value, DTensor):
+            size, start = local_shape_and_offset(value.shape, value.device_mesh, value.placements)
+            wanted[key] = (start, size)
+        elif isinstance(value, Tensor):
+            wanted[key] = ([0] * value.dim(), list(value.shape))
+    return wanted

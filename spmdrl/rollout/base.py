@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spmdrl.data.images import Picture
 from spmdrl.rollout.rng import preserved_rng
+from spmdrl.types import Picture
 from spmdrl.weights.engine_layout import Layout
 
 WAKE_TAGS = ("weights", "kv_cache")  # what an engine takes memory for, by vLLM's names

@@ -15,10 +15,11 @@ from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.hub.transformers_compat import keeps_float32
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.hf.spec import SPEC as HF
+from spmdrl.rollout.sglang.spec import SPEC as SGLANG
 from spmdrl.rollout.spec import EngineSpec
 from spmdrl.rollout.vllm.spec import SPEC as VLLM
 
-ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (VLLM, HF)}
+ENGINES: dict[str, EngineSpec] = {spec.name: spec for spec in (VLLM, HF, SGLANG)}
 
 
 def build_engine(

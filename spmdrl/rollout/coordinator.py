@@ -30,6 +30,7 @@ from spmdrl.rollout.base import Completion, Request, RolloutEngine
 from spmdrl.rollout.scheduler_messages import Decision, ReplyHandler, RoundResult, StopCondition
 
 BURST_S = 0.06  # between two decisions
+BURST_ENGINES = 16  # with more, bursts are longer: the store has as many operations a second
 MAX_STEPS = 32  # per burst
 FAILED = 1 << 40  # in the log: an engine raised
 SPARE = 0.25  # requests that wait in an engine, as a part of those that it decodes at once
@@ -95,7 +96,8 @@ class EngineCoordinator:
     def set_burst_length(self, num_steps: int, seconds: float) -> None:
         """Sets the number of steps of the next burst from the time that the last one took."""
         if num_steps:
-            wanted = int(BURST_S * num_steps / max(seconds, 1e-6))
+            burst_s = BURST_S * max(1.0, self.num_engines / BURST_ENGINES)
+            wanted = int(burst_s * num_steps / max(seconds, 1e-6))
             self.num_steps = min(max(wanted, 1), 2 * self.num_steps, MAX_STEPS)
 
     def read_log(self) -> int:

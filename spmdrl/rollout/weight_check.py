@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from spmdrl.rollout.base import WeightMismatch
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+# of models that do not say it: SGLang's, in whose loaders it stands
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
@@ -48,7 +50,7 @@ def clear_weights(model: nn.Module) -> None:
             parameter.fill_(float("nan"))
 
 
-def require_written(model: nn.Module) -> None:
+def require_written(model: nn.Module, tp_rank: int) -> None:
     """Raises WeightMismatch naming the weights that were not filled after `clear_weights`. Rows
     that pad a vocabulary become 0.
     """
@@ -56,7 +58,7 @@ def require_written(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         unwritten = parameter.float().isnan()
         count = int(unwritten.sum())
-        if count > padding_of(model, name):
+        if count > padding_of(model, name, tp_rank):
             left.append(f"{name} ({count} of {parameter.numel()} elements)")
         elif count:
             parameter[unwritten] = 0
@@ -90,7 +92,9 @@ def compare_weights(
         own_name(name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    unproven = {p.data_ptr(): p.numel() - padding_of(model, n) for n, p in parameters.items()}
+    unproven = {
+        p.data_ptr(): p.numel() - padding_of(model, n, tp_rank) for n, p in parameters.items()
+    }
     check_tied_head(model, parameters)
     compared: set[int] = set()
     count = 0
@@ -197,8 +201,10 @@ def find_expert(
 ) -> ExpectedSlice:
     """stack: what comes before the number of the expert in its name."""
     of_down = leaf in DOWN
+    fused = "w2_weight" if of_down else "w13_weight"
     names = [
-        f"{stack}.routed_experts.{'w2_weight' if of_down else 'w13_weight'}",
+        f"{stack}.routed_experts.{fused}",
+        f"{stack}.{fused}",  # SGLang's
         f"{stack.replace('.block_sparse_moe.', '.mlp.')}.{DOWN[0] if of_down else 'gate_up_proj'}",
     ]
     found = [name for name in names if name in parameters]
@@ -253,19 +259,19 @@ def rows_in_fused(
 def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:
     """("qkv_proj", ["q_proj", "k_proj", "v_proj"]) for "k_proj"; ("", []) where it is not fused."""
     for owner in (model, getattr(model, "language_model", None)):
-        for fused, parts in getattr(owner, "packed_modules_mapping", {}).items():
+        for fused, parts in getattr(owner, "packed_modules_mapping", FUSED).items():
             if leaf in parts:
                 return fused, parts
     return "", []
 
 
-def padding_of(model: nn.Module, name: str) -> int:
+def padding_of(model: nn.Module, name: str, tp_rank: int) -> int:
     """Elements of a parameter that stand for no token: rows beyond the vocabulary."""
     module = module_of(model, name.rpartition(".")[0])
     if not hasattr(module, "org_vocab_size") or not name.endswith(".weight"):
         return 0
     local = module.num_embeddings_per_partition
-    first = module.tp_rank * local
+    first = tp_rank * local
     held = min(max(module.org_vocab_size - first, 0), local)
     return (local - held) * module.embedding_dim
 

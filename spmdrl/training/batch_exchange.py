@@ -11,7 +11,8 @@ Tensors are on the CPU; engines take a micro-batch to their device.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil, sqrt
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
+DIRECT_RANKS = 64  # of a role; sequences of more go by relays
 SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
 
 
@@ -83,6 +85,34 @@ def packing_order(assignment: BatchAssignment, ranks: Ranks, maker: int) -> Tens
     """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
     rows = assignment.by_mini_batch((assignment.sample_ranks == maker).nonzero().flatten())
     return rows[torch.argsort(assignment.train_ranks[ranks][rows], stable=True)]
+
+
+def hops(assignment: BatchAssignment, ranks: Ranks) -> list[BatchAssignment]:
+    """The assignments by which the sequences of `ranks` travel, one after the other: `assignment`
+    alone, or for more than DIRECT_RANKS one to relays and one from them.
+
+    A rank would in time exchange sequences with all others, and keep a connection to each. With
+    `ranks` as the places of a square, a sequence goes within the row of the rank that sampled it to
+    the column of the rank that trains on it, and there on to that rank: a rank talks to its row and
+    its column alone.
+    """
+    if len(ranks) <= DIRECT_RANKS:
+        return [assignment]
+    relays = relay_ranks(assignment.sample_ranks, assignment.train_ranks[ranks], ranks)
+    return [
+        replace(assignment, train_ranks={ranks: relays}),
+        replace(assignment, sample_ranks=relays),
+    ]
+
+
+def relay_ranks(sample_ranks: Tensor, train_ranks: Tensor, ranks: Ranks) -> Tensor:
+    """(n,) int64: the rank in the row of the sampling rank and the column of the training one. A
+    sampling rank that is not one of `ranks` has the row of its number, modulo their number."""
+    everyone, width = torch.tensor(ranks), ceil(sqrt(len(ranks)))
+    at = torch.searchsorted(everyone, sample_ranks).clamp(max=len(ranks) - 1)
+    at = torch.where(everyone[at] == sample_ranks, at, sample_ranks % len(ranks))
+    place = at // width * width + torch.searchsorted(everyone, train_ranks) % width
+    return everyone[torch.where(place < len(ranks), place, place - width)]  # the last row is short
 
 
 def send_batch(
@@ -203,7 +233,7 @@ def span(batch: Batch, first: int, end: int) -> Batch:
 
 
 def send_assignment(
-    assignment: BatchAssignment, step_info: dict[str, Any], to: Ranks, post: P2PChannel
+    assignment: BatchAssignment, step_info: dict[str, Any], to: int, post: P2PChannel
 ) -> None:
     """Called on one rank. step_info: JSON-able, a few numbers."""
     columns = [
@@ -213,10 +243,8 @@ def send_assignment(
     table = torch.stack(columns, dim=1)
     text = torch.frombuffer(bytearray(json.dumps(step_info).encode()), dtype=torch.uint8)
     sizes = torch.tensor([len(table), assignment.num_mini_batches, len(text)])
-    for rank in to:
-        post.send(sizes, rank)
-        post.send(text, rank)
-        post.send(table, rank)
+    for values in (sizes, text, table):
+        post.send(values, to)
 
 
 def receive_assignment(

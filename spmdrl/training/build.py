@@ -15,7 +15,8 @@ from torch import Tensor
 
 from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
-from spmdrl.data.prompts import PromptDataset, PromptOrder
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
@@ -30,6 +31,8 @@ from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -106,6 +109,8 @@ def build(
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
+        if host is None:  # nobody knows what another program's model takes
+            check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     has_images = looks is not None and looks.per_prompt > 0
     images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
@@ -130,7 +135,7 @@ def build(
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            topologies.weights,
+            topologies.weights, in_place=weights_stay(config),
         )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         roles = Roles(
@@ -147,6 +152,12 @@ def build(
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     return RlRun(config, runtime, roles, prompts, held_out, order)
+
+
+def weights_stay(config: PpoConfig) -> bool:
+    """Returns True if neither the actor's weights nor the engine's leave the GPU between pushes."""
+    actor = config.actor
+    return not (actor.offload_params or actor.offload_policy or config.rollout.sleep)
 
 
 def check_enough(config: PpoConfig, num_prompts: int) -> None:

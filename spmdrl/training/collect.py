@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import check_invalid
@@ -341,8 +341,7 @@ def gather_attempts(
     Collective.
     """
     mine = [(s.group, s.index, s.reward, s.pred) for s in samples if s.reward is not None]
-    everyone: list[Any] = [None] * topology.world
-    dist.all_gather_object(everyone, mine, group=topology.control)
+    everyone = gather_to_all(mine, topology.control)
     by_group: dict[int, list[tuple[int, float, str | None]]] = {group: [] for group, _ in prompts}
     for group, index, reward, pred in itertools.chain.from_iterable(everyone):
         by_group[group].append((index, reward, pred))

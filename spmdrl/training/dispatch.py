@@ -6,6 +6,7 @@ their own it is how data moves between them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
-from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
+from spmdrl.data.packing import (
+    BatchAssignment,
+    assign_to_ranks,
+    concatenate,
+    empty_batch,
+    pack_samples,
+)
+from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
@@ -22,6 +30,8 @@ from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training.batch_exchange import (
     ASKED_FIELDS,
     FIELDS,
+    P2PChannel,
+    hops,
     packing_order,
     receive_assignment,
     receive_batch,
@@ -72,6 +82,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     dealt: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
+    first = roles.training.ranks[0]  # hears of the assignment, and tells the others that train
     # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
     # may be waiting for them to take weights
     ahead = config.async_steps if roles.sampling.here else 0
@@ -80,26 +91,31 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         assert rollout is not None
         with roles.phases("balance", roles.sampling):
             batch, dealt, step_info = assign_and_pack(roles, rollout, step)
-            if roles.sampling.rank == 0:
-                others = tuple(r for r in roles.training.ranks if r not in roles.sampling.ranks)
-                send_assignment(dealt, step_info, others, post)
+            if roles.sampling.rank == 0 and first not in roles.sampling.ranks:
+                send_assignment(dealt, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
-                order = packing_order(dealt, ranks, post.rank)
-                batch = reorder(batch, order, dealt)
-                own[ranks] = send_batch(batch, dealt, ranks, names, post)
+                first_hop = hops(dealt, ranks)[0]
+                batch = reorder(batch, packing_order(first_hop, ranks, post.rank), dealt)
+                own[ranks] = send_batch(batch, first_hop, ranks, names, post)
     if not roles.training.here:
         return None
     name = "receive" if roles.sampling.here else "wait samples"
     with roles.phases(name, roles.training):
-        if dealt is None:
+        if dealt is None and post.rank == first:
             dealt, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
+        if not set(roles.training.ranks) <= set(roles.sampling.ranks):
+            dealt, step_info = broadcast_from_first((dealt, step_info), roles.training.control)
+        assert dealt is not None
+        num_keys = len(reward_keys_of(config.algo))
         batches = {
             ranks: receive_batch(
-                own.get(ranks), dealt, ranks, names, len(reward_keys_of(config.algo)), post
+                own.get(ranks), hops(dealt, ranks)[0], ranks, names, num_keys, post
             )
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
         }
+        by_role = dict(zip(sets, fields, strict=True))
+        batches |= pass_on(batches, by_role, dealt, num_keys, post)
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             nothing = torch.zeros(0, dtype=torch.int64)
@@ -109,6 +125,28 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 for _ in range(dealt.num_mini_batches)
             ]
     return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
+
+
+def pass_on(
+    batches: dict[Ranks, list[Batch]],
+    fields: Mapping[Ranks, tuple[str, ...]],
+    dealt: BatchAssignment,
+    num_keys: int,
+    post: P2PChannel,
+) -> dict[Ranks, list[Batch]]:
+    """Sends on what this rank has got as a relay, and returns its own mini-batches of the roles
+    whose sequences go by relays. fields: of each role, in the order of all ranks.
+    """
+    onward = {r: hops(dealt, r)[1] for r in fields if r in batches and len(hops(dealt, r)) > 1}
+    own: dict[Ranks, Batch] = {}
+    for ranks, second_hop in onward.items():
+        order = packing_order(second_hop, ranks, post.rank)
+        batch = reorder(concatenate(batches[ranks]), order, dealt)
+        own[ranks] = send_batch(batch, second_hop, ranks, fields[ranks], post)
+    return {
+        ranks: receive_batch(own[ranks], second_hop, ranks, fields[ranks], num_keys, post)
+        for ranks, second_hop in onward.items()
+    }
 
 
 def assign_and_pack(

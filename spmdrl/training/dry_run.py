@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from spmdrl.cli.arguments import shown_config
+from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
-from spmdrl.data.prompts import PromptDataset, PromptOrder, left_out_lines
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
@@ -15,6 +17,8 @@ from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.describe import describe
+from spmdrl.training.checks.memory_fit import check_memory, rl_planner
+from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample
 
@@ -23,8 +27,12 @@ logger = logging.getLogger(__name__)
 EXAMPLES = 8  # prompts of each data set that a dry run scores
 
 
-def show_plan(config: PpoConfig, runtime: Runtime, ranks: int, show_config: bool) -> None:
-    """--dry-run: the config, arithmetic, and one scored sample per data set."""
+def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
+    """--dry-run: the config, arithmetic, memory, and one scored sample per data set.
+
+    Raises ConfigError, on every rank, where the GPUs cannot hold the run.
+    """
+    ranks, gpu_gib = dry.ranks or runtime.topology.world, dry.gpu_gib or gpu_gib_here()
     scorers = place(config, ranks).roles["reward"]
     rewards = RewardRunner(config.reward, config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
@@ -52,8 +60,9 @@ def show_plan(config: PpoConfig, runtime: Runtime, ranks: int, show_config: bool
         lines += dialogue.lines()
         dialogue.close()
     if runtime.is_main:
-        plan = describe(config, ranks, num_prompts, lengths)
-        PROGRESS.line("\n".join([shown_config(config, show_config), *lines, plan]))
+        plan = describe(config, ranks, num_prompts, lengths, gpu_gib)
+        PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
+    check_memory(config, ranks, rl_planner(lengths, gpu_gib))
 
 
 def image_lines(dataset: PromptDataset) -> list[str]:

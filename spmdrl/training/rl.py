@@ -19,7 +19,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training import loop
 from spmdrl.training.build import RlRun, build, close
-from spmdrl.training.checks.describe import least_checkpoint_bytes
+from spmdrl.training.checks.memory_plan import least_checkpoint_bytes
 from spmdrl.training.collect import PromptSource, RolloutResult, collect, evaluate
 from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.curves import REWARD
@@ -28,7 +28,7 @@ from spmdrl.training.logs.learning_signs import signs_of_rl
 from spmdrl.training.logs.metrics import RunLog, write_samples
 from spmdrl.training.logs.step_line import of_evaluation, of_sampling
 from spmdrl.training.loop import TrainingRun
-from spmdrl.training.measurements import RankReport, reports, timing
+from spmdrl.training.measurements import StepReport, report, timing
 from spmdrl.training.overlap import can_overlap, collect_overlapping
 from spmdrl.training.push_weights import push_weights, take_weights
 from spmdrl.training.run_state import RunState
@@ -91,23 +91,25 @@ def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     ahead = run.config.async_steps > 0
     batches = train_step(roles, partial(generate_and_score, run), step, push)
     # ranks that sample ahead have reported with their answers: they are elsewhere in time
-    everyone = [] if ahead else rank_reports(run, step, roles.topology)
+    found = None if ahead else report_of(run, step, roles.topology)
     if batches is None:
         return {}
     run.order.load_state_dict(batches.step_info["order"])
     if ahead:
-        everyone = batches.step_info["reports"] + rank_reports(run, step, roles.training)
+        sampled = StepReport.read(*batches.step_info["report"])
+        found = sampled.add(report_of(run, step, roles.training))
+    assert found is not None
     metrics = batches.metrics
-    metrics |= timing(everyone, metrics["response/tokens"], time.perf_counter() - started_at)
+    metrics |= timing(found, metrics["response/tokens"], time.perf_counter() - started_at)
     return metrics | utilisation(run, batches, metrics)
 
 
-def rank_reports(run: RlRun, step: int, topology: Topology) -> list[RankReport]:
-    """Gathers what each rank of `topology` did since its last report. Collective over it."""
+def report_of(run: RlRun, step: int, topology: Topology) -> StepReport:
+    """Adds up what the ranks of `topology` did since their last report. Collective over it."""
     roles = run.roles
     moved = {"samples": roles.post.moved_bytes, "weights": roles.weight_bytes}
     roles.post.moved_bytes = roles.weight_bytes = 0
-    return reports(run.spans, step, topology, moved)
+    return report(run.spans, step, topology, moved)
 
 
 def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) -> dict[str, float]:
@@ -142,7 +144,7 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     run.samples = rollout.all_samples
     show_samples(run, f"step_{step}", rollout.all_samples)
     if run.config.async_steps > 0:
-        rollout.step_info["reports"] = rank_reports(run, step, roles.sampling)
+        rollout.step_info["report"] = report_of(run, step, roles.sampling).as_json()
     return rollout
 
 

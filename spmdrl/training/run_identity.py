@@ -26,7 +26,7 @@ from spmdrl.algo.advantages import Estimator, advantage_options
 from spmdrl.algo.losses import PolicyLoss, loss_options
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, RunConfig
-from spmdrl.data.images import pictures_of
+from spmdrl.data.pictures import pictures_of
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.distributed.placement import training_roles
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, sees_images
@@ -41,6 +41,8 @@ PROBE = "0123456789 3.14 -7 Ab\u00e9\u4e2d\u6587\t x_1\n\nif a<b: {}"  # what to
 # of a config.json: of the program that wrote it, or of how it is run
 NO_MEANING = {"transformers_version", "dtype", "torch_dtype", "use_cache", "output_attentions",
               "output_hidden_states", "return_dict", "name_or_path"}  # fmt: skip
+# fields of an Estimator by the names that older checkpoints' prints have
+PRINTED_AS = {"needs_greedy": "greedy"}
 NOT_LOGGED = (
     "resume", "checkpoint.accept_changes",
     "algo.loss_args", "algo.advantage_args",  # each option has a line of its own: options_in_use
@@ -132,7 +134,10 @@ def code_prints(config: PpoConfig) -> Tree:
 def function_print(function: Any) -> str:
     """A name where the function is ours or installed, whose code is a matter of versions."""
     if isinstance(function, PolicyLoss | Estimator):
-        rest = {f.name: getattr(function, f.name) for f in dataclasses.fields(function)[1:]}
+        rest = {
+            PRINTED_AS.get(f.name, f.name): getattr(function, f.name)
+            for f in dataclasses.fields(function)[1:]
+        }
         return digest_of(f"{function_print(function.function)} {rest}")
     inner = function
     while hasattr(inner, "func"):  # partial

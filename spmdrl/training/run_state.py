@@ -11,7 +11,7 @@ from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import RankState, Saver, check_metric
 from spmdrl.cli.arguments import as_source
 from spmdrl.config import RunConfig
-from spmdrl.data.prompts import PromptOrder
+from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine

@@ -89,7 +89,7 @@ def started(config: Any) -> Iterator[Runtime]:
     PROGRESS.now("preparing the run")
     stopping.failed = lambda: watchdog.heard
     stopping.on_quit = partial(quit_step, phases, watchdog)
-    GUARD.tell = partial(end_early, phases, watchdog)
+    GUARD.report_failure = partial(end_early, phases, watchdog)
     runtime = Runtime(topology, phases, run_dir, stopping, arguments=tuple(sys.argv[1:]))
     try:
         compare_configs(config, topology)

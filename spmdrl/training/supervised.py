@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.cli.arguments import shown_config
+from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import SftDataConfig, SupervisedConfig, require
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
-from spmdrl.data.prompts import PromptOrder, left_out_lines
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.row_reports import left_out_lines
 from spmdrl.data.supervised_rows import Rows
 from spmdrl.distributed.collectives import sum_over_ranks
 from spmdrl.distributed.progress import PROGRESS, model_text
@@ -31,14 +32,16 @@ from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
 from spmdrl.training import loop
-from spmdrl.training.checks.describe import describe_supervised, least_checkpoint_bytes
+from spmdrl.training.checks.describe import describe_supervised
+from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
+from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.step_line import of_rows
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.loop import TrainingRun
-from spmdrl.training.measurements import reports, timing
+from spmdrl.training.measurements import report, timing
 from spmdrl.training.roles import Trainer, update
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
@@ -112,6 +115,8 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         rows, held_out, order = load_data(task, config, tokenizer, topology)
+        planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib_here())
+        check_memory(config, topology.world, planner)
     with phases("build actor"):
         PROGRESS.detail(model_text(config.model))
         engine = build_engine(task.kind, config.model, config.actor, ranks)
@@ -195,8 +200,8 @@ def one_step(run: SupervisedRun, step: int) -> dict[str, float]:
     if nan_updates:
         metrics[f"{task.name}/skipped_updates"] = float(not updated)
     num_tokens = float(run.rows.measured.num_tokens[indices].sum())
-    everyone = reports(run.spans, step, run.runtime.topology, moved_bytes={})
-    return metrics | timing(everyone, num_tokens, time.perf_counter() - started_at)
+    found = report(run.spans, step, run.runtime.topology, moved_bytes={})
+    return metrics | timing(found, num_tokens, time.perf_counter() - started_at)
 
 
 def evaluate(run: SupervisedRun, rows: Rows, step: int, log: RunLog) -> dict[str, float]:
@@ -265,18 +270,23 @@ def export(gathered: Iterator[tuple[str, Tensor]], run: SupervisedRun, out: Path
         write_weights(kept, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
 
 
-def show_plan(
-    task: Task, config: SupervisedConfig, runtime: Runtime, ranks: int, show_config: bool
-) -> None:
-    """--dry-run: the config, arithmetic, and one example per data set."""
+def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) -> None:
+    """--dry-run: the config, arithmetic, memory, and one example per data set.
+
+    Raises ConfigError, on every rank, where the GPUs cannot hold the run.
+    """
+    ranks, gpu_gib = dry.ranks or runtime.topology.world, dry.gpu_gib or gpu_gib_here()
     tokenizer = load_tokenizer(config.model)
     rows, held_out, _ = load_data(task, config, tokenizer, runtime.topology)
     lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
     if runtime.is_main:
         plan = describe_supervised(
-            config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens
-        )
-        PROGRESS.line("\n".join([shown_config(config, show_config), *lines, plan]))
+            config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens,
+            gpu_gib,
+        )  # fmt: skip
+        PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))
+    planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib)
+    check_memory(config, ranks, planner)
 
 
 def shown(name: str, rows: Rows) -> list[str]:

@@ -23,8 +23,9 @@ from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, ParamView
 from spmdrl.weights.fp8_scales import BlockScales
+from spmdrl.weights.holders import agree_on_shards
 from spmdrl.weights.plan import Weight, describe, make_transfer_plan
-from spmdrl.weights.shards import Derived, Shards, agree_on_shards, derived_of, lying, rounds_of
+from spmdrl.weights.shards import Derived, Shards, derived_of, lying, rounds_of
 from spmdrl.weights.transfer import Transfer, full_tensors, planned_bytes, slot_bytes
 
 
@@ -97,15 +98,18 @@ class WeightSync:
         dtype: str,
         config: WeightsConfig,
         topology: Topology | None = None,
+        in_place: bool = False,
     ) -> None:
         """Collective over the job. actor and rollout: None outside their topologies. topology: of
-        the ranks of both; None: it is made.
+        the ranks of both; None: it is made. in_place: no role's weights leave the GPU between
+        pushes, so that a push may keep its views of them for the next; on a CPU it always does.
 
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
+        self.in_place = in_place or device.type == "cpu"
         both = {*actor_topology.ranks, *rollout_topology.ranks}
         self.topology = topology or Topology.build(device, tuple(both), dp=-1)
         self.table = table_of(rollout_topology)
@@ -138,18 +142,7 @@ class WeightSync:
         weights = agree_on_shards(self.named, control)
         shapes = {w.name: w.shape for w in weights}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
-        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
-        digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
-        me, first = dist.get_rank(), self.table[0]
-        everyone: list[tuple] = [()] * self.topology.world
-        said = (digest, mine if me in first else None)
-        dist.all_gather_object(everyone, said, group=control)
-        by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
-        for row in self.table:
-            for rank, model in zip(row, first, strict=True):
-                if by_rank[rank][0] != by_rank[model][0]:
-                    raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
-        layouts = [by_rank[rank][1] for rank in first]
+        layouts = self.layouts_of_an_engine(layout)
         opaque = {name for _, names, _, _ in layouts for name in names}
         quantized = {name for _, _, names, _ in layouts for name in names}
         found = [regions for regions, _, _, _ in layouts]
@@ -157,6 +150,30 @@ class WeightSync:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
         for group, once in self.grouped(weights):
             self.rounds.append(self.make_round(group, once, layout, found, opaque, quantized))
+
+    def layouts_of_an_engine(self, layout: Layout) -> list[tuple]:
+        """Returns (regions, opaque, quantized, scales) of each tensor-parallel rank, which is the
+        same in all engines; each is sent once, by the first engine. Collective.
+
+        Raises ValueError where two engines differ.
+        """
+        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
+        digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
+        everyone = [""] * self.topology.world
+        dist.all_gather_object(everyone, digest, group=self.topology.control)
+        by_rank = dict(zip(self.topology.ranks, everyone, strict=True))
+        first = self.table[0]
+        for row in self.table:
+            for rank, model in zip(row, first, strict=True):
+                if by_rank[rank] != by_rank[model]:
+                    raise ValueError(f"the engines of ranks {model} and {rank} differ in layout")
+        layouts = []
+        for rank in first:
+            told = [mine if rank == dist.get_rank() else None]
+            dist.broadcast_object_list(told, rank, group=self.topology.control)
+            assert told[0] is not None
+            layouts.append(told[0])
+        return layouts
 
     def grouped(self, weights: list[Weight]) -> list[tuple[list[Weight], bool]]:
         """(weights of a round, whether they are sent but once)."""
@@ -217,6 +234,7 @@ class WeightSync:
             plan, partial(self.shards, weights),
             lambda: [p.tensor().view(dtype) if fp8 else p.tensor() for p in places],
             dtype, self.topology.device, self.topology.group, scales=scales,
+            in_place=self.in_place and self.derived is None,
         )  # fmt: skip
 
     def build_block_groups(self) -> None:

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 
 from torch import Tensor
@@ -35,6 +37,38 @@ def intersect(a: Box, b: Box) -> Box | None:
             return None
         common.append((first, last))
     return tuple(common)
+
+
+class BoxIndex:
+    """Boxes of one tensor, among which those that overlap a given one are found by bisection."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self.boxes = tuple(boxes)
+        self.sizes = [numel(box) for box in self.boxes]
+        dimensions = range(len(self.boxes[0]) if self.boxes else 0)
+        starts = [len({box[axis][0] for box in self.boxes}) for axis in dimensions]
+        self.axis = starts.index(max(starts)) if starts else -1  # along which most of them are cut
+        self.order = list(range(len(self.boxes)))
+        if self.axis < 0:
+            return
+        self.order.sort(key=lambda number: self.boxes[number][self.axis])
+        spans = [self.boxes[number][self.axis] for number in self.order]
+        self.firsts = [first for first, _ in spans]
+        self.lasts = list(accumulate((last for _, last in spans), max))
+
+    def overlapping(self, box: Box) -> list[tuple[int, Box]]:
+        """Returns (number of a box, its part within the given one), by ascending numbers."""
+        near = self.order
+        if self.axis >= 0:
+            first, last = box[self.axis]
+            near = near[bisect_right(self.lasts, first) : bisect_left(self.firsts, last)]
+        found = ((number, intersect(self.boxes[number], box)) for number in near)
+        return sorted((number, part) for number, part in found if part is not None)
+
+    def fills(self, box: Box) -> bool:
+        """Returns True if the boxes have each element of the given one once, and no others."""
+        apart = all(len(self.overlapping(mine)) == 1 for mine in self.boxes)
+        return apart and sum(self.sizes) == numel(box)
 
 
 def slab(box: Box, parts: int, part: int) -> Box | None:

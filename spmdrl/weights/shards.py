@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import combinations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from spmdrl.distributed.torch_compat import local_shape_and_offset
 from spmdrl.weights.boxes import Box, intersect, numel, sizes, view, whole
 from spmdrl.weights.checkpoint_names import Parts, SubTensor
-from spmdrl.weights.plan import Weight
+from spmdrl.weights.classes import Holders, Weight
 
 
 class Shards(NamedTuple):
@@ -128,38 +126,6 @@ def held_box(weight: Tensor) -> Box | None:
     return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
 
 
-def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> list[Weight]:
-    """Every weight of the job and who holds what of it; a rank without weights gives {}.
-
-    Collective over `group`, where CPU tensors can travel. Raises ValueError where the parts of a
-    weight do not make up the whole.
-    """
-    mine = {n: (held.shape, held.boxes, held.derived is not None) for n, held in named.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], tuple[Box, ...], bool]]]
-    everyone = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    shapes = {name: shape for theirs in everyone for name, (shape, _, _) in theirs.items()}
-    derived = {name for theirs in everyone for name, (_, _, is_so) in theirs.items() if is_so}
-    holders: dict[str, dict[Box, list[int]]] = {name: {} for name in shapes}
-    for number, theirs in enumerate(everyone):
-        for name, (_, held, _) in theirs.items():
-            for box in held:
-                rank = dist.get_global_rank(group, number)
-                holders[name].setdefault(box, []).append(rank)
-    for name, parts in holders.items():
-        boxes = list(parts)
-        apart = all(intersect(a, b) is None for a, b in combinations(boxes, 2))
-        if not apart or sum(map(numel, boxes)) != numel(whole(shapes[name])):
-            raise ValueError(f"the shards of {name} {shapes[name]} do not make it up: {boxes}")
-    return [
-        Weight(
-            name, shape, tuple((box, tuple(ranks)) for box, ranks in holders[name].items()),
-            name in derived,
-        )
-        for name, shape in shapes.items()
-    ]  # fmt: skip
-
-
 class LowRank(NamedTuple):
     """The factors of a weight with an adapter. DTensors that are split by rows, or full tensors."""
 
@@ -257,12 +223,14 @@ def rounds_of(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]
     In float32 a round's computed weights take limit_bytes at most on any rank, or are one.
     """
     rounds = [[weight for weight in weights if not weight.derived]]
+    sizes_of: dict[int, dict[int, int]] = {}  # by id of the holders, which many weights share
     load: dict[int, int] = {}
     for weight in weights:
         if not weight.derived:
             continue
-        ranks = {rank for _, holders in weight.holders for rank in holders}
-        mine = {rank: 4 * weight.held_numel(rank, whole(weight.shape)) for rank in ranks}
+        if id(weight.holders) not in sizes_of:
+            sizes_of[id(weight.holders)] = bytes_by_rank(weight.holders)
+        mine = sizes_of[id(weight.holders)]
         if any(load.get(rank, 0) + size > limit_bytes for rank, size in mine.items()) and load:
             rounds.append([])
             load = {}
@@ -270,3 +238,12 @@ def rounds_of(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]
             load[rank] = load.get(rank, 0) + size
         rounds[-1].append(weight)
     return rounds
+
+
+def bytes_by_rank(holders: Holders) -> dict[int, int]:
+    """Returns the bytes of a float32 weight that each rank holds."""
+    found: dict[int, int] = {}
+    for box, ranks in holders:
+        for rank in ranks:
+            found[rank] = found.get(rank, 0) + 4 * numel(box)
+    return found

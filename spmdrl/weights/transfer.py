@@ -25,10 +25,13 @@ from spmdrl_kernels.copies import Copies, Quantized
 from torch import Tensor
 
 from spmdrl.distributed.topology import Topology
-from spmdrl.weights.boxes import numel, whole
+from spmdrl.distributed.torch_compat import storage_id
+from spmdrl.weights.boxes import numel
 from spmdrl.weights.bucket_messages import Binder, BoundBucket, Held, Message
-from spmdrl.weights.plan import TransferPlan, Weight, make_transfer_plan
-from spmdrl.weights.shards import Shards, agree_on_shards, derived_of, lying, rounds_of
+from spmdrl.weights.classes import Weight
+from spmdrl.weights.holders import agree_on_shards
+from spmdrl.weights.plan import TransferPlan, plan_of_full_tensor
+from spmdrl.weights.shards import Shards, derived_of, lying, rounds_of
 
 SLOTS = 2  # buckets under way
 CPU_SLOT_BYTES = 16 << 20
@@ -94,6 +97,8 @@ class Transfer:
     group: ranks that hand over; it takes tensors of `device`. block_group: the peers of this rank's
     block, for the all-gathers on a GPU; without it shares are gathered point to point.
     scales: of every weight, by name, where they travel in FP8; dtype and places are uint8 then.
+    in_place: the memory of shards and places is not given back between runs, so that views of it
+    may be kept.
     """
 
     def __init__(
@@ -106,42 +111,70 @@ class Transfer:
         group: dist.ProcessGroup,
         block_group: dist.ProcessGroup | None = None,
         scales: dict[str, Tensor] | None = None,
+        in_place: bool = False,
     ) -> None:
+        self.in_place = in_place
         self.plan, self.shards, self.places, self.scales = plan, shards, places, scales
         self.dtype, self.device, self.group, self.block_group = dtype, device, group, block_group
         self.launches = [_Launches(dtype) for _ in plan.buckets]
         self.moved = 0  # bytes that this rank sent, so far
+        self.lies: list[tuple] = []  # where the tensors lay that the buckets were bound to
+        self.buckets: list[BoundBucket] = []
+        self.slots: list[Tensor] = []
 
     @torch.no_grad()
     def run(self) -> int:
         """Collective over both roles' ranks; returns the bytes that this rank sent.
 
-        Nothing of the device is kept between runs but the addresses that `launches` remember.
+        What was bound serves again as long as all tensors lie in the same storages. Between runs
+        the slots have no memory. Without in_place nothing of the device is kept but the addresses
+        that `launches` remember.
         """
-        padded = self.block_group is not None
-        binder = Binder(self.plan, self.shards(), self.places(), self.dtype, padded, self.scales)
-        buckets = [binder.bind(bucket) for bucket in self.plan.buckets]
-        size = max((bound.filled for bound in buckets), default=0)
-        slots = [
-            torch.empty(size, dtype=self.dtype, device=self.device)
-            for _ in range(min(SLOTS, len(buckets)))
-        ]
+        shards, places = self.shards(), self.places()
+        lies = [_lies(tensor) for tensor in (*_tensors_of(shards), *places)]
+        if lies != self.lies or not self.buckets:
+            self.bind(shards, places)
+            self.lies = lies
+        for slot in self.slots:
+            slot.untyped_storage().resize_(slot.nbytes)
         before = self.moved
         underway: _Underway | None = None
-        for number, bound in enumerate(buckets):
-            following = self.start(bound, slots[number % SLOTS], self.launches[number])
+        for number, bound in enumerate(self.buckets):
+            following = self.start(bound, self.slots[number % SLOTS], self.launches[number])
             if underway is not None:
                 self.finish(underway)
             underway = following
         if underway is not None:
             self.finish(underway)
+        self.release()
         return self.moved - before
+
+    def bind(self, shards: Held, places: list[Tensor]) -> None:
+        """Makes the views of this rank's tensors and of the slots that the plan needs."""
+        padded = self.block_group is not None
+        binder = Binder(self.plan, shards, places, self.dtype, padded, self.scales)
+        self.buckets = [binder.bind(bucket) for bucket in self.plan.buckets]
+        size = max((bound.filled for bound in self.buckets), default=0)
+        self.slots = [
+            torch.empty(size, dtype=self.dtype, device=self.device)
+            for _ in range(min(SLOTS, len(self.buckets)))
+        ]
+        for number, bound in enumerate(self.buckets):
+            for message in bound.messages:
+                message.lie_in(self.slots[number % SLOTS])
+
+    def release(self) -> None:
+        """Gives the slots' memory back; the views of them stay and are good again in the next run,
+        if all are kept.
+        """
+        for slot in self.slots:
+            slot.untyped_storage().resize_(0)
+        if not self.in_place:
+            self.buckets, self.slots, self.lies = [], [], []
 
     def start(self, bound: BoundBucket, slot: Tensor, launches: _Launches) -> _Underway:
         """Packs, and sends what need not wait for others."""
         now = _Underway(bound, slot, launches)
-        for message in bound.messages:
-            message.lie_in(slot)
         launches.fill([m for m in bound.messages if m.sender == self.plan.me])
         self.hand_over(now)
         if not self.plan.handover:
@@ -192,6 +225,15 @@ class Transfer:
         now.works += dist.batch_isend_irecv(ops) if ops else []
 
 
+def _tensors_of(held: Held) -> Iterator[Tensor]:
+    return (tensor for parts in held.values() for _, tensor in parts)
+
+
+def _lies(tensor: Tensor) -> tuple:
+    """Returns where a tensor lies: in which storage, wherever this has its memory at the time."""
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def planned_bytes(plan: TransferPlan, itemsize: int, padded: bool) -> int:
     """Returns how many bytes rank plan.me is to send in one run; padded: with an all-gather's
     shares of one size.
@@ -221,11 +263,9 @@ def full_tensors(
     kept.
     """
     me, device = dist.get_rank(), topology.device
-    held = shards()
+    held, ranks = shards(), tuple(tuple(row) for row in table)
     for weight in weights:
-        box = whole(weight.shape)
-        needed = [[(0, box)] for _ in table[0]]
-        plan = make_transfer_plan(me, [weight], needed, table, dtype.itemsize, num_bytes)
+        plan = plan_of_full_tensor(me, weight, ranks, dtype.itemsize, num_bytes)
         full = [torch.empty(weight.shape, dtype=dtype, device=device)] if plan.peers else []
         Transfer(plan, lambda: held, lambda full=full: full, dtype, device, topology.group).run()  # type: ignore[misc]
         if full:

@@ -11,6 +11,8 @@ import resource
 import shutil
 import tempfile
 import time
+import zipfile
+import zlib
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_calls, start_ranks
 from tiny_models import save_qwen3
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from training_batches import engine_on, whole_batch
 
+from spmdrl.checkpoint import chunk_index
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import Saver, check_metric
 from spmdrl.config import CheckpointConfig, ConfigError, TrainConfig
@@ -195,11 +200,27 @@ def replicas_on(topology, model, folder):
         saver = saver_of(topology, root, engine)
         saver.save(1, {"actor": engine}, {"engines": ["actor"]}, [])
         saver.wait()
-        other = built(topology, model, fsdp=reads)
-        checkpoint.load(root / "step_00000001", {"actor": other}, topology)
-        pairs = zip(tensors_of(engine), tensors_of(other), strict=True)
-        found.append(all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs))
-        found.append(other.num_updates == 1)
+        step = root / "step_00000001"
+        (root / "old").mkdir(exist_ok=True)
+        for file in (f"rng_{topology.rank}.pt", *(["run.json"] if topology.rank == 0 else ())):
+            shutil.copy(step / file, root / "old")
+        dcp.save(engine.state_dict(), checkpoint_id=root / "old/actor")  # as earlier versions did
+        for folder_read in (step, root / "old"):
+            other = built(topology, model, fsdp=reads)
+            checkpoint.load(folder_read, {"actor": other}, topology)
+            pairs = zip(tensors_of(engine), tensors_of(other), strict=True)
+            found.append(all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs))
+            found.append(other.num_updates == 1)
+        sizes = [(step / "actor" / chunk_index.file_of(rank)).stat().st_size for rank in (0, 1)]
+        found.append(max(sizes) < 0.8 * sum(sizes))  # replicas share the writing
+        index = chunk_index.read_index(step / "actor").state_dict_metadata.values()
+        stored = [info for info in index if isinstance(info, TensorStorageMetadata)]
+        found.append(
+            all(
+                sum(chunk.sizes.numel() for chunk in info.chunks) == info.size.numel()
+                for info in stored
+            )
+        )  # each element once
     return found
 
 
@@ -332,21 +353,39 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
+def change_table(folder, change):
+    """Replaces rank 0's part of an index by what `change` makes of it."""
+    with zipfile.ZipFile(folder / "index.zip") as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(folder / "index.zip", "w") as file:
+        for name, part in (parts | {"0": change(parts["0"])}).items():
+            file.writestr(name, part)
+
+
 def forge(folder, what, marker):
     """Puts code into a file, and makes its checksum right."""
     if what == "rng":
         torch.save({"torch": Evil(marker)}, folder / "rng_0.pt")
-    elif what == "metadata":
+    elif what == "metadata":  # torch's index, which earlier versions wrote
+        (folder / "actor/index.zip").rename(folder / "actor/aside.zip")
         (folder / "actor/.metadata").write_bytes(pickle.dumps(Evil(marker)))
+    elif what == "index":
+        change_table(folder / "actor", lambda table: pickle.dumps(Evil(marker)))
     else:  # in place of the number of updates
-        metadata = pickle.loads((folder / "actor/.metadata").read_bytes())
-        [info] = [v for k, v in metadata.storage_data.items() if k.fqn == "num_updates"]
-        evil = io.BytesIO()
+        evil, path = io.BytesIO(), folder / "actor" / chunk_index.file_of(0)
         torch.save(Evil(marker), evil)
-        path = folder / "actor" / info.relative_path
-        info.offset, info.length = path.stat().st_size, len(evil.getvalue())
+        place, length = path.stat().st_size, len(evil.getvalue())
         path.write_bytes(path.read_bytes() + evil.getvalue())
-        (folder / "actor/.metadata").write_bytes(pickle.dumps(metadata))
+        with zipfile.ZipFile(folder / "actor/index.zip") as file:
+            names = [tuple(row) for row in json.loads(file.read("names.json"))]
+        number = [name for name, _, _ in names].index("num_updates")
+
+        def elsewhere(table):
+            rows = chunk_index.decode(table, names).copy()
+            rows[rows[:, 0] == number, 1:3] = place, length
+            return zlib.compress(rows.T.tobytes())
+
+        change_table(folder / "actor", elsewhere)
     files = [f for f in folder.rglob("*") if f.is_file() and f.name != "manifest.json"]
     digests = {str(f.relative_to(folder)): checkpoint.digest(f) for f in files}
     (folder / "manifest.json").write_text(json.dumps(digests))
@@ -357,13 +396,13 @@ def forged_on(topology, model, root):
     saver = saver_of(topology, root, engine)
     saver.save(1, {"actor": engine}, {"engines": ["actor"]}, [engine.pretrained[0]])
     saver.wait()
-    for what in ("rng", "metadata", "number"):
+    for what in ("rng", "metadata", "index", "number"):
         folder, marker = Path(root, what), Path(root, f"ran_{what}")
         shutil.copytree(Path(root, "step_00000001"), folder)
         forge(folder, what, marker)
         assert checkpoint.damage(folder) is None
         attempts = [lambda folder=folder: checkpoint.load(folder, {"actor": engine}, topology)]
-        if what == "metadata":
+        if what in ("metadata", "index"):
             attempts.append(lambda folder=folder: load_full(folder, "actor"))
         for attempt in attempts:
             try:
@@ -408,7 +447,7 @@ def test_what_is_written_is_the_copy(runs):
 
 @pytest.mark.ranks
 def test_replicas_and_shards_load_each_others_checkpoints(runs):
-    assert runs["replicas"] == [[True] * 4] * 2
+    assert runs["replicas"] == [[True] * 12] * 2
 
 
 @pytest.mark.ranks
@@ -440,10 +479,12 @@ def test_what_is_damaged_is_named_and_the_one_before_is_used(runs):
 
 @pytest.mark.ranks
 def test_no_code_runs_that_stands_in_a_checkpoint(runs):
-    files = {"rng": "rng_0.pt", "metadata": ".metadata", "number": "__0_0.distcp"}
+    files = {"rng": "rng_0.pt", "metadata": ".metadata", "index": "index.zip",
+             "number": "__0_0.distcp"}  # fmt: skip
     said = runs["forged"][0]
-    assert [what for what, _, _ in said] == ["rng", "metadata", "metadata", "number"]
+    forged = [what for what, _, _ in said]
+    assert forged == ["rng", "metadata", "metadata", "index", "index", "number"]
     for what, words, ran in said:
         assert not ran
         assert f"{files[what]} is not read" in words
-        assert "system" in words
+        assert ("system" in words) == (what != "index"), words

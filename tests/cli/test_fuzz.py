@@ -280,6 +280,7 @@ class Stopped(Exception):
 FLAGS = st.sampled_from([
     "--steps", "3", "--steps=x", "--actor.optim.lr", "1e-6", "nan", "--no-shuffle", "--nodry_run",
     "--dry-run", "--dry-run=5", "--ranks", "-2", "--ranks=abc", "--ranks=2", "--placement",
+    "--gpu_gib=80", "--gpu_gib=nan", "--gpu_gib",
     '{"actor": "0"}', '{"actor": 7, "x": [1]}', "{1:", "--reward", "[gsm8k]", "--data.eval",
     "--data.train=a,b", "--actor", "--actor.lora.rank", "8", "--rollout.stop", "['x', 3]", "--",
     "--rewards.workers=-1", "--rollout.stop_token_ids=[-3]", "-x", "--=", "--.=3", "--a..b=1",

@@ -22,7 +22,8 @@ from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, PpoConfig, SftDataConfig
-from spmdrl.data.prompts import PromptDataset, PromptOrder
+from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology

@@ -73,7 +73,8 @@ def _run(topology, folder, loads, checks):
 
 
 def _load(topology, tokenizer, paths_by_rank, max_prompt_tokens, on_bad_row="error"):
-    from spmdrl.data.prompts import PromptDataset, PromptOrder
+    from spmdrl.data.prompt_order import PromptOrder
+    from spmdrl.data.prompts import PromptDataset
 
     tokenised = []
 

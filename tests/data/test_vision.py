@@ -19,17 +19,10 @@ from tiny_models import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig, TrainConfig
-from spmdrl.data import images
-from spmdrl.data.images import (
-    BatchImages,
-    ImageLimits,
-    ImageProcessor,
-    open_picture,
-    pictures_of,
-    rope_positions,
-    size_of,
-)
+from spmdrl.data import pictures
+from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, rope_positions
 from spmdrl.data.packing import empty_batch
+from spmdrl.data.pictures import open_picture, pictures_of, size_of
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
@@ -156,8 +149,8 @@ def test_an_image_is_decoded_once_and_then_known_by_its_size(
     models: dict[str, str], tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Image.Image] = []
-    read = images.in_rgb
-    monkeypatch.setattr(images, "in_rgb", lambda image: (opened.append(image), read(image))[1])
+    read = pictures.in_rgb
+    monkeypatch.setattr(pictures, "in_rgb", lambda image: (opened.append(image), read(image))[1])
     path = write(tmp_path / "d.parquet", [row("<image>", [{"bytes": png(0, 16, 24)}])])
     data = load(models["qwen2_5_vl"], path, topology)
     assert len(opened) == 1

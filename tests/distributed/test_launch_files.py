@@ -100,6 +100,21 @@ def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(ROOT / "launch" / script)], check=True, timeout=10)
 
 
+ROCM_SMI = "for gpu in 0 1 2; do printf 'GPU[%s]: Name: MI300X\\nGPU[%s]: ID: 0\\n' $gpu $gpu; done"
+
+
+def test_ranks_of_a_machine_with_amd_gpus_are_counted(tmp_path):
+    """rocm-smi is a mock: no AMD GPU can be had here. python says what it is started with."""
+    for name, script in (("rocm-smi", ROCM_SMI), ("python", 'echo "$@"')):
+        Path(tmp_path, name).write_text(f"#!/bin/sh\n{script}\n")
+        Path(tmp_path, name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/multinode.sh"), "2", "head", "cfg.py"], text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, timeout=10,
+    )  # fmt: skip
+    assert "--nnodes 2 --nproc-per-node 3 " in done.stdout, done.stderr
+
+
 def test_scripts_refuse_what_they_cannot_do():
     for script, args, words in (
         ("ppo.sbatch", [], "usage: sbatch launch/ppo.sbatch cfg.py"),

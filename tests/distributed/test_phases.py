@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spmdrl.distributed.phases import Phases
-from spmdrl.training.logs.trace import SpanLog, phase_metrics
+from spmdrl.training.logs.trace import SpanLog, phase_metrics, totals_of
 
 
 def test_a_clock_that_is_set_changes_no_duration(
@@ -23,7 +23,7 @@ def test_a_clock_that_is_set_changes_no_duration(
         with phases("rollout"):
             monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
             time.sleep(0.01)
-        metrics = phase_metrics([spans.report(1)])
+        metrics = phase_metrics(totals_of(*spans.report(1)))
         assert 0.01 <= metrics["time/rollout_s"] < 5, metrics
         assert 0 <= metrics["idle/share"] <= 1
     with phases("reward"):

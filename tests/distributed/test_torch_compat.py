@@ -217,6 +217,13 @@ def test_torch_still_writes_the_index_of_a_checkpoint_with_the_same_private_name
     assert private == torch_compat.CHECKPOINT_INDEX_NAMES
 
 
+def test_torch_still_has_a_place_in_a_file_for_each_stored_value(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    [info] = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    place = info.relative_path, info.offset, info.length
+    assert torch_compat.storage_info(*place) == info
+
+
 # ---- operators that the kernels call
 
 

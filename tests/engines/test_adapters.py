@@ -18,7 +18,8 @@ from spmdrl.config import (
     TrainConfig,
     WeightsConfig,
 )
-from spmdrl.training.checks.describe import describe, memory_of
+from spmdrl.training.checks.describe import describe
+from spmdrl.training.checks.memory import memory_of
 from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_sft
 

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "liger": ("--actor.kernels", "liger"),
     "torch": ("--actor.kernels", "torch"),
     "compiled": ("--actor.compile", "True"),
-    "checkpointing": ("--actor.activation_checkpointing", "True"),
+    "no checkpointing": ("--actor.activation_checkpointing", "False"),
     "selective": ("--actor.activation_checkpointing", "selective"),
     "activations offloaded": ("--actor.activation_offload", "True"),
     "state offloaded": ("--actor.offload_params", "True", "--actor.offload_optimizer", "True"),

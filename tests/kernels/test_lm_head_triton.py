@@ -12,6 +12,7 @@ pytestmark = pytest.mark.compiles
 
 if READY:
     from spmdrl_kernels import lm_head
+    from spmdrl_kernels.device import has_tensor_memory_accelerator
     from spmdrl_kernels.lm_head_triton import (
         HOPPER,
         Tiles,
@@ -112,7 +113,7 @@ else:
     @pytest.mark.parametrize("tiles", range(len(HOPPER)))
     @pytest.mark.parametrize("softcap", [None, 5.0])
     def test_every_candidate(tiles, softcap):
-        if DEVICE == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+        if DEVICE == "cpu" or not has_tensor_memory_accelerator(torch.device(DEVICE)):
             pytest.skip("needs a GPU with a tensor memory accelerator")
         compare((300, 264, 1030), torch.bfloat16, True, 0.7, softcap, HOPPER[tiles], 300 * 2 * 512)
 

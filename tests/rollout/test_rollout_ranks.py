@@ -6,29 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_calls
+from rollout_checks import ENGINE_PARAMS
 from tiny_models import CHARS, save_qwen3
 
-pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.strict_nccl]
+pytestmark = [pytest.mark.ranks, pytest.mark.strict_nccl]
+
+BUILT_FOR_GPUS = "sglang" if torch.cuda.is_available() else ""  # and not for these ranks
+WITH_TP = [param for param in ENGINE_PARAMS if param not in ("hf", BUILT_FOR_GPUS)]
 
 NUM_PROMPTS, SAMPLES = 5, 2
 
 
 def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[Any]:
     """Per (engine, tp): {(group, index): (token ids, logprobs)} of this rank's samples."""
-    import torch
+    from rollout_checks import engine_class
     from transformers import AutoTokenizer
 
     from spmdrl.config import RolloutConfig
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import SamplingParams
-    from spmdrl.rollout.hf.engine import HfEngine
     from spmdrl.rollout.sampling import questions_of, sample_questions
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.rollout.vllm.engine import VllmEngine
     from spmdrl.types import Prompt
 
-    engines: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     params = SamplingParams(temperature=1.0, max_tokens=24)
     prompts = [
@@ -41,7 +43,7 @@ def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[An
     for name, tp in cases:
         ranks = Topology.build(torch.device("cpu"), dp=-1, tp=tp)
         config = RolloutConfig(dtype="float32", max_num_seqs=8, kv_cache_mib=16, tensor_parallel=tp)
-        engine = engines[name](folder, config, 64, ranks)
+        engine = engine_class(name)(folder, config, 64, ranks)
         scheduler = Scheduler(engine, ranks)
         samples, _ = sample_questions(scheduler, questions, params, tokenizer=tokenizer)
         engine.shutdown()
@@ -49,8 +51,14 @@ def _sample(topology: Any, cases: list[tuple[str, int]], folder: str) -> list[An
     return result
 
 
+@pytest.fixture(scope="module", params=WITH_TP)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of an engine with tensor parallelism that is installed."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def on_two(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def on_two(name: str, qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What _sample and _update give on two ranks.
 
     Updates are of tied weights; untied ones with a KV head that both ranks hold; biases and a tied
@@ -59,17 +67,18 @@ def on_two(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[A
     from rollout_checks import save_family
 
     folder = tmp_path_factory.mktemp("updates")
+    kv_heads = 2 if name == "sglang" else 1  # on a CPU it pads heads instead, which we refuse
     save_qwen3(folder / "tied")
-    save_qwen3(folder / "untied", tie_word_embeddings=False, num_key_value_heads=1)
-    save_family("qwen2", folder / "biases")
+    save_qwen3(folder / "untied", tie_word_embeddings=False, num_key_value_heads=kv_heads)
+    save_family("qwen2", folder / "biases", kv_heads)
     assert len(CHARS) % 64  # so that the vocabulary is padded, on the last rank only
-    folders = [str(folder / name) for name in ("tied", "untied", "biases")]
-    engines = [("vllm", 1), ("hf", 1), ("vllm", 2)]
-    return run_calls(2, [(_sample, (engines, str(qwen3))), (_update, (folders,))])
+    folders = [str(folder / case) for case in ("tied", "untied", "biases")]
+    engines = [(name, 1), ("hf", 1), (name, 2)]
+    return run_calls(2, [(_sample, (engines, str(qwen3))), (_update, (name, folders))])
 
 
-def test_samples_do_not_depend_on_the_number_of_ranks(qwen3: Path, on_two: list) -> None:
-    ((alone,),) = run_calls(1, [(_sample, ([("vllm", 1), ("hf", 1)], str(qwen3)))])
+def test_samples_do_not_depend_on_the_number_of_ranks(name: str, qwen3: Path, on_two: list) -> None:
+    ((alone,),) = run_calls(1, [(_sample, ([(name, 1), ("hf", 1)], str(qwen3)))])
     first, second = on_two[0]
     assert not second[2]  # the leader of a tensor-parallel group returns the samples
     for a, b, expected in zip(first, second, [*alone, alone[0]], strict=True):
@@ -80,15 +89,20 @@ def test_samples_do_not_depend_on_the_number_of_ranks(qwen3: Path, on_two: list)
             assert together[address][1] == pytest.approx(logprobs, abs=1e-5)
 
 
-def _update(topology: Any, folders: list[str]) -> list[float]:
+def _update(topology: Any, name: str, folders: list[str]) -> list[float]:
     """Worst logprob error after an update; raises where a flipped element is not found."""
-    import torch
-    from rollout_checks import flip_every_parameter, load_hf, rng_states, worst_error
+    from rollout_checks import (
+        engine_class,
+        flip_every_parameter,
+        load_hf,
+        push_in_place,
+        rng_states,
+        worst_error,
+    )
 
     from spmdrl.config import RolloutConfig
     from spmdrl.distributed.topology import Topology
     from spmdrl.rollout.base import SamplingParams
-    from spmdrl.rollout.vllm.engine import VllmEngine
 
     ranks = Topology.build(torch.device("cpu"), dp=1, tp=2)
     config = RolloutConfig(dtype="float32", max_num_seqs=16, kv_cache_mib=16, tensor_parallel=2)
@@ -96,17 +110,18 @@ def _update(topology: Any, folders: list[str]) -> list[float]:
     errors = []
     for folder in folders:
         states = rng_states()
-        engine = VllmEngine(folder, config, 64, ranks)
+        engine = engine_class(name)(folder, config, 64, ranks)
         assert rng_states() == states
         model = load_hf(Path(folder))
         noise = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        shared = [line for line in maps if "cpushm" in line]
-        assert shared and all(line.endswith("(deleted)") for line in shared), shared
-        engine.load_weights(model.named_parameters())
+        if name == "vllm":
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            shared = [line for line in maps if "cpushm" in line]
+            assert shared and all(line.endswith("(deleted)") for line in shared), shared
+        push_in_place(engine, dict(model.named_parameters()))
         errors.append(worst_error(engine, model, params, n=6))
         engine.sleep()
         engine.wake()

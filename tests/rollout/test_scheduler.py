@@ -56,6 +56,15 @@ def test_every_request_is_taken_once(num_requests):
     assert sorted(i for part in answered for i in part) == list(range(num_requests))
 
 
+@pytest.mark.parametrize(("num_engines", "num_steps"), [(2, 3), (16, 3), (128, 24), (1024, 32)])
+def test_bursts_are_longer_where_many_engines_ask_the_store(num_engines, num_steps):
+    """A step takes 20 ms: 3 in the 0.06 s of a burst, 8 times as many with 8 times 16 engines."""
+    coordinator = coordinator_of(0, dist.HashStore(), 8, num_engines)
+    for _ in range(10):
+        coordinator.set_burst_length(coordinator.num_steps, 0.0199 * coordinator.num_steps)
+    assert coordinator.num_steps == num_steps
+
+
 def test_engines_end_at_about_the_same_time_where_one_part_of_the_list_takes_longer():
     """The first half of the list takes ten times as long, so a fixed split has one idle engine."""
     seconds = [10] * 32 + [1] * 32

@@ -50,6 +50,7 @@ def test_peaks_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch) -
     names = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.0,
              "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A10G": 70.0, "NVIDIA A10": 125.0,
              "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA H20": 148.0, "NVIDIA GB200": 2500.0,
+             "AMD Instinct MI300X": 1307.0, "AMD Instinct MI250X": 191.5,
              "NVIDIA Unheard-of": None}  # fmt: skip
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

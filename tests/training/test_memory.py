@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from programs import ROOT
+from programs import ROOT, train, write_task
 from tiny_models import save_qwen3
 
 pytestmark = pytest.mark.ranks
@@ -26,6 +26,21 @@ config = SftConfig(
     actor=TrainConfig(dtype="float32", micro_batch_tokens={tokens}, optim=OptimConfig(lr=1e-5)),
     checkpoint=CheckpointConfig(every_steps={every}, keep=1),
     tensorboard=False,
+)
+"""
+RL = """
+from spmdrl.config import *
+
+def reward(response, ground_truth):
+    return float(response.startswith(ground_truth)) + 0.01 * len(response)
+
+role = TrainConfig(dtype="float32", micro_batch_tokens=1024)
+config = PpoConfig(
+    model="model", reward=reward, rewards=RewardConfig(workers=1), steps=1, eval_every=0,
+    data=DataConfig(train="train.jsonl", prompts_per_step=8, max_prompt_tokens=16),
+    rollout=RolloutConfig(n=2, max_tokens=64, ignore_eos=True, dtype="float32", {rollout}),
+    actor={actor}, {roles}
+    run_dir="run", checkpoint=CheckpointConfig(every_steps=0), tensorboard=False,
 )
 """
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
@@ -90,3 +105,33 @@ def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
     planned, _ = foretold(tmp_path)
     _, peak = program(tmp_path)
     assert planned == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("ranks", "parts", "phase"),
+    [
+        (1, {"rollout": 'engine="vllm", kv_cache_mib=256', "actor": "role"}, "update_actor"),
+        # a copy on each rank, whose gradients meet once an update
+        (2, {"rollout": 'engine="hf"', "actor": "replace(role, fsdp=1)"}, "update_actor"),
+        (1, {"rollout": 'engine="hf"', "actor": "replace(role, lora=LoraConfig())"},
+         "update_actor"),
+        (1, {"rollout": 'engine="hf"', "actor": "role",
+             "roles": 'critic=role, algo=AlgoConfig(advantage="gae"),'}, "update_critic"),
+    ],
+    ids=["vllm", "replicas", "lora", "critic"],
+)  # fmt: skip
+def test_the_dry_run_foretells_the_memory_of_reinforcement_learning(tmp_path, ranks, parts, phase):
+    save_qwen3(tmp_path / "model", **LARGER)
+    write_task(tmp_path)
+    text = RL.format(**{"roles": ""} | parts)
+    Path(tmp_path, "cfg.py").write_text("from dataclasses import replace\n" + text)
+    told = train(tmp_path, ranks, "--config", "cfg.py", "--dry-run")
+    assert told.code == 0, told.output[-4000:]
+    planned, when = re.findall(r"^  peak +(\d+\.\d+) GiB in (\w+)", told.output, re.M)[0]
+    assert when == phase
+    done = train(tmp_path, ranks, "--config", "cfg.py")
+    assert done.code == 0, done.output[-4000:]
+    last = Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()[-1]
+    print("MEASURED", planned, json.loads(last)["memory/peak_rss_gib"])
+    assert float(planned) == pytest.approx(json.loads(last)["memory/peak_rss_gib"], rel=0.15)

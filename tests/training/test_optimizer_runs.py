@@ -122,12 +122,13 @@ def test_an_average_that_is_not_there(run_folder, tmp_path):
 def test_the_dry_run_shows_what_is_kept(run_folder):
     from spmdrl.cli.arguments import load_config
     from spmdrl.config import PpoConfig
-    from spmdrl.training.checks.describe import memory_of, memory_plan
+    from spmdrl.training.checks.memory import memory_of
+    from spmdrl.training.checks.memory_plan import memory_plan
 
     changes = {"actor.optim.name": "muon", "actor.ema": 0.5, "actor.offload_optimizer": True}
     config = load_config(str(run_folder / "cfg.py"), PpoConfig, changes)
     config = replace(config, model=str(run_folder / "model"))
-    line = next(line for line in memory_plan(config, 2)[0] if line.startswith("  actor"))
+    line = next(line for line in memory_plan(config, 2).lines if line.startswith("  actor"))
     assert "Muon 0.00 and average 0.00" in line
     assert "Muon on the host while idle" in line
     plain, muon, eight = (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.config import AlgoConfig, ConfigError, DataConfig, PpoConfig, RolloutConfig
 from spmdrl.data.packing import pack_samples
-from spmdrl.data.prompts import PromptOrder, epoch_permutation
+from spmdrl.data.prompt_order import PromptOrder, epoch_permutation
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.hf.engine import HfEngine
@@ -58,8 +58,8 @@ def roles_of(engine: HfEngine) -> Iterator[Callable[..., Roles]]:
         engine.max_num_seqs, engine.policy_version = most, version
         config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=wanted))
         return Roles(
-            config, alone, alone, alone, alone, Phases(alone), absent, engine.tokenizer, sampler,
-            weights=absent, mailbox=None, actor=absent, leftover=leftover,
+            config, alone, alone, alone, alone, Phases(alone), absent, engine.stops.tokenizer,
+            sampler, weights=absent, mailbox=None, actor=absent, leftover=leftover,
         )  # fmt: skip
 
     yield build
@@ -96,7 +96,7 @@ def test_what_is_not_taken_before_the_next_early_stop_is_carried_on_intact(
 
     leftover.save(tmp_path / "leftover.pt")
     loaded = PartialRollouts(CONFIG.rollout)
-    loaded.load([tmp_path / "leftover.pt"], prompt_of, engine.tokenizer, rank=0, world=1)
+    loaded.load([tmp_path / "leftover.pt"], prompt_of, engine.stops.tokenizer, rank=0, world=1)
     assert loaded.questions == leftover.questions
     samples += ask_for_some(roles_of(2, 8, loaded, 2), loaded, source, step=3)
     assert not loaded.prompts and not loaded.questions and not loaded.samples
@@ -157,4 +157,4 @@ def test_what_an_earlier_version_wrote_is_refused(engine: HfEngine, tmp_path: Pa
     del old["format"]
     torch.save(old, tmp_path / "leftover.pt")
     with pytest.raises(ConfigError, match=r"an earlier version.*--rollout\.oversample 1"):
-        leftover.load([tmp_path / "leftover.pt"], prompt_of, engine.tokenizer, 0, 1)
+        leftover.load([tmp_path / "leftover.pt"], prompt_of, engine.stops.tokenizer, 0, 1)

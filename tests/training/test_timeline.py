@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from spmdrl.config import ConfigError
 from spmdrl.distributed.phases import Span
 from spmdrl.timeline import WAITING, chrome_events, draw, fitting, read_trace, tables
 from spmdrl.training.logs import trace as recording
-from spmdrl.training.logs.trace import TraceFile, busy_and_waiting, parse, phase_metrics
+from spmdrl.training.logs.trace import (
+    TraceFile,
+    add_totals,
+    busy_and_waiting,
+    parse,
+    phase_metrics,
+    totals_of,
+)
 
 T0 = 1.7e9  # seconds since the epoch
 # A step of 10 s: rank 0 learns for 4 s and waits for samples, rank 1 samples for 8 s.
@@ -127,8 +135,13 @@ def test_a_clock_that_is_set_back_makes_no_negative_seconds():
     assert busy_and_waiting([Span("sync", T0, T0 - 5, T0 - 4)]) == {"sync": (0, 0)}
 
 
+def metrics_of(*ranks):
+    """Of ranks by their seconds; they are added up as in a step."""
+    return phase_metrics(reduce(add_totals, (totals_of(*rank) for rank in ranks)))
+
+
 def test_metrics_of_split_roles():
-    metrics = phase_metrics([(busy_and_waiting(ACTOR), 10.0), (busy_and_waiting(ROLLOUT), 10.0)])
+    metrics = metrics_of((busy_and_waiting(ACTOR), 10.0), (busy_and_waiting(ROLLOUT), 10.0))
     assert metrics == pytest.approx({
         "time/update_actor_s": 4, "time_min/update_actor_s": 4, "time_mean/update_actor_s": 4,
         "time_max/update_actor_s": 4,
@@ -141,14 +154,14 @@ def test_metrics_of_split_roles():
 
 
 def test_a_rank_without_phases_is_idle_and_none_is_less_than_that():
-    metrics = phase_metrics([({"sync": (1.1, 0.2)}, 1.0), ({}, 1.0)])
+    metrics = metrics_of(({"sync": (1.1, 0.2)}, 1.0), ({}, 1.0))
     assert metrics["time_mean/sync_s"] == 1.1  # of the one that took part
     assert (metrics["idle/share"], metrics["idle/share_max"]) == (0.5, 1.0)
 
 
 def test_a_rank_that_is_elsewhere_in_time_is_idle_by_its_own_seconds():
     """It samples ahead: busy for 6 of the 8 seconds that its report is of, in a step of 3 s."""
-    metrics = phase_metrics([({"update_actor": (3.0, 0.0)}, 3.0), ({"rollout": (6.0, 1.0)}, 8.0)])
+    metrics = metrics_of(({"update_actor": (3.0, 0.0)}, 3.0), ({"rollout": (6.0, 1.0)}, 8.0))
     assert (metrics["idle/share"], metrics["idle/share_max"]) == (0.125, 0.25)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_plan import cheapest
 from torch import Tensor, nn
 
 from spmdrl.weights.boxes import Box, numel, slab, whole
@@ -106,6 +112,85 @@ def test_everybody_gets_everything_once(
     simulate(plans, weights)
     if slot_bytes == 64 and plans[ranks[0]].cost.busiest:
         assert len(plans[ranks[0]].buckets) > len(SHAPES)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], int, list[list[int]]]:
+    """(trainers, ranks that share a copy, table): any ranks of ten in any order, shared or not."""
+    actor = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True))
+    fsdp = draw(st.sampled_from([d for d in range(1, len(actor) + 1) if len(actor) % d == 0]))
+    tp = draw(st.integers(1, 3))
+    ranks = draw(st.permutations(range(10)) | st.just(sorted(actor)).filter(lambda r: len(r) >= tp))
+    engines = draw(st.integers(1, len(ranks) // tp))
+    return actor, fsdp, [list(ranks[i * tp : (i + 1) * tp]) for i in range(engines)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layouts(), st.sampled_from([64, 300, 1 << 20]))
+def test_any_layout_costs_what_a_list_of_all_messages_does(
+    layout: tuple[list[int], int, list[list[int]]], slot_bytes: int
+) -> None:
+    actor, fsdp, table = layout
+    weights, regions = weights_of(actor, fsdp), regions_of(len(table[0]))
+    ranks = sorted({*actor, *(rank for row in table for rank in row)})
+    plans = {r: make_transfer_plan(r, weights, regions, table, 2, slot_bytes) for r in ranks}
+    simulate(plans, weights)
+    costs = {(plan.block, plan.cost, plan.memory_bytes) for plan in plans.values()}
+    block, cost = cheapest(weights, regions, table)
+    assert costs == {(block, tuple(2 * n for n in cost), plans[ranks[0]].memory_bytes)}
+    fullest = max(max(load_of(plans, number).values(), default=0)
+                  for number in range(len(plans[ranks[0]].buckets)))  # fmt: skip
+    assert 2 * fullest == plans[ranks[0]].memory_bytes
+    if slot_bytes == 1 << 20:
+        assert len(plans[ranks[0]].buckets) == 1
+
+
+def load_of(plans: dict[int, TransferPlan], number: int) -> Counter[int]:
+    """Returns the elements that a bucket takes on each rank, counted in all ranks' plans."""
+    load: Counter[int] = Counter()
+    for rank, plan in plans.items():
+        bucket = plan.buckets[number]
+        load[rank] += sum(numel(box) for sent in bucket.sends.values() for _, box in sent)
+        sizes = [sum(numel(piece.box) for piece in share) for share in bucket.shares]
+        if plan.block > 1:
+            load[rank] += plan.block * max(sizes, default=0)
+        else:
+            load[rank] += sum(sizes)
+    return load
+
+
+def test_no_bucket_is_above_its_bound() -> None:
+    """All of a chunk's rows are of one of four trainers, which sends each of them to every engine:
+    a fair share of what the fullest rank takes is not what it has to send."""
+    shape, engines = (64, 32), [[rank] for rank in range(4, 12)]
+    rows = tuple((((16 * i, 16 * i + 16), (0, 32)), (i,)) for i in range(4))
+    for rank in range(12):
+        args = ([Weight("w", shape, rows)], [[(0, whole(shape))]], engines, 2, 4096)
+        plan = make_transfer_plan(rank, *args)
+        assert plan.memory_bytes <= 4096 and len(plan.buckets) > 1
+
+
+@pytest.mark.clock
+def test_a_large_job_is_planned_at_once() -> None:
+    """256 ranks, engines of 8, 80 layers of 7 matrices: 40 ms, and minutes by lists of messages."""
+    sizes = [(1024, 2048), (512, 2048), (2048, 1024), (4096, 2048), (2048, 4096), (2048,), (2048,)]
+    world, weights, regions = 256, [], [[] for _ in range(8)]
+    for shape in sizes:
+        step = -(-shape[0] // world)
+        rows = ((i, ((i * step, min(shape[0], i * step + step)), *whole(shape[1:])))
+                for i in range(-(-shape[0] // step)))  # fmt: skip
+        holders = tuple((box, (rank,)) for rank, box in rows)
+        for layer in range(80):
+            for t, needed in enumerate(regions):
+                box = slab(whole(shape), 8, t)
+                assert box is not None
+                needed.append((len(weights), box))
+            weights.append(Weight(f"{layer}.{shape}", shape, holders))
+    table = [list(range(first, first + 8)) for first in range(0, world, 8)]
+    start = time.perf_counter()
+    plan = make_transfer_plan(100, weights, regions, table, 2, 256 << 20)
+    assert time.perf_counter() - start < 3
+    assert plan.cost.handed and len(plan.regions) == 560
 
 
 def test_fsdp_ranks_gather_what_they_hold() -> None:

@@ -16,7 +16,7 @@ from spmdrl.distributed.phases import PhaseError, Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 
-SHARED = ("failure", "felt", "progress", "told", "claims")  # a watchdog's keys, but beats
+SHARED = ("failure", "felt", "news", "progress", "told", "claims")  # a watchdog's keys, but beats
 
 
 class Guard:

@@ -104,6 +104,7 @@ class StartupBarrier:
         self._limit(False)
         assert self.store is not None
         self.store.set(f"connected/{self.rank}", "")
+        self.lookout = self.at_host = None  # the store has one connection less for each rank
 
     def _limit(self, another: bool, met: bool = False) -> None:
         """Begins another limit: what was to be done has been, in time."""

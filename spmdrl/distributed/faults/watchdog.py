@@ -110,6 +110,7 @@ class Watchdog:
         self.pages = {rank: self.page}  # by rank: of the neighbour and of first_here as well
         self.beating = threading.Lock()  # a beat with an older phase must not come after a newer
         self.count = 0  # of beats
+        self.known: set[int] = set()  # ranks that have given a sign of life
         self.reached = time.monotonic()  # the last time the store answered
         self.broken = 0  # how often in a row it was not there
         self.woke = time.monotonic()
@@ -160,12 +161,14 @@ class Watchdog:
                 self.felt = True
                 with suppress(RuntimeError):  # it may be the store's rank that is gone
                     self.store.set("felt", "1")
+                    self.store.set("news", "1")
             wait_for(lambda: self.heard or self.done.is_set(), self.lost_s + 2 * PERIOD_S)
             if self.first:
                 return self.first
         self.own = failure
         with suppress(RuntimeError):
             self.first = json.loads(self.store.compare_set("failure", "", json.dumps(failure)))
+            self.store.set("news", "1")
         own = failure["rank"] == self.rank  # who has ended may have written more than others know
         path = Path(self.folder, f"rank_{failure['rank']}.json")
         if own or not (path.exists() and is_of_this_start(path)):
@@ -217,16 +220,16 @@ class Watchdog:
         while not self.done.wait(PERIOD_S):
             try:
                 own = self.beat()
-                if self.first is None and self.store.check(["failure"]):
+                has_news = self.store.check(["news"])  # one question for both
+                if self.first is None and has_news and self.store.check(["failure"]):
                     self.first = json.loads(self.store.get("failure"))
                 if self.first is not None:
                     self.was_told = self.store.check(["told"])
                 text = self._beat_of(peer)
-                felt = self.store.check(["felt"])
+                felt = has_news and self.store.check(["felt"])
                 if not self.near_store and (self.count % 2 or self.head is None):
                     self.head = Beat.read(self._beat_of(0)) or self.head
-                if self.neighbour is not None:
-                    self.beside = Beat.read(self._beat_of(self.neighbour))
+                self._look_beside()
                 self._open_pages()
                 if self.phase_since != told and self.count % 8 == 0:
                     told = self.phase_since
@@ -270,7 +273,18 @@ class Watchdog:
 
     def _beat_of(self, rank: int) -> str:
         key = f"beat/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        if rank not in self.known and not self.store.check([key]):
+            return ""
+        self.known.add(rank)  # the key stays: a get alone does not wait any more
+        return self.store.get(key).decode()
+
+    def _look_beside(self) -> None:
+        """Reads the neighbour's beat once, for its process, and again where that has ended: a rank
+        that said goodbye may end."""
+        if self.neighbour is None:
+            return
+        if self.beside is None or self._state(self.beside) in GONE:
+            self.beside = Beat.read(self._beat_of(self.neighbour))
 
     def _open_pages(self) -> None:
         for rank in {self.neighbour, self.first_here} - self.pages.keys() - {None}:

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from spmdrl.checkpoint.safe_load import ShardReader
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.checkpoint.safe_load import ShardReader, load_parts
+from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
@@ -69,7 +67,7 @@ from spmdrl.engines.fsdp.ulysses import (
     whole,
 )
 from spmdrl.engines.fsdp.weight_files import WeightFiles
-from spmdrl.engines.host_copies import HostCopies, StagedShards, stage
+from spmdrl.engines.host_copies import HostCopies, StagedShards, stage_own, wanted_parts
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
@@ -142,7 +140,7 @@ class FsdpEngine:
             )  # fmt: skip
         full_weights = dict(self.module.state_dict()) if on_first and topology.rank == 0 else {}
         if not frozen:
-            use_checkpointing(hf, config.activation_checkpointing)
+            use_checkpointing(hf, checkpointing_of(config, topology.device.type == "cuda"))
         blocks = decoder_layers(hf)
         if config.compile:
             layers.compile_layers(blocks)
@@ -337,14 +335,12 @@ class FsdpEngine:
     def stage(self) -> StagedShards:
         if self.copies is None:
             self.copies = HostCopies(pinned=self.topology.device.type == "cuda")
-        staged = stage(
-            self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, self.copies
-        )  # fmt: skip
+        staged = stage_own(self.state_dict(), self.topology.rank, self.copies)
         staged.notes = self._notes()
         return staged
 
     def save(self, folder: Path) -> None:
-        whole = stage(self.state_dict(), DefaultSavePlanner(), self.topology.rank == 0, copies=None)
+        whole = stage_own(self.state_dict(), self.topology.rank, copies=None)
         whole.notes = self._notes()
         whole.write(folder, self.topology.control)
 
@@ -362,7 +358,7 @@ class FsdpEngine:
             )
         check_base(self.adapters, folder, self.topology)
         state = self.state_dict()
-        reader = ShardReader(str(folder))
+        reader = ShardReader(str(folder), wanted_parts(state), self.topology.rank)
         stored = reader.read_metadata().state_dict_metadata
         if self.optimizer is not None:
             check_same_optimizer(folder, stored, self.optimizer)
@@ -372,7 +368,7 @@ class FsdpEngine:
         if bool(self.average) != has_average and self.topology.rank == 0:
             what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
             logger.warning("%s: the moving average %s", folder, what)
-        dcp.load(state, storage_reader=reader, process_group=self.topology.control)
+        load_parts(state, reader, self.topology)
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

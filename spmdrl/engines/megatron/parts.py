@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from spmdrl.config import OptimConfig, TrainConfig
+from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
@@ -312,7 +312,7 @@ def build_parts(
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=False if frozen else config.activation_checkpointing,
+            recompute=not frozen and checkpointing_of(config, topology.device.type == "cuda"),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
         if chunks[0].pre_process:

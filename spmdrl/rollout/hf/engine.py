@@ -19,7 +19,6 @@ from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
-from spmdrl.hub.model_files import eos_token_ids
 from spmdrl.rollout.base import (
     WAKE_TAGS,
     Answer,
@@ -29,8 +28,10 @@ from spmdrl.rollout.base import (
     check_lengths,
     generate,
 )
+from spmdrl.rollout.draw import draw
 from spmdrl.rollout.hf import strict as hf_strict
-from spmdrl.rollout.rng import gumbel, mix, preserved_rng
+from spmdrl.rollout.rng import mix, preserved_rng
+from spmdrl.rollout.stops import StopRule
 from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
 from spmdrl.weights.checkpoint_names import by_checkpoint_name, checkpoint_parts
 from spmdrl.weights.engine_layout import ByName, Layout, layout_by_name
@@ -61,8 +62,6 @@ class HfEngine:
 
         Raises ConfigError where tensor parallelism is asked for, or the model cannot be strict.
         """
-        from transformers import AutoTokenizer
-
         from spmdrl.engines.fsdp.model import blank, load_model
 
         if config.tensor_parallel != 1:
@@ -80,10 +79,9 @@ class HfEngine:
         self.log_softmax: Callable[[Tensor], Tensor] = partial(torch.log_softmax, dim=-1)
         if strict:
             hf_strict.make_strict(self)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        self.stops = StopRule(model)
         # a checkpoint's names that are no parameter's: of experts
         self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
-        self.eos_token_ids = eos_token_ids(model)
         self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
         self.num_requests = 0  # so far
         self.answers: dict[int, Answer] = {}  # by id, those that go on
@@ -206,7 +204,7 @@ class HfEngine:
             answer.token_ids.append(token)
             answer.logprobs.append(logprob)
             answer.versions.append(self.policy_version)
-            answer.finish_reason = self.finish_reason(answer)
+            answer.finish_reason = self.stops.finish_reason(answer)
             if answer.finish_reason is None:
                 going.append(row)
             else:
@@ -226,42 +224,13 @@ class HfEngine:
         params = cohort.params
         if params.min_tokens:
             young = [row for row, id in enumerate(cohort.ids) if self.is_young(id)]
-            stops = torch.tensor(self.stop_ids(params), dtype=torch.int64, device=self.device)
+            stops = torch.tensor(self.stops.stop_ids(params), dtype=torch.int64, device=self.device)
             logits[torch.tensor(young, dtype=torch.int64)[:, None], stops] = float("-inf")
-        logprobs = processed_logprobs(logits, params, self.log_softmax)
-        noise: Tensor | int = 0
-        if params.temperature > 0:
-            noise = gumbel(mix(cohort.seeds + cohort.mask.sum(1)), logits.shape[1])
-        tokens = (logprobs + noise).argmax(-1)
-        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        return draw(logits, params, cohort.seeds, cohort.mask.sum(1), self.log_softmax)
 
     def is_young(self, id: int) -> bool:
-        """Whether the next token may not end the answer."""
         answer = self.answers.get(id)
-        return answer is not None and len(answer.token_ids) < answer.params.min_tokens
-
-    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-
-    def finish_reason(self, answer: Answer) -> str | None:
-        """None while the sequence goes on."""
-        token_ids, params = answer.token_ids, answer.params
-        if token_ids[-1] in self.stop_ids(params):
-            return "stop"
-        turn = token_ids[answer.request.num_earlier :] if params.stop else token_ids
-        if len(token_ids) > params.min_tokens and self.ends_in_stop(turn, params.stop):
-            return "stop"
-        return "length" if len(token_ids) == answer.request.limit(params) else None
-
-    def ends_in_stop(self, token_ids: list[int], stops: tuple[str, ...]) -> bool:
-        """Whether the last token completed a stop string."""
-        if not stops:
-            return False
-        # a character is at most 4 tokens of one byte each
-        tail = token_ids[-4 * max(len(stop) for stop in stops) - 4 :]
-        before = self.tokenizer.decode(tail[:-1], skip_special_tokens=True)
-        text = self.tokenizer.decode(tail, skip_special_tokens=True)
-        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
+        return answer is not None and self.stops.is_young(answer)
 
     # weights
 
@@ -273,7 +242,7 @@ class HfEngine:
     @torch.no_grad()
     def require_written(self) -> None:
         if not self.has_weights:
-            require_written(self.model)
+            require_written(self.model, self.topology.axis_rank("tp"))
             self.has_weights = True
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
@@ -331,24 +300,3 @@ def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Te
     ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def processed_logprobs(
-    logits: Tensor, params: SamplingParams, log_softmax: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """The distribution sampled from: temperature, then top-k, then top-p of what is left.
-
-    logits: (num_rows, vocab) float32. Greedy: the model's own distribution.
-    """
-    if params.temperature == 0:
-        return log_softmax(logits)
-    logits = logits / params.temperature
-    if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if params.top_p < 1:
-        ascending, order = logits.sort(-1)
-        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        unlikely[:, -1] = False
-        logits = logits.masked_fill(unlikely.scatter(-1, order, unlikely), float("-inf"))
-    return log_softmax(logits)

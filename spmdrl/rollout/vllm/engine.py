@@ -35,6 +35,8 @@ from spmdrl.rollout.base import (
     check_lengths,
     generate,
 )
+from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
+from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import seed_of_continuation
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
@@ -46,7 +48,6 @@ from spmdrl.rollout.vllm.core import (
     LEAST_TEMPERATURE,
     build_core,
     import_vllm,
-    preserved_process,
 )
 from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
 from spmdrl.weights.checkpoint_names import is_adapter
@@ -92,7 +93,7 @@ class VllmEngine:
         VllmEngine.live += 1
         with ExitStack() as undo:
             undo.callback(self.leave_groups)  # should vLLM or a check of ours refuse
-            with preserved_process():
+            with preserved_process("vllm"):
                 import_vllm()
                 with patches, world_of(group):
                     self.core = build_core(
@@ -267,7 +268,7 @@ class VllmEngine:
     @torch.no_grad()
     def require_written(self) -> None:
         if not self.has_weights:
-            require_written(self.model)
+            require_written(self.model, self.topology.axis_rank("tp"))
             self.has_weights = True
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
@@ -393,7 +394,7 @@ class VllmEngine:
             return
         self.forget_prefixes()
         if self.on_cpu:
-            self.freed_kv_cache = vllm_cpu.free_kv_cache(self.runner.kv_caches)
+            self.freed_kv_cache = free_kv_cache(self.runner.kv_caches)
         else:
             self.core.sleep(level=2 if self.slots is None else 1)
 
@@ -403,7 +404,7 @@ class VllmEngine:
         if not self.on_cpu:
             self.core.wake_up(list(tags))
         elif "kv_cache" in tags:
-            vllm_cpu.restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
+            restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)
             self.freed_kv_cache = []
 
     def shutdown(self) -> None:

@@ -17,6 +17,7 @@ from spmdrl_kernels.fp8 import BLOCK, DTYPE, num_blocks, quantize_blocks
 from torch import Tensor, nn
 
 from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.distributed.accelerator import is_amd
 from spmdrl.distributed.torch_compat import has_amx_tiles, set_parameter
 from spmdrl.rollout.vllm import compat
 from spmdrl.weights.engine_layout import Layout, ParamView
@@ -49,6 +50,11 @@ def check_fp8(hf: Any, config: RolloutConfig) -> None:
     asked = f"rollout.quantization={config.quantization!r}"
     if config.dtype == "float32":
         raise ConfigError(f"{asked} computes in half precision: set rollout.dtype='bfloat16'")
+    if is_amd():
+        raise ConfigError(
+            f"{asked} writes NVIDIA's e4m3 into vLLM's weights, and on AMD GPUs vLLM turns these "
+            "into a format of AMD's (MI300) or rearranges them: leave it out; see docs/amd.md"
+        )
     if runs_on_cpu():
         if not has_amx_tiles():
             raise ConfigError(

@@ -1,28 +1,40 @@
 """Estimates the memory of a training role on a rank: weights, gradients, optimizer, activations.
 
-host_memory.py adds what a process takes beside, and compares with what the host has.
+pass_memory.py has what a pass takes, timeline.py what is there in which phase of a step,
+host_memory.py what a process takes beside, and memory_fit.py what helps where it is too much.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from spmdrl.config import TrainConfig
-from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
-from spmdrl.engines.fsdp.lora import adapter_count
-from spmdrl.engines.fsdp.optimizers import state_bytes
-from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
+from spmdrl.config import TrainConfig, checkpointing_of
+from spmdrl.engines.megatron.layout import num_experts
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.hub.hf_folder import load_hf_config, meta_model
-from spmdrl.weights.checkpoint_names import checkpoint_parts
+from spmdrl.training.checks.model_shape import (
+    ModelShape,
+    adapter_parameters,
+    optimizer_bytes,
+    shape_of,
+)
+from spmdrl.training.checks.pass_memory import (
+    HEAD_CHUNK_BYTES,
+    PassMemory,
+    fsdp_pass,
+    layer_sizes,
+    sparse_layers,
+)
 
 GIB = 2**30
-# of what a layer keeps of its forward pass; examples/bench/activations.py measures the ratios
-KEPT_SHARE = {False: 1.0, "selective": 20 / 34}
+
+
+class MicroBatches(NamedTuple):
+    """The tokens that a rank has in the micro-batches of an update."""
+
+    first: int  # of the fullest
+    later: int  # of the fullest one after it; 0: the update has one micro-batch
 
 
 @dataclass(frozen=True)
@@ -34,16 +46,53 @@ class Memory:
     weights: float  # float32; of megatron, and of a base with adapters, in the role's dtype
     gradients: float  # float32
     adam: float  # what the optimizer keeps, and megatron's float32 weights beside others
-    activations: float
     config: TrainConfig
+    first: PassMemory  # bytes of the fullest pass of an update; of a frozen role without gradient
+    later: PassMemory  # bytes of the fullest pass after it, when gradients are there already
+    forward: PassMemory  # bytes of a pass without gradient
+    step: float = 0.0  # temporaries of the optimizer's step
     average: float = 0.0  # of the weights, float32; goes where the optimizer goes
-    root: float = 0.0  # gathered during a pass: embedding and head, and their gradients
 
     @property
-    def idle(self) -> float:
-        """The GiB that stay on the device while the role has nothing to do."""
-        kept = 0.0 if self.config.offload_params else self.weights
-        return kept + (0.0 if self.config.offload_optimizer else self.adam + self.average)
+    def activations(self) -> float:
+        return self.first.activations / GIB
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether their memory is there between updates: megatron's, unless something leaves."""
+        leaves = self.config.offload_params or self.config.offload_optimizer
+        return self.config.engine == "megatron" and not leaves
+
+    def on_device(self, at_work: bool) -> dict[str, float]:
+        """The GiB of states that are on the device; at_work: False while the role is idle.
+
+        The one place that says what an option keeps on the host.
+        """
+        weights_leave = self.config.offload_params and not at_work
+        optimizer_leaves = self.config.offload_optimizer and not at_work
+        return {
+            "weights": 0.0 if weights_leave else self.weights,
+            "optimizer": 0.0 if optimizer_leaves else self.adam + self.average,
+            "gradients": self.gradients if self.keeps_gradients else 0.0,
+        }
+
+    def update(self) -> dict[str, float]:
+        """The GiB that an update takes beside the states that are on the device.
+
+        FSDP's gradients come to be while the first pass gives its activations back, and are there
+        whole in later passes and in the optimizer's step, when nothing of a pass is left.
+        """
+        step, first = {"temporary": self.step}, gib(self.first.parts)
+        if self.config.engine == "megatron":
+            gradients = 0.0 if self.keeps_gradients else self.gradients
+            return {"gradients": gradients} | larger(first, step)
+        ends = {"temporary": self.first.after_activations / GIB}
+        beside = {"gradients": self.gradients} | larger(ends, gib(self.later.parts), step)
+        return larger(first, beside)
+
+    def look(self) -> dict[str, float]:
+        """The GiB that a pass without gradient takes beside the states."""
+        return gib(self.forward.parts)
 
     @property
     def saved(self) -> float:
@@ -57,142 +106,172 @@ class Memory:
         return self.weights + self.adam + self.average
 
     @property
-    def passing(self) -> float:
-        """The GiB that a forward and backward pass takes, and leaves behind for the optimizer."""
-        return self.gradients + self.activations + self.root
-
-    @property
     def busy(self) -> float:
-        return self.states + self.passing
+        """The GiB of an update: states, and what it takes beside."""
+        return self.states + sum(self.update().values())
+
+
+def gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def larger(*choices: dict[str, float]) -> dict[str, float]:
+    """Returns the parts with the largest sum."""
+    return max(choices, key=lambda parts: sum(parts.values()))
 
 
 def memory_of(
     name: str, role: TrainConfig, model: str, num_ranks: int, kind: str = "policy",
-    tokens: int | None = None,
+    tokens: MicroBatches | None = None, on_gpu: bool = False,
 ) -> Memory:  # fmt: skip
     """kind: "reward", of a classifier; else of a language model.
 
-    tokens: of the fullest micro-batch; None: micro_batch_tokens, as many as there may be.
+    tokens: None: all micro-batches have micro_batch_tokens. on_gpu: with the kernels and the
+    defaults of GPUs.
     """
-    is_reward, path = kind == "reward", role.model or model
-    hf = classifier_config(path) if is_reward else load_hf_config(path)
-    shell = meta_classifier(hf) if is_reward else meta_model(hf)
-    count = count_parameters(shell)
+    shape = shape_of(role.model or model, "value" if name == "critic" else kind)
     trained = name not in ("ref", "reward_model")
-    tokens = min(tokens or role.micro_batch_tokens, role.micro_batch_tokens)
-    activations = activation_bytes(role, hf, tokens, trained) / GIB
-    root = root_bytes(role, hf, trained, kind) / GIB
+    tokens = tokens or MicroBatches(role.micro_batch_tokens, role.micro_batch_tokens)
     if role.engine == "fsdp":
-        sharers = num_ranks if role.fsdp == -1 else role.fsdp
-        one = count * 4 / sharers / GIB
-        if role.lora is not None and trained:
-            return memory_of_adapters(name, role, hf, count, sharers, activations, root)
-        parts = checkpoint_parts(hf) if role.optim.name == "muon" else {}
-        adam = state_bytes(shell, parts, role.optim.name) / sharers / GIB
-        average = one if role.ema else 0.0
-        return Memory(
-            count,
-            count * trained,
-            one,
-            one * trained,
-            adam * trained,
-            activations,
-            role,
-            average * trained,
-            root,
-        )
-    cuts = role.tensor_parallel * role.pipeline_parallel
-    held = (count - expert_count(hf)) / cuts  # parameters on a rank
-    held += expert_count(hf) / (
-        role.expert_parallel * role.expert_tensor_parallel * role.pipeline_parallel
-    )
-    one, shares = held * 4 / GIB, num_ranks / cuts
-    states = 2 if role.dtype == "float32" else 3
-    return Memory(
-        count, count * trained, one * DTYPES[role.dtype].itemsize / 4, one * trained,
-        states * one / shares * trained,
-        activations / (cuts if role.sequence_parallel else role.pipeline_parallel), role,
-        root=root / role.tensor_parallel,
-    )  # fmt: skip
+        return fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu)
+    return megatron_memory(role, shape, num_ranks, tokens, trained, on_gpu)
 
 
-def activation_bytes(role: TrainConfig, hf: PreTrainedConfig, tokens: int, trained: bool) -> float:
-    """Returns the bytes that the layers keep of a forward pass of so many tokens for the backward
-    pass.
-
-    Checkpointed they keep their inputs, and one layer at a time all; so does one that is not
-    trained, whose layers keep nothing. Offloaded activations are on the device for one layer.
-    """
-    text, width = hf.get_text_config(), DTYPES[role.dtype].itemsize
-    layer, layers = kept_per_token(hf) * width * tokens, text.num_hidden_layers
-    how = role.activation_checkpointing if trained else True
-    if role.activation_offload and trained:
-        return layer
-    if how is True:
-        return layers * text.hidden_size * width * tokens
-    return layers * layer * KEPT_SHARE[how]
-
-
-def kept_per_token(hf: PreTrainedConfig) -> int:
-    """Elements that a layer keeps of each token, by count of what its backward pass reads.
-
-    Two norms: their normed input, and their output for the products that follow. Attention:
-    queries, keys, values, and its output twice, padded and packed. Gated MLP: gate, its activation,
-    up, and their product; a mixture of experts has that of each expert that a token uses.
-    """
-    text: Any = hf.get_text_config()
-    heads, hidden = text.num_attention_heads, text.hidden_size
-    size = getattr(text, "head_dim", None) or hidden // heads
-    queries, keys = heads * size, (getattr(text, "num_key_value_heads", None) or heads) * size
-    width = getattr(text, "intermediate_size", None) or 4 * hidden
-    experts = getattr(text, "num_experts_per_tok", None)
-    if experts:
-        width = experts * (getattr(text, "moe_intermediate_size", None) or width)
-    return 4 * hidden + 3 * queries + 2 * keys + 4 * width
+def fsdp_memory(
+    role: TrainConfig,
+    shape: ModelShape,
+    num_ranks: int,
+    tokens: MicroBatches,
+    trained: bool,
+    on_gpu: bool,
+) -> Memory:
+    sharers = num_ranks if role.fsdp == -1 else role.fsdp
+    forward = fsdp_pass(role, shape, tokens.first, False, on_gpu, sharers)
+    first = fsdp_pass(role, shape, tokens.first, trained, on_gpu, sharers)
+    later = fsdp_pass(role, shape, tokens.later, trained, on_gpu, sharers)
+    passes = (first, later, forward)
+    one = shape.count * 4 / sharers / GIB
+    if not trained:
+        return Memory(shape.count, 0, one, 0.0, 0.0, role, *passes)
+    if role.lora is not None:
+        return adapters_memory(role, shape, sharers, passes)
+    adam = optimizer_bytes(shape, role.optim.name) / sharers / GIB
+    # torch's foreach AdamW on GPUs has sqrt(v) of all weights at once; others one weight's
+    largest = 12 * shape.matrix / sharers / GIB
+    step = one if on_gpu and role.optim.name == "adamw" else min(largest, one)
+    average = one if role.ema else 0.0
+    return Memory(shape.count, shape.count, one, one, adam, role, *passes, step, average)
 
 
-def root_bytes(role: TrainConfig, hf: PreTrainedConfig, trained: bool, kind: str) -> float:
-    """Returns the bytes that are gathered with the root while a pass runs: the embedding whole, and
-    its gradient.
-
-    A tied embedding has two gradients, as the head and as the embedding, and their sum.
-    """
-    text: Any = hf.get_text_config()
-    matrix = text.vocab_size * text.hidden_size
-    tied = getattr(text, "tie_word_embeddings", False) or kind != "policy"
-    weights = matrix * (1 if tied else 2) * DTYPES[role.dtype].itemsize
-    is_learnt = trained and role.lora is None
-    return weights + (2 * matrix * 4 if is_learnt else 0)
-
-
-def memory_of_adapters(
-    name: str, role: TrainConfig, hf: PreTrainedConfig, count: int, sharers: int,
-    activations: float, root: float,
-) -> Memory:  # fmt: skip
-    """count: parameters of the base, which is held in the role's dtype; the rest is float32."""
-    assert role.lora is not None
-    learnt = adapter_count(hf, role)
-    learnt += (hf.get_text_config().hidden_size + 1) * (name == "critic")  # of its head
+def adapters_memory(
+    role: TrainConfig,
+    shape: ModelShape,
+    sharers: int,
+    passes: tuple[PassMemory, PassMemory, PassMemory],
+) -> Memory:
+    """The base is held in the role's dtype; all that is learnt is float32."""
+    value_head = shape.text.hidden_size + 1 if shape.kind == "value" else 0
+    frozen, learnt = shape.count - value_head, adapter_parameters(shape, role) + value_head
     adapters = learnt * 4 / sharers / GIB
-    base = count * DTYPES[role.dtype].itemsize / sharers / GIB
+    base = frozen * DTYPES[role.dtype].itemsize / sharers / GIB
     moments = 2 * adapters * (0.27 if role.optim.name == "adamw8bit" else 1)  # codes and scales
     return Memory(
-        count + learnt, learnt, base + adapters, adapters, moments, activations, role,
-        adapters if role.ema else 0.0, root,
+        frozen + learnt, learnt, base + adapters, adapters, moments, role, *passes,
+        adapters, adapters if role.ema else 0.0,
     )  # fmt: skip
 
 
-def expert_count(hf: PreTrainedConfig) -> int:
-    """Parameters of all routed experts."""
-    if not any(moe_layers(hf)):
-        return 0
-    one = 3 * hf.get_text_config().hidden_size * expert_width(hf)
-    return sum(moe_layers(hf)) * num_experts(hf) * one
+# ---- megatron
 
 
-def parameter_count(hf: PreTrainedConfig) -> int:
-    return count_parameters(meta_model(hf))
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters on a rank of the fullest pipeline stage."""
+
+    dense: float
+    experts: float
 
 
-def count_parameters(shell: PreTrainedModel) -> int:
-    return sum(prod(p.shape) for p in shell.parameters())
+def stage_parameters(role: TrainConfig, shape: ModelShape) -> StageParameters:
+    """Tensor parallelism cuts all but the router and what latent attention projects down.
+
+    The embedding is in the first stage and the head in the last: a stage has one of them, with one
+    stage both; tied, and with several stages, both have the embedding.
+    """
+    stages, tensor, text = role.pipeline_parallel, role.tensor_parallel, shape.text
+    whole = (
+        sum(sparse_layers(shape.hf))
+        * text.hidden_size
+        * (num_experts(shape.hf) if shape.experts else 0)
+    )
+    if getattr(text, "kv_lora_rank", None):
+        down = text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0)
+        whole += text.num_hidden_layers * text.hidden_size * down
+    layers = shape.count - shape.experts - shape.matrices * shape.matrix - whole
+    ends = shape.matrix * (shape.matrices if stages == 1 else 1)
+    dense = layers / (stages * tensor) + whole / stages + ends / tensor
+    cut = role.expert_parallel * role.expert_tensor_parallel * stages
+    return StageParameters(dense, shape.experts / cut)
+
+
+def megatron_memory(
+    role: TrainConfig,
+    shape: ModelShape,
+    num_ranks: int,
+    tokens: MicroBatches,
+    trained: bool,
+    on_gpu: bool,
+) -> Memory:
+    """Weights in the role's dtype, gradients in float32 beside them; the distributed optimizer
+    shards its float32 weights and moments over the data-parallel ranks, those of experts over the
+    ranks that hold the same experts.
+    """
+    held, width = stage_parameters(role, shape), DTYPES[role.dtype].itemsize
+    stages = role.pipeline_parallel
+    data = num_ranks / (role.tensor_parallel * stages)
+    expert_data = num_ranks / (role.expert_parallel * role.expert_tensor_parallel * stages)
+    parameters = held.dense + held.experts
+    shard = held.dense / data + held.experts / expert_data
+    states = 8 if role.dtype == "float32" else 12
+    return Memory(
+        shape.count, shape.count * trained, parameters * width / GIB,
+        4 * parameters * trained / GIB, states * shard * trained / GIB, role,
+        megatron_pass(role, shape, tokens.first, trained, on_gpu),
+        megatron_pass(role, shape, tokens.later, trained, on_gpu),
+        megatron_pass(role, shape, tokens.first, False, on_gpu),
+        step=4 * shard * trained / GIB,
+    )  # fmt: skip
+
+
+def megatron_pass(
+    role: TrainConfig, shape: ModelShape, tokens: int, trained: bool, on_gpu: bool
+) -> PassMemory:
+    """Activations of the first pipeline stage, which has as many micro-batches under way as there
+    are stages, and more where stages are interleaved (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Nothing is gathered: what is large beside is the gradient of the head, in the role's dtype.
+    """
+    width, tensor = DTYPES[role.dtype].itemsize, role.tensor_parallel
+    stages, chunks = role.pipeline_parallel, role.virtual_pipeline
+    sizes, hidden = layer_sizes(shape.hf, False), shape.text.hidden_size
+    along = tensor if role.sequence_parallel else 1  # ranks that share a token's norms
+    kept = [
+        (sizes.norms / along + (sizes.attention + mlp) / tensor) * width * tokens
+        for mlp in sizes.mlps
+    ]
+    under_way = stages + ((stages - 1) / chunks if chunks > 1 else 0)
+    how = checkpointing_of(role, on_gpu)
+    if not trained:
+        activations = max(kept)
+    elif how is True:
+        inputs = len(kept) / stages * hidden / along * width * tokens
+        activations = under_way * inputs + max(kept)
+    else:  # core attention alone is computed again, of which flash attention keeps little
+        activations = under_way * sum(kept) / stages
+    head = (
+        HEAD_CHUNK_BYTES + 8.0 * tokens * hidden
+        if trained
+        else 12.0 * tokens * (shape.text.vocab_size / tensor) / 256
+    )
+    root = shape.matrix / tensor * width if trained else 0.0
+    return PassMemory(activations, root, head, units=0.0, end=root)

@@ -61,7 +61,17 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
-    """Raises ConfigError; needs no process group, no weights and no data.
+    """Raises ConfigError, and warns; needs no process group, no weights and no data.
+
+    hosted: the actor's layout stands already, in another program.
+    """
+    require_sound(config, world, hosted)
+    for warning in warnings_of(config):
+        logger.warning(warning)
+
+
+def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
+    """Raises ConfigError where `check` does.
 
     hosted: the actor's layout stands already, in another program.
     """
@@ -106,8 +116,6 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     if "ref" in training_roles(config):
         check_reference(config, placement)
     check_files(config, hf, hosted)
-    for warning in warnings_of(config):
-        logger.warning(warning)
 
 
 def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:

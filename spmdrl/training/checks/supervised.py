@@ -38,9 +38,9 @@ from spmdrl.training.logs.trackers import check_trackers
 logger = logging.getLogger(__name__)
 
 
-def check_sft(config: SftConfig, world: int) -> None:
-    """Raises ConfigError, as `check` does for PpoConfig."""
-    check_supervised(config, world, "fine-tuning", BEST_SFT)
+def check_sft(config: SftConfig, world: int, warn: bool = True) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
+    check_supervised(config, world, "fine-tuning", BEST_SFT, warn)
     hf = load_hf_config(config.model)
     check_positions(hf, config.data.max_tokens)
     check_lora("actor", config.actor, hf)
@@ -50,8 +50,8 @@ def check_sft(config: SftConfig, world: int) -> None:
         check_megatron("actor", config.actor, config.model, world)
 
 
-def check_reward_training(config: RewardTrainingConfig, world: int) -> None:
-    """Raises ConfigError, as `check` does for PpoConfig."""
+def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool = True) -> None:
+    """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
     require(
         config.actor.engine == "fsdp",
@@ -62,7 +62,7 @@ def check_reward_training(config: RewardTrainingConfig, world: int) -> None:
         "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
         "be learnt, so all weights are trained: leave actor.lora out",
     )
-    check_supervised(config, world, "a reward model", BEST_REWARD_MODEL)
+    check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
     check_classifier("model", config.model, hf)
     # its reward is read at a token behind the conversation
@@ -91,7 +91,7 @@ BEST_REWARD_MODEL = {
 
 
 def check_supervised(
-    config: SupervisedConfig, world: int, what: str, best: Mapping[str, str]
+    config: SupervisedConfig, world: int, what: str, best: Mapping[str, str], warn: bool
 ) -> None:
     """Checks what is the same for all programs that learn from rows as they stand."""
     check_bounds(config)
@@ -119,10 +119,8 @@ def check_supervised(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),
     )  # fmt: skip
-    for warning in [
-        *warnings_of_optimizer("actor", config.actor.optim, config.steps),
-        *warnings_of_run(config),
-    ]:
+    found = warnings_of_optimizer("actor", config.actor.optim, config.steps)
+    for warning in [*found, *warnings_of_run(config)] if warn else []:
         logger.warning(warning)
 
 

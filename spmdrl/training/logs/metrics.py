@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.earlier_runs import METRICS
+from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.training.logs.step_line import RESERVED, Shown, field_of, fitted, step_line, unknown
@@ -144,8 +144,7 @@ def write_samples(
     ordered = sorted(samples, key=lambda s: (s.group, s.index))
     bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
     rows = [((s.group, s.index), sample_row(s, replies)) for s in (*ordered[:most], *bad)]
-    everyone: list[Any] | None = [None] * topology.world if topology.rank == 0 else None
-    dist.gather_object(rows, everyone, group=topology.control, group_dst=0)
+    everyone = gather_to_first(rows, topology.control)
     if everyone is None:
         return
     found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
@@ -181,12 +180,10 @@ def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
     """Merges what each rank knows, on every rank; of what several know, the first's counts.
     Collective.
     """
-    everyone: list[Any] = [None] * topology.world
-    dist.all_gather_object(everyone, metrics, group=topology.control)  # a few numbers
     result: dict[str, float] = {}
-    for part in everyone:
+    for part in gather_to_first(metrics, topology.control) or []:
         result |= {name: value for name, value in part.items() if name not in result}
-    return result
+    return broadcast_from_first(result, topology.control)
 
 
 def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
@@ -243,9 +240,16 @@ def sample_metrics(
             of_turns = math.fsum(s.turn_rewards)
             add("reward/turns", of_turns)
             add("reward/outcome", s.reward - of_turns)
-    everyone: list[Any] = [None] * topology.world
     longest = max((len(s.response_ids) for s in samples), default=0)
-    dist.all_gather_object(everyone, (sums, longest), group=topology.control)  # a few numbers
+    everyone = gather_to_first((sums, longest), topology.control)
+    found = None if everyone is None else metrics_of_sums(everyone)
+    return broadcast_from_first(found, topology.control)
+
+
+def metrics_of_sums(
+    everyone: list[tuple[dict[str, tuple[Fraction, int]], int]],
+) -> dict[str, float]:
+    """everyone: by rank, the sum and the count of each metric and the longest answer."""
     # which rank made a sample is a matter of timing: the sum must not depend on it
     names = {name for part, _ in everyone for name in part}
     totals: dict[str, tuple[float, float]] = {}

@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from spmdrl.config import ProfileConfig, RunConfig, require
+from spmdrl.distributed.accelerator import is_amd
 from spmdrl.distributed.placement import as_text, parse_ranks, spans_in
 from spmdrl.training.runtime import Runtime
 
@@ -46,13 +47,14 @@ class Profiler:
         self.config, self.phases = config.profile or ProfileConfig(), runtime.phases
         self.folder, self.rank = Path(runtime.run_dir, "profile"), topology.rank
         self.on_gpu = topology.device.type == "cuda"
+        self.under_nsys = self.on_gpu and not is_amd()  # it may be there, and be told
         self.steps: set[int] = set()
         if config.profile is None:
             return
         require(
-            self.config.trace or self.on_gpu,
-            "profile.trace=False leaves it to nsys, which records what GPUs do, and this run is on "
-            "CPUs: leave profile.trace out",
+            self.config.trace or self.under_nsys,
+            "profile.trace=False leaves it to nsys, which records what NVIDIA GPUs do, and this "
+            f"run is on {'AMD GPUs' if self.on_gpu else 'CPUs'}: leave profile.trace out",
         )
         if self.rank in parse_ranks(self.config.ranks, topology.world, "profile.ranks"):
             self.steps = steps_of(self.config, config.steps)
@@ -65,8 +67,8 @@ class Profiler:
         with ExitStack() as undo:
             if self.config.trace:
                 undo.enter_context(self.recording(step))
-            if self.on_gpu:
-                undo.enter_context(torch.cuda.profiler.profile())  # nsys: the window
+            if self.under_nsys:
+                undo.enter_context(torch.cuda.profiler.profile())  # the window
                 undo.callback(torch.cuda.synchronize)
             undo.callback(setattr, self.phases, "mark", self.phases.mark)
             self.phases.mark = self.mark
@@ -78,7 +80,7 @@ class Profiler:
         """A range of that name, in torch's trace and in nsys's."""
         with ExitStack() as undo:
             undo.enter_context(record_function(name))
-            if self.on_gpu:
+            if self.under_nsys:
                 undo.enter_context(torch.cuda.nvtx.range(name))
             yield
 

@@ -142,8 +142,52 @@ def busy_and_waiting(spans: list[Span]) -> PhaseSeconds:
     return seconds
 
 
-def phase_metrics(everyone: list[tuple[PhaseSeconds, float]]) -> dict[str, float]:
-    """Tells where the time went, from each rank's (busy_and_waiting(), seconds that these are of).
+class PhaseTotals(NamedTuple):
+    """One phase on the ranks that took part."""
+
+    num_ranks: int
+    longest_s: float  # of any rank, from its start until all had agreed
+    least_busy_s: float
+    busy_s: float  # the sum
+    most_busy_s: float
+
+
+class Totals(NamedTuple):
+    """Where the time of some ranks went. It can be written as JSON."""
+
+    phases: dict[str, PhaseTotals]
+    num_ranks: int
+    idle: float  # the sum over the ranks of 1 - busy / the rank's seconds
+    most_idle: float
+
+
+def totals_of(seconds: PhaseSeconds, of_s: float) -> Totals:
+    """One rank's busy_and_waiting(), and the seconds that these are of."""
+    phases = {
+        name: PhaseTotals(1, busy + waiting, busy, busy, busy)
+        for name, (busy, waiting) in seconds.items()
+    }
+    idle = idle_share(sum(busy for busy, _ in seconds.values()), of_s)
+    return Totals(phases, 1, idle, idle)
+
+
+def add_totals(one: Totals, other: Totals) -> Totals:
+    phases = dict(one.phases)
+    for name, (num_ranks, longest_s, least_s, busy_s, most_s) in other.phases.items():
+        a = phases.get(name)
+        phases[name] = PhaseTotals(
+            num_ranks + (a.num_ranks if a else 0), max(longest_s, a.longest_s if a else 0.0),
+            min(least_s, a.least_busy_s if a else least_s), busy_s + (a.busy_s if a else 0.0),
+            max(most_s, a.most_busy_s if a else 0.0),
+        )  # fmt: skip
+    return Totals(
+        phases, one.num_ranks + other.num_ranks, one.idle + other.idle,
+        max(one.most_idle, other.most_idle),
+    )  # fmt: skip
+
+
+def phase_metrics(totals: Totals) -> dict[str, float]:
+    """Tells where the time went.
 
     time/<phase>_s: the longest of any rank, from its start until all had agreed. time_min/,
     time_mean/ and time_max/<phase>_s: busy seconds of the ranks that took part. idle/share and
@@ -151,17 +195,15 @@ def phase_metrics(everyone: list[tuple[PhaseSeconds, float]]) -> dict[str, float
     but of another step where a rank samples ahead.
     """
     metrics: dict[str, float] = {}
-    for phase in dict.fromkeys(name for rank, _ in everyone for name in rank):
-        took_part = [rank[phase] for rank, _ in everyone if phase in rank]
+    for phase, found in totals.phases.items():
         key = f"{phase.replace(' ', '_')}_s"
-        metrics[f"time/{key}"] = max(busy + waiting for busy, waiting in took_part)
+        metrics[f"time/{key}"] = found.longest_s
         if not phase.startswith(WAIT):
-            seconds = [busy for busy, _ in took_part]
-            metrics[f"time_min/{key}"] = min(seconds)
-            metrics[f"time_mean/{key}"] = sum(seconds) / len(seconds)
-            metrics[f"time_max/{key}"] = max(seconds)
-    idle = [idle_share(sum(busy for busy, _ in rank.values()), of_s) for rank, of_s in everyone]
-    return metrics | {"idle/share": sum(idle) / len(idle), "idle/share_max": max(idle)}
+            metrics[f"time_min/{key}"] = found.least_busy_s
+            metrics[f"time_mean/{key}"] = found.busy_s / found.num_ranks
+            metrics[f"time_max/{key}"] = found.most_busy_s
+    share = totals.idle / totals.num_ranks
+    return metrics | {"idle/share": share, "idle/share_max": totals.most_idle}
 
 
 def idle_share(busy_s: float, total_s: float) -> float:

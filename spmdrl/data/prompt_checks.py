@@ -1,0 +1,162 @@
+"""Checks of the rows of prompt files when they are opened, and counts of what they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from spmdrl.config import ConfigError, DataConfig
+from spmdrl.data.chat import Encoder
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.pictures import open_picture, says_image, with_parts
+from spmdrl.data.prompt_fields import PromptFields, encode, prompt_fields, truth_key, without_truth
+from spmdrl.data.row_reports import (
+    report_blind,
+    report_escaped,
+    report_left_out,
+    sum_by_name,
+    unread_tools,
+)
+from spmdrl.data.table_files import BadRow, Files
+from spmdrl.distributed.topology import Topology
+
+
+@dataclass(frozen=True)
+class MostImages:
+    """Counts the most images, and the largest, that an engine must be ready for."""
+
+    per_prompt: int = 0
+    tokens: int = 0  # of the largest
+    blind: int = 0  # prompts that say <image> and have none
+
+    def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
+        """Returns the limits with a prompt's images added, all of which are decoded once. Raises
+        BadRow.
+        """
+        for picture in fields.images:
+            open_picture(picture)
+        if not fields.images:
+            return replace(self, blind=self.blind + says_image(fields.turns))
+        if not is_used:
+            return self
+        largest = max(map(vision.num_tokens, fields.images))
+        return replace(
+            self, per_prompt=max(self.per_prompt, len(fields.images)),
+            tokens=max(self.tokens, largest),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, several: Iterable[MostImages]) -> MostImages:
+        each = list(several)
+        return cls(
+            max(one.per_prompt for one in each), max(one.tokens for one in each),
+            sum(one.blind for one in each),
+        )  # fmt: skip
+
+
+class RowsSeen(NamedTuple):
+    """Counts of what the rows of a data set hold, over all ranks."""
+
+    data_sources: tuple[str, ...]  # sorted
+    num_escaped: int
+    left_out: dict[str, int]  # by name: see Encoder.left_out
+    images: MostImages
+
+
+class RowChecker:
+    """Checks and measures rows, and counts what they hold."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: Encoder,
+        vision: ImageProcessor | None,
+        needs_truth: Callable[[str], bool],
+        wrong_truth: Callable[[str, Any], str | None],
+    ) -> None:
+        self.config, self.encoder, self.vision = config, encoder, vision
+        self.needs_truth, self.wrong_truth = needs_truth, wrong_truth
+        self.sources: set[str] = set()
+        self.num_escaped = 0
+        self.left_out: Counter[str] = Counter()
+        self.images = MostImages()
+
+    def length(self, row: dict[str, Any], path: Path) -> int:
+        """Returns the tokens of the row's prompt. Raises BadRow, ConfigError."""
+        fields = prompt_fields(row, path, self.config, self.vision is not None)
+        self.check_truth(fields, row)
+        found = encode(fields, self.encoder, self.config, self.vision)
+        fits = len(found.ids) <= self.config.max_prompt_tokens
+        self.sources.add(fields.data_source)
+        self.num_escaped += found.escaped
+        if fits:
+            self.left_out.update(left_out_of(fields, row, self.encoder))
+        if self.vision is not None:
+            self.images = self.images.beside(fields, self.vision, fits)
+        return len(found.ids)
+
+    def check_truth(self, fields: PromptFields, row: dict[str, Any]) -> None:
+        """Raises BadRow for a ground truth that the reward needs and the row has not, or that is
+        none for the reward.
+        """
+        if fields.ground_truth is None:
+            if self.needs_truth(fields.data_source):
+                raise without_truth(row, self.config)
+            return
+        wrong = self.wrong_truth(fields.data_source, fields.ground_truth)
+        if wrong is not None:
+            raise BadRow(f"field '{truth_key(row, self.config)}': {wrong}")
+
+    def of_all_ranks(self, num_rows: int, topology: Topology) -> RowsSeen:
+        """Gathers the counts and reports them on the first rank. Collective."""
+        gathered: list[Any] = [None] * topology.world
+        own = (self.sources, self.num_escaped, self.left_out, self.images)
+        dist.all_gather_object(gathered, own, group=topology.group)
+        sources, escaped, left_out, images = zip(*gathered, strict=True)
+        seen = RowsSeen(
+            tuple(sorted(set().union(*sources))), sum(escaped), sum_by_name(left_out),
+            MostImages.of(images),
+        )  # fmt: skip
+        report_escaped(seen.num_escaped, num_rows, topology)
+        report_left_out(seen.left_out, num_rows, topology)
+        report_blind(seen.images.blind, num_rows, topology)
+        return seen
+
+
+def left_out_of(fields: PromptFields, row: dict[str, Any], encoder: Encoder) -> set[str]:
+    """Names of what the row holds and the prompt's text does not. Raises BadRow, ConfigError."""
+    if isinstance(fields.prompt, str):
+        return set()
+    parts = fields.images or fields.has_parts
+    chat = with_parts(fields.prompt, len(fields.images)) if parts else fields.prompt
+    return encoder.left_out(chat) | unread_tools(row, encoder)
+
+
+def handle_overlong(
+    files: Files, rows: np.ndarray, lengths: np.ndarray, overlong: np.ndarray, config: DataConfig
+) -> np.ndarray:
+    """The rows to keep, by `config.overlong_prompts`. Raises ConfigError if that leaves none."""
+    limit, longest = config.max_prompt_tokens, int(lengths.max())
+    usable = lengths[rows]
+    if config.overlong_prompts == "truncate":
+        return rows
+    if config.overlong_prompts == "error":
+        raise ConfigError(
+            f"{files.where(int(overlong[0]))}: the prompt has {lengths[overlong[0]]} tokens, the "
+            f"limit max_prompt_tokens is {limit}. {len(overlong)} of {len(rows)} prompts are over "
+            f"it, the longest has {longest}. Raise max_prompt_tokens, or set overlong_prompts to "
+            "'filter' or 'truncate'."
+        )
+    if len(overlong) == len(rows):
+        raise ConfigError(
+            f"{files.names}: all {len(rows)} prompts are longer than max_prompt_tokens={limit} "
+            f"(shortest {usable.min()}, longest {longest} tokens), so none is left. "
+            f"Raise max_prompt_tokens to {longest}, or set overlong_prompts to 'truncate'."
+        )
+    return rows[usable <= limit]

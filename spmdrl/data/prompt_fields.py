@@ -1,0 +1,158 @@
+"""The fields of a row of a prompt file, checked, and their tokens; prompts.py has the schema."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import ConfigError, DataConfig
+from spmdrl.data.chat import Encoded, Encoder
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.left_out import calls_of
+from spmdrl.data.pictures import MARK, pictures_of, with_parts
+from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
+from spmdrl.hub.hf_folder import FAMILIES
+from spmdrl.types import Picture
+
+
+@dataclass(frozen=True)
+class PromptFields:
+    """The fields that are read from a row of a prompt file, checked."""
+
+    prompt: list[dict[str, Any]] | str
+    data_source: str
+    ground_truth: Any  # None where there is none
+    extra_info: dict[str, Any]
+    images: tuple[Picture, ...] = ()
+
+    @property
+    def has_parts(self) -> bool:
+        return any(isinstance(turn["content"], list) for turn in self.turns)
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        return self.prompt if isinstance(self.prompt, list) else [{"content": self.prompt}]
+
+
+SCHEMA = (
+    "data.prompt_key and data.ground_truth_key name other columns; examples/gsm8k/prepare.py "
+    "writes a file with the usual ones"
+)
+
+
+def columns_of(config: DataConfig) -> tuple[str, ...]:
+    others = ("data_source", "ground_truth", "extra_info", "images", "image", "tools")
+    return (*columns_at(config.prompt_key, config.ground_truth_key), *others)
+
+
+def prompt_fields(
+    row: dict[str, Any], path: Path, config: DataConfig, sees: bool = False
+) -> PromptFields:
+    """Raises BadRow naming the first field that is missing, null, empty or of a wrong type.
+
+    A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
+    model sees images.
+    """
+    images = pictures_of(row.get("images"), path.parent)
+    if sees and not images and row.get("image") is not None:
+        raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
+    prompt = lookup(row, config.prompt_key)
+    if prompt is MISSING:
+        raise bad_field(config.prompt_key, prompt, f"{PROMPT}. {SCHEMA}", row)
+    check_prompt(config.prompt_key, prompt, parts=sees or bool(images))
+    data_source = lookup(row, "data_source")
+    if data_source is MISSING and config.prompt_key != DataConfig.prompt_key:
+        data_source = path.stem
+    if not isinstance(data_source, str) or not data_source:
+        expected = "a name such as 'openai/gsm8k'"
+        hint = f". {SCHEMA}" if data_source is MISSING else ""
+        raise bad_field("data_source", data_source, expected + hint, row)
+    ground_truth = lookup(row, truth_key(row, config))
+    if ground_truth is MISSING or ground_truth != ground_truth:  # NaN
+        ground_truth = None
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise bad_field("extra_info", extra_info, "a mapping, or null", row)
+    chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
+    return PromptFields(chat, data_source, ground_truth, extra_info or {}, images)
+
+
+def truth_key(row: dict[str, Any], config: DataConfig) -> str:
+    """The one of the config; of the default, where verl has it, or a column of its own."""
+    key = config.ground_truth_key
+    if key != DataConfig.ground_truth_key:
+        return key
+    own = row.get("reward_model") is None and "ground_truth" in row
+    return "ground_truth" if own else key
+
+
+def without_truth(row: dict[str, Any], config: DataConfig) -> BadRow:
+    key = truth_key(row, config)
+    expected = "the reference answer, which the reward asks for"
+    if key == DataConfig.ground_truth_key:
+        expected += f" (or a column 'ground_truth'). {SCHEMA}"
+    return bad_field(key, lookup(row, key), expected, row)
+
+
+PROMPT = "a non-empty string or chat list [{'role': ..., 'content': ...}, ...]"
+
+# how the text of a chat list begins, as JSON or as Python writes it
+CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content)\1\s*:""")
+
+AS_A_LIST = "the model would be asked its brackets and quotes. Write it as a list, e.g. json.loads"
+
+
+def check_prompt(field: str, prompt: Any, parts: bool = False) -> None:
+    """Raises BadRow unless `prompt` is a non-empty string or a non-empty chat list.
+
+    parts: a content may be a list of parts, which are not looked at.
+    """
+    if not isinstance(prompt, str | list) or len(prompt) == 0:
+        raise bad_field(field, prompt, PROMPT)
+    if isinstance(prompt, str):
+        if CHAT_AS_TEXT.match(prompt):
+            raise bad_field(field, prompt, f"{PROMPT}; this is the text of a list: {AS_A_LIST}")
+        return
+    for i, turn in enumerate(prompt):
+        if not isinstance(turn, dict):
+            raise bad_field(f"{field}[{i}]", turn, "{'role': ..., 'content': ...}")
+        for key in ("role", "content"):
+            kind = str | list if parts and key == "content" else str
+            if key == "content" and turn.get(key) is None and calls_of(turn):
+                continue
+            if not isinstance(turn.get(key), kind):
+                raise bad_field(f"{field}[{i}].{key}", turn.get(key, MISSING), "a string", turn)
+    contents = [turn.get("content") or calls_of(turn) for turn in prompt]
+    if not any(text.strip() if isinstance(text, str) else text for text in contents):
+        raise BadRow(f"field '{field}': every turn is empty, expected {PROMPT}")
+
+
+def encode(
+    fields: PromptFields, encoder: Encoder, config: DataConfig, vision: ImageProcessor | None
+) -> Encoded:
+    """Token ids of a prompt, images included. Raises BadRow, ConfigError."""
+    if not fields.images and not fields.has_parts:
+        return encoder.prompt(fields.prompt)
+    if vision is None:
+        raise sees_none()
+    if isinstance(fields.prompt, str):
+        raise BadRow(f"field 'images': they want a prompt that is a chat list, with {MARK} in it")
+    found = encoder.prompt(with_parts(fields.prompt, len(fields.images)))
+    if len(found.ids) <= encoder.limit:
+        found = found._replace(ids=vision.placed(found.ids, fields.images))
+    if len(found.ids) > encoder.limit and config.overlong_prompts == "truncate":
+        raise BadRow(
+            f"field 'images': a prompt of {len(found.ids)} tokens with images cannot be cut to "
+            f"max_prompt_tokens={encoder.limit}: raise it, set image_max_pixels, or set "
+            "overlong_prompts to 'filter'"
+        )
+    return found
+
+
+def sees_none() -> ConfigError:
+    return ConfigError(
+        "the data has images, which the model does not see: model types that do are "
+        f"{', '.join(FAMILIES)}"
+    )

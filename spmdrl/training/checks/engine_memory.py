@@ -1,0 +1,105 @@
+"""Estimates the memory of a rollout engine on a rank, awake and asleep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig
+from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.rollout.build import ENGINES
+from spmdrl.training.checks.model_shape import ModelShape, shape_of
+
+GIB = 2**30
+# Of vLLM asleep on a GPU, where weights and KV cache are gone (level 2): captured CUDA graphs and
+# buffers outside of its pools. Graphs took 0.53 and 1.40 GiB in public logs of vLLM
+# (discuss.vllm.ai/t/1542, sgl-project/sglang#8538); sleep_mode_offload_cudagraph is not counted.
+GRAPHS_GIB, BUFFERS_GIB = 1.4, 0.3
+BATCHED_TOKENS = 8192  # of vLLM's profiling pass, unless engine_args has max_num_batched_tokens
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """GiB of an engine on a rank."""
+
+    weights: float
+    cache: float | None  # of keys and values; None: what the GPU's share leaves
+    awake: float
+    asleep: float
+    needed: float  # the least that it can work with: the longest sequence must fit
+    asleep_on_host: float = 0.0
+
+
+def engine_memory(config: PpoConfig, num_engines: int, gpu_gib: float | None) -> EngineMemory:
+    """gpu_gib: of the GPU; None: a CPU."""
+    rollout, shape = config.rollout, shape_of(config.model)
+    weights = engine_weights(config, shape)
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    one = longest * cache_bytes_per_token(shape, config) / GIB
+    if not ENGINES[rollout.engine].has_kv_cache:  # grows and shrinks with the answers
+        samples = config.data.prompts_per_step * rollout.n / num_engines
+        cache = min(rollout.max_num_seqs, max(samples, 1)) * one
+        awake, asleep = weights + cache, 0.0 if gpu_gib else weights
+        away = weights if gpu_gib and rollout.sleep else 0.0
+        asleep = asleep if rollout.sleep else weights
+        return EngineMemory(weights, cache, awake, asleep, awake, away)
+    if gpu_gib is None:
+        cache = (rollout.kv_cache_mib or CPU_KV_CACHE_MIB) / 1024
+        awake = weights + cache
+        return EngineMemory(weights, cache, awake, weights if rollout.sleep else awake, awake)
+    return vllm_on_gpu(config, shape, weights, one, gpu_gib)
+
+
+def vllm_on_gpu(
+    config: PpoConfig, shape: ModelShape, weights: float, one: float, gpu_gib: float
+) -> EngineMemory:
+    """vLLM takes its share of the GPU whole, or with kv_cache_mib what its parts need.
+
+    one: GiB of keys and values of the longest sequence.
+    """
+    rollout = config.rollout
+    graphs = 0.0 if rollout.enforce_eager or config.strict else GRAPHS_GIB
+    beside = weights + working_gib(config, shape) + graphs + BUFFERS_GIB
+    if rollout.kv_cache_mib is None:
+        cache, awake = None, rollout.gpu_memory_utilization * gpu_gib
+    else:
+        cache = rollout.kv_cache_mib / 1024
+        awake = beside + cache
+    asleep = graphs + BUFFERS_GIB if rollout.sleep else awake
+    adapter_apart = config.actor.lora is not None and config.weights.lora == "adapter"
+    away = weights if adapter_apart and rollout.sleep else 0.0  # level 1
+    return EngineMemory(weights, cache, awake, asleep, beside + one, away)
+
+
+def engine_weights(config: PpoConfig, shape: ModelShape) -> float:
+    """GiB of the weights of a tensor-parallel rank; in FP8 the layers' have a byte each."""
+    width, ends = DTYPES[config.rollout.dtype].itemsize, shape.matrices * shape.matrix
+    layers = 1 if config.rollout.quantization == "fp8" else width
+    return ((shape.count - ends) * layers + ends * width) / config.rollout.tensor_parallel / GIB
+
+
+def cache_bytes_per_token(shape: ModelShape, config: PpoConfig) -> float:
+    """Keys and values of all layers, of a tensor-parallel rank; a rank has at least one head."""
+    text: Any = shape.text
+    width, tensor = DTYPES[config.rollout.dtype].itemsize, config.rollout.tensor_parallel
+    if getattr(text, "kv_lora_rank", None) and ENGINES[config.rollout.engine].has_kv_cache:
+        numbers = text.kv_lora_rank + text.qk_rope_head_dim  # the latent ones
+    elif getattr(text, "kv_lora_rank", None):
+        per_head = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+        numbers = text.num_attention_heads * per_head
+    else:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        numbers = 2 * max(heads / tensor, 1) * size
+    return text.num_hidden_layers * numbers * width
+
+
+def working_gib(config: PpoConfig, shape: ModelShape) -> float:
+    """The GiB of vLLM's own passes: a layer of the fullest prefill, and float32 logits of each
+    sequence three times (as they are, processed, as log-probabilities)."""
+    rollout, text = config.rollout, shape.text
+    tokens = int(rollout.engine_args.get("max_num_batched_tokens") or BATCHED_TOKENS)
+    inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    numbers = 4 * text.hidden_size + 3 * inside / rollout.tensor_parallel
+    layer = tokens * numbers * DTYPES[rollout.dtype].itemsize
+    return (layer + 12 * rollout.max_num_seqs * text.vocab_size) / GIB

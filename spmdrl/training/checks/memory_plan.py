@@ -1,0 +1,309 @@
+"""The memory plan of a run: what every rank has in each phase, and what the dry run says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig, TrainConfig
+from spmdrl.distributed.placement import (
+    Placement,
+    place,
+    reference_is_base,
+    show_ranks,
+    training_roles,
+)
+from spmdrl.distributed.progress import PROGRESS
+from spmdrl.engines.fsdp.optimizers import LABELS
+from spmdrl.rewards.reward_model import train_config
+from spmdrl.rollout.build import ENGINES
+from spmdrl.training.checks.engine_memory import EngineMemory, engine_memory
+from spmdrl.training.checks.host_memory import process_gib
+from spmdrl.training.checks.memory import GIB, Memory, MicroBatches, memory_of
+from spmdrl.training.checks.model_shape import shape_of
+from spmdrl.training.checks.timeline import Phase, Timeline, Work, table, timeline_of, works_of
+
+Array = np.ndarray[Any, Any]
+
+# What of a GPU is not for the plan. The context: some 0.3 GiB (pytorch/pytorch#107667), and cuBLAS'
+# workspaces. NCCL: 0.54 to 0.69 GB a communicator (NVIDIA/nccl#964), 1.06 GB in all of a job on
+# eight H100s before its first all-to-all (NVIDIA/nccl#1685), which we do not use on GPUs.
+# Fragmentation of PyTorch's allocator, as packed batches vary in length: an assumption.
+CONTEXT_GIB = 0.5
+NCCL_GIB = 2.0  # of more than one rank
+FRAGMENTATION = 0.05  # of the GPU
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of all ranks; those with the same roles have the same."""
+
+    lines: tuple[str, ...]  # what the roles take by themselves
+    timelines: tuple[Timeline, ...]  # of each set of roles, by its first rank
+    world: int
+    gpu_gib: float | None = None  # of a GPU; None: ranks are on CPUs
+    process: float = 0.0  # interpreter, libraries and data
+    engine: EngineMemory | None = None
+
+    @property
+    def fullest(self) -> Timeline:
+        """The ranks with the highest peak; on CPUs what is on the host is the same memory."""
+        on_cpu = self.gpu_gib is None
+        return max(self.timelines, key=lambda t: t.peak.total + t.on_host * on_cpu)
+
+    @property
+    def host_gib(self) -> float:
+        """The most that a rank takes of the host's memory."""
+        on_cpu = self.gpu_gib is None
+        most = max(t.on_host + t.peak.total * on_cpu for t in self.timelines)
+        return most + self.process
+
+    @property
+    def reserve_gib(self) -> float:
+        if self.gpu_gib is None:
+            return 0.0
+        return CONTEXT_GIB + NCCL_GIB * (self.world > 1) + FRAGMENTATION * self.gpu_gib
+
+    @property
+    def too_much(self) -> float:
+        """The GiB that the fullest rank has too little, and the engine within it; 0: all fits."""
+        if self.gpu_gib is None:
+            return 0.0
+        over = self.fullest.peak.total + self.reserve_gib - self.gpu_gib
+        lacks = self.engine.needed - self.engine.awake if self.engine is not None else 0.0
+        return max(over, 0.0) + max(lacks, 0.0)
+
+    def all_lines(self) -> list[str]:
+        lines = list(self.lines)
+        for timeline in self.timelines:
+            where = f"ranks {show_ranks(timeline.ranks)}" if self.world > 1 else "a rank"
+            lines += [f"  {where} ({', '.join(timeline.roles)})", *table(timeline.phases)]
+        process = f"{self.process:.2f} of interpreter, libraries and data, on the host"
+        lines.append(f"  process  {process}")
+        peak = self.fullest.peak
+        rank = f" on rank {self.fullest.ranks[0]}, the fullest" if self.world > 1 else ""
+        if self.gpu_gib is None:
+            most = self.host_gib
+            return [*lines, bold(f"  peak     {most:.2f} GiB in {peak.name}{rank}")]
+        return [
+            *lines,
+            f"  host     {self.host_gib:.2f}",
+            f"  reserve  {self.reserve_gib:.2f} of the GPU for the CUDA context, NCCL and "
+            "fragmentation",
+            bold(f"  peak     {peak.total:.2f} of {self.gpu_gib:.1f} GiB in {peak.name}{rank}"),
+        ]
+
+
+def gpu_gib_here() -> float | None:
+    """GiB of this rank's GPU; None where there is none."""
+    return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
+
+
+def bold(line: str) -> str:
+    return f"\033[1m{line}\033[0m" if PROGRESS.live else line
+
+
+# ---- reinforcement learning
+
+
+def memory_plan(
+    config: PpoConfig, world: int, prompt_tokens: Array | None = None, gpu_gib: float | None = None
+) -> MemoryPlan:
+    """prompt_tokens: (num_prompts,) lengths; None: all are as long as they may be. gpu_gib: of each
+    rank's GPU; None: the ranks are on CPUs.
+    """
+    placement, on_gpu = place(config, world), gpu_gib is not None
+    roles = role_memories(config, placement, prompt_tokens, on_gpu)
+    shared = reference_is_base(config, placement)
+    lines = ["parameters and memory of a rank (estimate, GiB)"]
+    base = roles.pop("ref").weights if shared else 0.0
+    lines += [memory_line(name, m) for name, m in roles.items()]
+    if shared:
+        lines.append("  ref      the actor's weights with its adapter off: saves "
+                     f"{base:.2f} of weights of its own")  # fmt: skip
+    num_engines = len(placement.roles["rollout"]) // config.rollout.tensor_parallel
+    engine = engine_memory(config, num_engines, gpu_gib)
+    sleeps = config.rollout.sleep and bool(
+        set(placement.roles["rollout"]) & set(placement.training)
+    )
+    push = min(config.weights.bucket_mib / 1024, 4 * shape_of(config.model).count / GIB)
+    lines += [engine_line(config, engine, sleeps), *push_lines(config, push)]
+    timelines = []
+    for names, ranks in ranks_by_roles(placement).items():
+        own = {name: m for name, m in roles.items() if place_of(name) in names}
+        copy = copied(config, sum(m.saved for n, m in own.items() if n in LEARN))
+        timeline = timeline_of(
+            works_of(config), own, engine if "rollout" in names else None, sleeps, push, copy,
+            on_gpu,
+        )  # fmt: skip
+        if timeline.phases:
+            timelines.append(replace(timeline, roles=names, ranks=ranks))
+    saved = max(sum(m.saved for n, m in roles.items() if n in LEARN and place_of(n) in names)
+                for names in ranks_by_roles(placement))  # fmt: skip
+    lines += copies_of_checkpoint(config, saved)
+    process = process_gib(ENGINES[config.rollout.engine])
+    return MemoryPlan(tuple(lines), tuple(timelines), world, gpu_gib, process, engine)
+
+
+LEARN = ("actor", "critic", "prm")  # roles that are saved
+
+
+def place_of(name: str) -> str:
+    """The role of `placement` that says where the model of `name` lives."""
+    return "reward" if name == "reward_model" else name
+
+
+def ranks_by_roles(placement: Placement) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Ranks that have the same roles, by these; the first rank's come first."""
+    names_of: dict[int, list[str]] = {}
+    for name, ranks in placement.roles.items():
+        for rank in ranks:
+            names_of.setdefault(rank, []).append(name)
+    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    by_names: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(names_of):
+        by_names.setdefault(tuple(names_of[rank]), []).append(rank)
+    for names, members in by_names.items():
+        found[names] = tuple(members)
+    return found
+
+
+def role_memories(
+    config: PpoConfig, placement: Placement, prompt_tokens: Array | None, on_gpu: bool
+) -> dict[str, Memory]:
+    """The memory of each role that has a model; the reference's too where it shares the actor's."""
+    step = config.data.prompts_per_step * config.rollout.n
+    lens = config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens
+    sequences = np.atleast_1d(lens) + config.rollout.max_tokens
+    roles = {}
+    for name, role in training_roles(config).items():
+        ranks = len(placement.roles[name])
+        samples = step * sharing_ranks(role) / ranks
+        if name != "ref":
+            samples /= config.algo.mini_batches
+        tokens = fullest(role, samples, sequences)
+        roles[name] = memory_of(name, role, config.model, ranks, tokens=tokens, on_gpu=on_gpu)
+    if config.reward_model is not None:
+        role, scorers = train_config(config.reward_model), len(placement.roles["reward"])
+        roles["reward_model"] = memory_of(
+            "reward_model", role, config.model, scorers, "reward", on_gpu=on_gpu
+        )
+    return roles
+
+
+def engine_line(config: PpoConfig, engine: EngineMemory, sleeps: bool) -> str:
+    kept = ""
+    if ENGINES[config.rollout.engine].has_kv_cache:
+        share = f"up to {config.rollout.gpu_memory_utilization:.0%} of the GPU with the weights"
+        kept = f", KV cache {share if engine.cache is None else f'{engine.cache:.2f}'}"
+    asleep = "kept while training"
+    if sleeps:
+        asleep = f"asleep while training, when it has {engine.asleep:.2f}"
+    return f"  rollout  weights {engine.weights:.2f}{kept}; {asleep}"
+
+
+def push_lines(config: PpoConfig, push: float) -> list[str]:
+    lines = [f"  sync     at most {push:.2f} beside the weights, while they are sent"]
+    if config.actor.lora is not None:
+        sent = {"merge": "with its adapter in them: every weight at each push",
+                "adapter": "once; then the adapter alone"}  # fmt: skip
+        lines.append(f"           the base's weights go {sent[config.weights.lora]}")
+    return lines
+
+
+def sharing_ranks(role: TrainConfig) -> int:
+    """Returns how many ranks work on the same sequences."""
+    megatron = role.tensor_parallel * role.pipeline_parallel * role.context_parallel
+    return role.ulysses if role.engine == "fsdp" else megatron
+
+
+def fullest(role: TrainConfig, sequences: float, tokens: Array) -> MicroBatches:
+    """Returns the tokens that a rank has in its fullest micro-batch, and in the fullest after it,
+    as the data's lengths let expect.
+
+    A sequence that is longer than micro_batch_tokens is a micro-batch by itself.
+    sequences: of a group of ranks that share them, for an update; tokens: lengths to draw from.
+    """
+    sharers, longest = sharing_ranks(role), int(tokens.max())
+    if role.engine == "megatron":  # the ranks of a pipeline stage have all the tokens
+        sharers = role.context_parallel
+    expected = math.ceil(max(math.ceil(sequences) * tokens.mean(), longest) / sharers)
+    most = max(role.micro_batch_tokens, math.ceil(longest / sharers))
+    return MicroBatches(min(most, expected), min(most, max(expected - most, 0)))
+
+
+def memory_line(name: str, m: Memory) -> str:
+    label = LABELS[m.config.optim.name]
+    leaves = [word for word, is_on in (("weights", m.config.offload_params),
+                                       (label, m.config.offload_optimizer))
+              if is_on]  # fmt: skip
+    average = f" and average {m.average:.2f}" if m.average else ""
+    away = f"; {' and '.join(leaves)} on the host while idle" if leaves else ""
+    only = "" if m.config.lora is None else f", {m.trainable / 1e6:,.3f}M of them trained (lora)"
+    return (
+        f"  {name:8} {m.parameters / 1e6:,.1f}M parameters{only}; weights {m.weights:.2f}, "
+        f"gradients {m.gradients:.2f}, {label} {m.adam:.2f}{average}, activations "
+        f"{m.activations:.2f}{away}"
+    )
+
+
+# ---- learning from rows
+
+
+def supervised_plan(
+    config: SupervisedConfig, world: int, kind: str, row_tokens: Array,
+    gpu_gib: float | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of fine-tuning and of reward models. kind: of engine; row_tokens: (num_rows,)
+    lengths. The model is written at the end, by the first rank: in float32, and in its own dtype.
+    """
+    actor, on_gpu = config.actor, gpu_gib is not None
+    tokens = fullest(actor, config.data.batch_size * sharing_ranks(actor) / world, row_tokens)
+    memory = memory_of("actor", actor, config.model, world, kind, tokens, on_gpu)
+    written = 2 * 4 * memory.parameters / GIB
+    works = [Work("update", "update", "actor", frozenset({"actor"}))]
+    copy = copied(config, memory.saved)
+    timeline = timeline_of(works, {"actor": memory}, None, False, 0.0, copy, on_gpu)
+    if on_gpu:
+        host = max(timeline.on_host, written)
+        timeline = replace(timeline, on_host=host)
+    else:
+        saving = memory.on_device(at_work=True) | {"save": written}
+        timeline = replace(timeline, phases=[*timeline.phases, Phase("save", saving)])
+    timeline = replace(timeline, roles=("actor",), ranks=tuple(range(world)))
+    lines = (
+        "parameters and memory of a rank (estimate, GiB)", memory_line("actor", memory),
+        *copies_of_checkpoint(config, memory.saved),
+    )  # fmt: skip
+    return MemoryPlan(lines, (timeline,), world, gpu_gib, process_gib())
+
+
+# ---- checkpoints
+
+
+def least_checkpoint_bytes(
+    trained: Mapping[str, TrainConfig], model: str, kind: str = "policy"
+) -> int:
+    """Returns the least bytes of a checkpoint of these roles: what they learn, in float32."""
+    parts = [memory_of(name, role, model, 1, kind) for name, role in trained.items()]
+    return sum(part.trainable * 4 for part in parts)
+
+
+def copied(config: RunConfig, saved: float) -> float:
+    """GiB of the host's memory for the copy that a checkpoint is written from."""
+    return 0.0 if config.checkpoint.every_steps == 0 or config.checkpoint.blocking else saved
+
+
+def copies_of_checkpoint(config: RunConfig, most: float) -> list[str]:
+    """Returns a line about the memory that a checkpoint takes while it is written in the
+    background.
+    """
+    if not copied(config, most):
+        return []
+    return [f"  checkpoint copy on the host {most:.2f}, kept from the first save on (none with "
+            "checkpoint.blocking)"]  # fmt: skip

@@ -1,0 +1,100 @@
+"""Counts the parameters of a model and of its parts on the meta device: no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from spmdrl.config import TrainConfig
+from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
+from spmdrl.engines.fsdp.lora import adapter_count
+from spmdrl.engines.fsdp.model import decoder_layers
+from spmdrl.engines.fsdp.optimizers import state_bytes
+from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
+from spmdrl.hub.hf_folder import load_hf_config, meta_model
+from spmdrl.weights.checkpoint_names import checkpoint_parts
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of parameters of a model and of its parts."""
+
+    kind: str  # "policy", "value" or "reward"
+    hf: PreTrainedConfig
+    shell: PreTrainedModel  # the model on the meta device
+    count: int
+    layer: int  # of the largest decoder layer, which FSDP gathers at once
+    matrix: int  # vocabulary x hidden size: the embedding, or the head
+    has_head: bool  # the head has weights of its own, apart from the embedding's
+    experts: int  # of all routed experts
+    known: dict[Any, float] = field(default_factory=dict, compare=False)  # what was counted before
+
+    @property
+    def text(self) -> Any:
+        """The config of the language model, without that of a vision tower."""
+        return self.hf.get_text_config()
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices of the vocabulary's size there are."""
+        return 2 if self.has_head else 1
+
+
+def shape_of(model: str, kind: str = "policy") -> ModelShape:
+    """Counts a model by its folder or hub id. kind: "policy", "value" or "reward".
+
+    A model is counted once per process, unless its config.json has changed since.
+    """
+    file = Path(model, "config.json")
+    changed_at = file.stat().st_mtime_ns if file.is_file() else 0
+    return _shape_of(model, kind, changed_at)
+
+
+@lru_cache(maxsize=32)
+def _shape_of(model: str, kind: str, changed_at: int) -> ModelShape:
+    hf = classifier_config(model) if kind == "reward" else load_hf_config(model)
+    shell = meta_classifier(hf) if kind == "reward" else meta_model(hf)
+    text: Any = hf.get_text_config()
+    matrix, tied = text.vocab_size * text.hidden_size, getattr(text, "tie_word_embeddings", False)
+    count = parameters_in(shell)
+    if kind == "value":  # the backbone with a head of one output
+        count += text.hidden_size + 1 - (0 if tied else matrix)
+    layer = max(parameters_in(layer) for layer in decoder_layers(shell))
+    has_head = kind == "policy" and not tied
+    return ModelShape(kind, hf, shell, count, layer, matrix, has_head, expert_count(hf))
+
+
+def parameters_in(module: nn.Module) -> int:
+    return sum(prod(p.shape) for p in module.parameters())
+
+
+def expert_count(hf: PreTrainedConfig) -> int:
+    """Parameters of all routed experts."""
+    if not any(moe_layers(hf)):
+        return 0
+    one = 3 * hf.get_text_config().hidden_size * expert_width(hf)
+    return sum(moe_layers(hf)) * num_experts(hf) * one
+
+
+def optimizer_bytes(shape: ModelShape, name: str) -> float:
+    """Returns the bytes that the optimizer `name` keeps of all weights of the model."""
+    if name not in shape.known:
+        parts = checkpoint_parts(shape.hf) if name == "muon" else {}
+        whole = state_bytes(shape.shell, parts, name)
+        # of a critic too, whose head is another
+        shape.known[name] = whole * shape.count / parameters_in(shape.shell)
+    return shape.known[name]
+
+
+def adapter_parameters(shape: ModelShape, role: TrainConfig) -> int:
+    """Returns the number of parameters of all of a role's adapters."""
+    key = (role.lora, role.freeze_vision)
+    if key not in shape.known:
+        shape.known[key] = adapter_count(shape.hf, role)
+    return int(shape.known[key])

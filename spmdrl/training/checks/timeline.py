@@ -1,0 +1,137 @@
+"""What is in a rank's memory in each phase of a step, part by part; the peak is the largest sum.
+
+What is asleep or offloaded is counted as that: on a GPU it is on the host or nowhere. On a CPU
+all of it is in the same memory, and only vLLM's KV cache is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spmdrl.algo.objectives import needs_old_logprobs
+from spmdrl.config import PpoConfig
+from spmdrl.training.checks.engine_memory import EngineMemory
+from spmdrl.training.checks.memory import Memory
+
+PARTS = (
+    "engine", "weights", "optimizer", "gradients", "activations", "temporary", "push", "save",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """One phase of a step: what is done, by which role, and which roles are on the device."""
+
+    phase: str
+    what: Literal["sample", "look", "update", "push"]
+    role: str | None = None
+    loaded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is there in a phase, GiB by part."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The phases of a step on a rank, and what its process has on the host beside them."""
+
+    phases: Sequence[Phase]
+    on_host: float = 0.0  # GiB: what is offloaded, and a checkpoint's copy
+    roles: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = field(default=(0,))
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def works_of(config: PpoConfig) -> list[Work]:
+    """Returns the phases of a step in their order (training/step.py).
+
+    A role stays on the device from its first phase to its last: the critic from `values` to its
+    update, the actor from its old log-probabilities to the end of the push.
+    """
+    asks_actor = needs_old_logprobs(config.algo) and not config.algo.correction.bypass
+    early = frozenset({"actor"} if asks_actor else ())
+    critic, actor = frozenset({"critic"}), frozenset({"actor"})
+    works = [
+        Work("rollout", "sample"),
+        Work("reward_model", "look", "reward_model", frozenset({"reward_model"})),
+        Work("ref_logprobs", "look", "ref", frozenset({"ref"})),
+        Work("values", "look", "critic", critic),
+    ]
+    if asks_actor:
+        works.append(Work("old_logprobs", "look", "actor", critic | actor))
+    return [
+        *works,
+        Work("update_prm", "update", "prm", critic | early | {"prm"}),
+        Work("update_critic", "update", "critic", critic | early),
+        Work("update_actor", "update", "actor", actor),
+        Work("sync", "push", "actor", actor),
+    ]
+
+
+def timeline_of(
+    works: Iterable[Work], roles: Mapping[str, Memory], engine: EngineMemory | None, sleeps: bool,
+    push: float, copy: float, on_gpu: bool,
+) -> Timeline:  # fmt: skip
+    """roles: those of this rank; engine: where it samples. push: GiB under way while weights are
+    sent; copy: of a checkpoint, on the host.
+    """
+    phases = []
+    for work in works:
+        joins = engine is not None and work.what in ("sample", "push")
+        if work.role not in roles and not joins:
+            continue
+        parts = dict.fromkeys(PARTS, 0.0)
+        if engine is not None:
+            rests = sleeps and work.what in ("look", "update") and work.role != "reward_model"
+            parts["engine"] = engine.asleep if rests else engine.awake
+        for name, memory in roles.items():
+            add(parts, memory.on_device(at_work=name in work.loaded or not on_gpu))
+        if work.what == "push":
+            parts["push"] = push
+        elif work.role is not None:
+            memory = roles[work.role]
+            add(parts, memory.update() if work.what == "update" else memory.look())
+        phases.append(Phase(work.phase, parts))
+    return Timeline(phases, on_host(roles, engine, sleeps, on_gpu) + copy)
+
+
+def on_host(
+    roles: Mapping[str, Memory], engine: EngineMemory | None, sleeps: bool, on_gpu: bool
+) -> float:
+    """Returns the GiB of the host's memory for what leaves the GPU."""
+    if not on_gpu:
+        return 0.0
+    away = 0.0
+    for memory in roles.values():
+        stays = memory.on_device(at_work=False)
+        away += memory.states - stays["weights"] - stays["optimizer"]
+    return away + (engine.asleep_on_host if engine is not None and sleeps else 0.0)
+
+
+def add(parts: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, gib in more.items():
+        parts[name] += gib
+
+
+def table(phases: Sequence[Phase]) -> list[str]:
+    """A line per phase, GiB by part; parts that are nowhere are left out."""
+    shown = [part for part in PARTS if any(phase.parts.get(part, 0.0) >= 0.005 for phase in phases)]
+    lines = ["    " + f"{'':14}" + "".join(f"{part:>12}" for part in (*shown, "all"))]
+    for phase in phases:
+        numbers = [*(phase.parts.get(part, 0.0) for part in shown), phase.total]
+        lines.append("    " + f"{phase.name:14}" + "".join(f"{gib:12.2f}" for gib in numbers))
+    return lines

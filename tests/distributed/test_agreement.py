@@ -1,0 +1,108 @@
+"""What ranks tell each other along a tree, and what that takes of connections and messages."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from math import ceil, log2
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from spmdrl.distributed import collectives
+from spmdrl.distributed.agreement import (
+    broadcast_from_first,
+    children,
+    gather_to_all,
+    gather_to_first,
+    lowest,
+    parent,
+    scatter_from_first,
+)
+from spmdrl.distributed.process import MOST_FILES, raise_file_limit
+
+RANKS = 32
+SIZES = (1, 2, 3, 13, RANKS)
+OWN_FILES = 8  # that a gloo group has without a connection, and some to spare
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def all_along_a_tree(topology):
+    """(whether all values are right, files that the last group has taken)."""
+    rank, right = topology.rank, True
+    for size in SIZES:
+        before = open_files()
+        group = dist.new_group(list(range(size)), backend="gloo")
+        if rank >= size:
+            continue
+        everyone = [{"rank": r, "text": "x" * 50 * r} for r in range(size)]
+        for speaker in {0, size // 2, size - 1}:
+            said = 3 if rank == speaker else 1000 + rank
+            right &= lowest(said, group) == 3
+        gathered = gather_to_first(everyone[rank], group)
+        right &= gathered == (everyone if rank == 0 else None)
+        right &= gather_to_all(everyone[rank], group) == everyone
+        right &= broadcast_from_first([rank], group) == [0]
+        right &= scatter_from_first(everyone if rank == 0 else None, group) == everyone[rank]
+        dist.barrier(group=group)
+    taken = open_files() - before
+    for dtype, most in ((torch.int64, 0), (torch.int64, 1 << 20), (torch.bfloat16, 1 << 20)):
+        collectives.TREE_BYTES = most  # 0: round the ring
+        mine = torch.full((rank % 3, 2), rank, dtype=dtype)
+        rows = collectives.all_gather_rows(mine, topology)
+        right &= [part.tolist() for part in rows] == [[[r, r]] * (r % 3) for r in range(RANKS)]
+        right &= all(part.dtype == dtype for part in rows)
+    return right, taken
+
+
+@pytest.mark.ranks
+def test_a_tree_carries_values_over_few_connections():
+    """Without lazy connections a group of 32 takes 31, with a flat gather its first rank does."""
+    results = run_ranks(RANKS, all_along_a_tree, timeout_s=60)
+    assert all(right for right, _ in results)
+    most = max(taken for _, taken in results)
+    assert most <= 2 * ceil(log2(RANKS)) + OWN_FILES < RANKS - 1, results
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 1024])
+def test_each_rank_has_one_way_to_the_first(size):
+    below = {rank: children(rank, size) for rank in range(size)}
+    assert sorted(child for own in below.values() for child in own) == list(range(1, size))
+    assert all(parent(child) == rank for rank, own in below.items() for child in own)
+    assert all(len(own) <= ceil(log2(size)) if size > 1 else not own for own in below.values())
+
+
+def test_between_hosts_of_eight_only_leaders_talk():
+    across = [(rank, parent(rank)) for rank in range(1, 1024) if rank // 8 != parent(rank) // 8]
+    assert len(across) == 1024 // 8 - 1
+    assert all(rank % 8 == 0 and other % 8 == 0 for rank, other in across)
+
+
+def raised_limits(topology):
+    """The limit of this process after `raise_file_limit`, and of the one that has started it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    child = os.fork()
+    if child == 0:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        raise_file_limit()
+        os._exit(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    own = os.waitstatus_to_exitcode(ended[1])
+    return own, resource.getrlimit(resource.RLIMIT_NOFILE), hard
+
+
+@pytest.mark.ranks
+def test_the_limit_of_files_is_raised_for_a_rank_and_its_torchrun():
+    [(own, (soft, hard), before)] = run_ranks(1, raised_limits, timeout_s=30)
+    assert own == 1
+    assert soft == min(hard, MOST_FILES) if hard > 0 else soft == MOST_FILES
+    assert hard == before

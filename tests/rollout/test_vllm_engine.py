@@ -1,0 +1,103 @@
+"""What is vLLM's own of its engine: other architectures, its options, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_checks import flip_every_parameter, load_hf, save_family, worst_error
+
+from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.base import SamplingParams
+from spmdrl.rollout.vllm.core import check_engine_args
+from spmdrl.rollout.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.vllm
+
+CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
+MAX_MODEL_LEN = 400
+
+
+@pytest.fixture(scope="module")
+def model(qwen3: Path) -> Any:
+    return load_hf(qwen3)
+
+
+@pytest.mark.parametrize("family", ["qwen3 untied", "qwen2", "llama"])
+def test_other_architectures(family: str, tmp_path: Path, topology: Topology) -> None:
+    """Untied heads, biases on q, k and v, an odd vocabulary, one KV head."""
+    model = save_family(family, tmp_path)
+    engine = VllmEngine(str(tmp_path), CONFIG, MAX_MODEL_LEN, topology)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    engine.load_weights(model.named_parameters())
+    assert worst_error(engine, model, SamplingParams(temperature=1.0, max_tokens=16)) < 1e-5
+    flip_every_parameter(engine, dict(model.named_parameters()))
+    engine.shutdown()
+
+
+def test_what_else_vllm_is_told_changes_no_answer(
+    qwen3: Path, model: Any, topology: Topology
+) -> None:
+    """Prefills of at most 64 tokens at a time, no prefixes shared."""
+    given = {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "block_size": 64}
+    config = replace(CONFIG, max_num_seqs=32, engine_args=given)
+    told = VllmEngine(str(qwen3), config, MAX_MODEL_LEN, topology)
+    try:
+        found = told.core.vllm_config
+        assert found.scheduler_config.max_num_batched_tokens == 64
+        assert found.cache_config.enable_prefix_caching is False
+        assert found.cache_config.block_size == 64
+        assert worst_error(told, model, SamplingParams(max_tokens=20), n=40) < 1e-5
+    finally:
+        told.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens .8. must be greater"),
+        ({"block_size": 16}, "engine_args={'block_size': 16}: No common block size"),
+        ({"block_size": "many"}, "block_size"),
+    ],
+)
+def test_what_vllm_refuses_is_a_mistake_in_the_config(
+    qwen3: Path, topology: Topology, given: dict[str, Any], said: str
+) -> None:
+    from vllm.distributed import parallel_state
+
+    live = VllmEngine.live
+    with pytest.raises(ConfigError, match=said):
+        VllmEngine(str(qwen3), replace(CONFIG, engine_args=given), MAX_MODEL_LEN, topology)
+    assert VllmEngine.live == live
+    assert (parallel_state._WORLD is None) == (live == 0)  # the next engine starts from none
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"engine_args": {"max_num_batched_token": 64}}, "did you mean 'max_num_batched_tokens'"),
+        ({"engine_args": {"quantization": "fp8"}}, "may be set: async_scheduling, "),
+    ],
+)
+def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:
+    check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=False)
+    check_engine_args(CONFIG, strict=True)
+    with pytest.raises(ConfigError, match=said):
+        check_engine_args(replace(CONFIG, **config), strict=False)
+    with pytest.raises(ConfigError, match="leave them out"):
+        check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=True)
+
+
+def test_vllm_with_latent_attention_is_refused(tmp_path: Path, topology: Topology) -> None:
+    """vLLM multiplies with products of weights, made once."""
+    import tiny_megatron_models
+
+    tiny_megatron_models.save_model("deepseek_v3", tmp_path)
+    with pytest.raises(ConfigError, match="latent attention"):
+        VllmEngine(str(tmp_path), CONFIG, 64, topology)

@@ -1,0 +1,320 @@
+"""The memory plan of large models, from their shapes alone: what fits, and what would help.
+
+The shapes are those of public config.json files. Nothing is on any device but meta.
+"""
+
+import json
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plan_configs import data_config, ppo_config
+
+from spmdrl.cli.arguments import dry_flags
+from spmdrl.config import (
+    AlgoConfig,
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    OptimConfig,
+    PpoConfig,
+    RolloutConfig,
+    SftConfig,
+    SftDataConfig,
+    TrainConfig,
+    checkpointing_of,
+)
+from spmdrl.training.checks import memory_fit, rl
+from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
+from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
+from spmdrl.training.checks.rl import require_sound
+
+BILLION_GIB = 1e9 / 2**30
+SHAPES = {
+    "Qwen3-8B": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "eos_token_id": 151645,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True, "eos_token_id": 151645,
+    },
+    "Llama-3.3-70B": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False, "eos_token_id": 128009,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+        "max_position_embeddings": 163840, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "rope_theta": 10000, "tie_word_embeddings": False, "hidden_act": "silu",
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+                         "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096}, "eos_token_id": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    for name, shape in SHAPES.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def grpo(shapes, name: str, **changes) -> PpoConfig:
+    """The library's defaults."""
+    settings = {"data": DataConfig(train="t.jsonl"), "rollout": RolloutConfig()} | changes
+    return ppo_config(shapes / name, **settings)
+
+
+def planner(gpu_gib: float) -> Planner:
+    """One whose configs need no files of weights, tokenizers or packages to be legal."""
+    return replace(rl_planner(None, gpu_gib), check=without_files)
+
+
+def without_files(config, world):
+    rl.check_roles(config, world)
+
+
+def refused(config, world: int, gpu_gib: float = 80.0) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(config, world, planner(gpu_gib))
+    return str(caught.value)
+
+
+def proposed(story: str) -> list[tuple[str, float]]:
+    found = re.findall(r"^(?:  |Together: )(.+): peak ([\d.]+) GiB", story, re.M)
+    return [(field, float(peak)) for field, peak in found]
+
+
+def test_qwen3_8b_fits_eight_gpus_with_the_defaults(shapes):
+    start = time.monotonic()
+    config = grpo(shapes, "Qwen3-8B")
+    plan = memory_plan(config, 8, gpu_gib=80.0)
+    check_memory(config, 8, planner(80.0))
+    assert plan.too_much == 0
+    phases = {phase.name: phase.parts for phase in plan.fullest.phases}
+    assert list(phases) == ["rollout", "update_actor", "sync"]
+    # 8.19 billion weights in float32 over 8 ranks; moments twice as much
+    one = 8.190735 * BILLION_GIB * 4 / 8
+    assert phases["update_actor"]["weights"] == pytest.approx(one, rel=1e-4)
+    assert phases["update_actor"]["optimizer"] == pytest.approx(2 * one, rel=1e-4)
+    assert phases["rollout"]["engine"] == phases["sync"]["engine"] == 40.0
+    assert phases["update_actor"]["engine"] < 2  # asleep
+    text = plan.all_lines()
+    assert text[-1].startswith(f"  peak     {plan.fullest.peak.total:.2f} of 80.0 GiB in sync")
+    assert [line for line in text if line.split()[:1] == ["update_actor"]]
+    assert time.monotonic() - start < 10
+    # it is checkpointing that makes them fit, and the refusal says so
+    whole = grpo(shapes, "Qwen3-8B", actor=TrainConfig(activation_checkpointing=False))
+    story = refused(whole, 8)
+    assert "in update_actor on ranks 0-7, but 80.0 GiB less 6.5" in story
+    found = dict(proposed(story))
+    assert found["actor.activation_checkpointing=True"] == pytest.approx(
+        plan.fullest.peak.total, abs=0.06
+    )
+    assert set(found) == {
+        "actor.micro_batch_tokens=8192", "actor.activation_checkpointing=True",
+        "actor.activation_offload=True",
+    }  # fmt: skip
+
+
+def test_summands_add_up_to_the_peak(shapes):
+    story = refused(grpo(shapes, "Qwen3-8B"), 1)
+    summands, total = re.findall(r"GPU memory: (.+) = ([\d.]+) GiB in update_actor", story)[0]
+    assert sum(map(float, re.findall(r"[\d.]+", summands))) == pytest.approx(float(total), abs=0.3)
+    assert [field for field, _ in proposed(story)] == ["actor.lora=LoraConfig()", "4 ranks"]
+
+
+def test_each_proposal_is_planned_with_the_field_changed(shapes):
+    """No field is enough; those that are named together are, when they are set."""
+    config = grpo(
+        shapes, "Qwen3-8B", algo=AlgoConfig(kl_coef=0.1),
+        actor=TrainConfig(activation_checkpointing=False),
+    )  # fmt: skip
+    story = refused(config, 2)
+    assert "No field alone is enough" in story
+    *singly, (together, peak) = proposed(story)
+    assert singly[0][0] == "actor.lora=LoraConfig()"
+    still = [float(gib) for gib in re.findall(r"still ([\d.]+) too much", story)]
+    assert still == sorted(still) and len(still) == len(singly)
+    assert "lora" not in together  # another kind of training comes last
+    changed = config
+    for text in together.split(", "):
+        matches = [new for _, said, new in memory_fit.changes(changed) if said == text]
+        assert len(matches) == 1, text
+        changed = matches[0]
+    plan = memory_plan(changed, 2, gpu_gib=80.0)
+    assert plan.too_much == 0
+    assert plan.fullest.peak.total == pytest.approx(peak, abs=0.06)
+    # what is refused is not proposed: a reference that shares the actor's base has no options
+    assert not any(p.text.startswith("ref.") for p in memory_fit.proposals(
+        replace(config, actor=TrainConfig(lora=LoraConfig())), 2,
+        replace(planner(80.0), check=require_legal_reference),
+    ))  # fmt: skip
+
+
+def require_legal_reference(config, world):
+    rl.check_reference(config, rl.place(config, world))
+
+
+def test_llama_70b_on_64_gpus_needs_tensor_parallel_engines(shapes):
+    story = refused(grpo(shapes, "Llama-3.3-70B"), 64)
+    assert "the rollout engine needs 135.9 GiB (weights 131.4" in story
+    assert proposed(story) == [("rollout.tensor_parallel=4", pytest.approx(52.8, abs=0.1))]
+    config = grpo(shapes, "Llama-3.3-70B", rollout=RolloutConfig(tensor_parallel=4))
+    plan = memory_plan(config, 64, gpu_gib=80.0)
+    assert plan.too_much == 0
+    assert "70,553.7M parameters" in plan.lines[1]
+    update = {phase.name: phase for phase in plan.fullest.phases}["update_actor"]
+    assert update.parts["optimizer"] == pytest.approx(70.5537 * BILLION_GIB * 8 / 64, rel=1e-3)
+    assert 50 < update.total < 60
+    # two updates' worth of micro-batches: gradients stand beside the activations
+    more = replace(config, data=DataConfig(train="t.jsonl", prompts_per_step=512))
+    gradients = {p.name: p for p in memory_plan(more, 64, gpu_gib=80.0).fullest.phases}
+    assert gradients["update_actor"].total == pytest.approx(update.total + 4.107, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("world", "expert_parallel", "tensor_parallel", "total", "fits"),
+    [(256, 256, 8, 70.7, True), (256, 64, 8, 113.6, False), (512, 256, 4, 62.1, True),
+     (512, 128, 8, 65.3, True)],
+)  # fmt: skip
+def test_deepseek_v3_by_megatron(shapes, world, expert_parallel, tensor_parallel, total, fits):
+    """671 billion weights, of which 654 are experts': bfloat16 ones and float32 gradients on each
+    rank that has them, 12 bytes over the data-parallel ranks of dense weights and of experts."""
+    actor = TrainConfig(
+        engine="megatron", tensor_parallel=tensor_parallel, sequence_parallel=True,
+        expert_parallel=expert_parallel,
+    )  # fmt: skip
+    model = str(shapes / "DeepSeek-V3")
+    config = SftConfig(model, SftDataConfig(train="t.jsonl"), out="out", actor=actor)
+    plan = supervised_plan(config, world, "policy", np.array([2048]), 80.0)
+    assert "671,026.4M parameters" in plan.lines[1]
+    assert (plan.too_much == 0) == fits
+    peak = plan.fullest.peak
+    assert peak.total == pytest.approx(total, abs=0.1)
+    experts = 58 * 256 * 3 * 7168 * 2048
+    whole = 58 * 7168 * 256 + 61 * 7168 * (1536 + 576)  # router and projections down
+    dense = (671026404352 - experts - whole) / tensor_parallel + whole
+    held = dense + experts / expert_parallel
+    assert peak.parts["weights"] == pytest.approx(2 * held / 2**30, rel=1e-3)
+    assert peak.parts["gradients"] == pytest.approx(4 * held / 2**30, rel=1e-3)
+    states = 12 * (dense * tensor_parallel + experts) / world / 2**30
+    assert peak.parts["optimizer"] == pytest.approx(states, rel=1e-3)
+
+
+def test_deepseek_v3_has_no_engine_that_samples(shapes):
+    """vLLM is refused before the memory is looked at; the hf engine holds it whole on each rank."""
+    actor = TrainConfig(
+        engine="megatron", tensor_parallel=8, sequence_parallel=True, expert_parallel=256
+    )
+    config = grpo(shapes, "DeepSeek-V3", actor=actor)
+    with pytest.raises(ConfigError, match="multi-head latent attention"):
+        require_sound(config, 256)
+    story = refused(replace(config, rollout=RolloutConfig(engine="hf")), 512)
+    assert "engine 12" in story and "No combination of these fits" in story
+
+
+def test_a_measured_step_of_grpo_on_an_h100(shapes):
+    """docs/gpu.md: 68 GiB at the most, of which about 40 were the sleeping engine's, counted as if
+    it were awake. Its vLLM had half of 79.2 GiB."""
+    config = grpo(
+        shapes, "Qwen3-0.6B",
+        data=data_config(prompts_per_step=32, max_prompt_tokens=256),
+        rollout=RolloutConfig(max_tokens=512, ignore_eos=True, max_num_seqs=512),
+        actor=TrainConfig(activation_checkpointing=False, optim=OptimConfig(lr=1e-6)),
+    )  # fmt: skip
+    plan = memory_plan(config, 1, np.full(192, 256), gpu_gib=79.2)
+    update = {phase.name: phase for phase in plan.fullest.phases}["update_actor"]
+    trainer = update.total - update.parts["engine"]
+    assert trainer + 0.5 * 79.2 == pytest.approx(68, rel=0.15)
+    assert trainer == pytest.approx(68 - 0.5 * 79.2, rel=0.15)
+
+
+def test_what_leaves_the_gpu_is_on_the_host(shapes):
+    def phases(**changes):
+        plan = memory_plan(grpo(shapes, "Qwen3-8B", **changes), 8, gpu_gib=80.0)
+        return {phase.name: phase.parts for phase in plan.fullest.phases}, plan.fullest.on_host
+
+    plain, kept = phases()
+    offloaded, away = phases(actor=TrainConfig(offload_params=True, offload_optimizer=True))
+    assert offloaded["rollout"]["weights"] == offloaded["rollout"]["optimizer"] == 0
+    assert offloaded["update_actor"] == plain["update_actor"]
+    assert away - kept == pytest.approx(plain["rollout"]["weights"] * 3)
+    awake, _ = phases(rollout=RolloutConfig(sleep=False))
+    assert awake["update_actor"]["engine"] == 40.0
+    # with kv_cache_mib vLLM takes what its parts need, not a share
+    small, _ = phases(rollout=RolloutConfig(kv_cache_mib=4096))
+    assert 19.3 < small["rollout"]["engine"] < 25
+    roles, _ = phases(
+        critic=TrainConfig(), algo=AlgoConfig(advantage="gae", kl_coef=0.1, mini_batches=2)
+    )
+    names = ["rollout", "ref_logprobs", "values", "old_logprobs", "update_critic", "update_actor"]
+    assert list(roles) == [*names, "sync"]
+    assert roles["rollout"]["weights"] == pytest.approx(3 * plain["rollout"]["weights"], rel=0.06)
+
+
+def test_roles_on_ranks_of_their_own_have_tables_of_their_own(shapes):
+    config = grpo(shapes, "Qwen3-8B", placement={"actor": "0-5", "rollout": "6-7"})
+    plan = memory_plan(config, 8, gpu_gib=80.0)
+    trains, samples = plan.timelines
+    assert (trains.ranks, samples.ranks) == ((0, 1, 2, 3, 4, 5), (6, 7))
+    assert [phase.name for phase in trains.phases] == ["update_actor", "sync"]
+    assert [phase.name for phase in samples.phases] == ["rollout", "sync"]
+    assert all(phase.parts["engine"] == 0 for phase in trains.phases)
+    assert all(phase.parts["weights"] == 0 for phase in samples.phases)
+    text = "\n".join(plan.all_lines())
+    assert "ranks 0-5 (actor)" in text and "ranks 6-7 (rollout, reward)" in text
+
+
+def test_a_plan_that_does_not_fit_may_be_a_warning(shapes, caplog):
+    config = replace(grpo(shapes, "Qwen3-8B"), memory_check="warn")
+    check_memory(config, 1, planner(80.0))
+    assert "too much" in caplog.text and "actor.lora=LoraConfig()" in caplog.text
+    caplog.clear()
+    check_memory(config, 1, replace(planner(80.0), plan=lambda c, w: memory_plan(c, w)))
+    assert not caplog.text  # on CPUs no GPU is too small
+
+
+def test_the_size_of_a_gpu_is_for_dry_runs():
+    assert dry_flags(True, 64, False, 80).gpu_gib == 80.0
+    assert dry_flags(True, 0, False).gpu_gib == 0
+    with pytest.raises(ConfigError, match="is for --dry-run"):
+        dry_flags(False, 0, False, 80)
+    for given, words in ((-1, "such as 80"), (float("nan"), "such as 80"), ("x", "gpu_gib")):
+        with pytest.raises(ConfigError, match=words):
+            dry_flags(True, 0, False, given)
+
+
+def test_checkpointing_is_on_by_itself_on_gpus_alone():
+    assert checkpointing_of(TrainConfig(), on_gpu=True) is True
+    assert checkpointing_of(TrainConfig(), on_gpu=False) is False
+    assert checkpointing_of(TrainConfig(activation_offload=True), on_gpu=True) is False
+    asked = TrainConfig(activation_checkpointing="selective")
+    assert checkpointing_of(asked, True) == checkpointing_of(asked, False) == "selective"
+
+
+def test_micro_batches_are_as_full_as_the_data_lets_them():
+    role = TrainConfig(micro_batch_tokens=1000)
+    assert fullest(role, 4, np.array([100])) == (400, 0)
+    assert fullest(role, 14, np.array([100])) == (1000, 400)
+    assert fullest(role, 40, np.array([100])) == (1000, 1000)
+    assert fullest(role, 1, np.array([10, 1500])) == (1500, 0)  # a micro-batch of its own
+    shared = TrainConfig(micro_batch_tokens=1000, ulysses=2)
+    assert fullest(shared, 4, np.array([100])) == (200, 0)
