@@ -528,7 +528,7 @@ def test_dry_run_prints_the_plan(folder):
     small = ("--dry-run", "--ranks", "16", "--gpu_gib", "0.5")
     done = torchrun(folder, 2, "--config", "cfg.py", *small)  # after the plan, once, on every rank
     assert done.code != 0 and "exitcode  : 2" in done.output, done.output
-    assert done.output.count("spmdrl: config error: GPU memory: engine 0.") == 1, done.output
+    assert done.output.count("spmdrl: config error: GPU memory: temporary 0.") == 1, done.output
     assert done.output.count(" of 0.5 GiB in ") == 1
     text = CONFIG.replace("    return", "    raise KeyError('no tests')\n    return")
     Path(folder, "broken.py").write_text(text)

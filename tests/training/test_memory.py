@@ -114,12 +114,10 @@ def test_the_dry_run_foretells_the_memory_of_a_larger_model(tmp_path):
         (1, {"rollout": 'engine="vllm", kv_cache_mib=256', "actor": "role"}, "update_actor"),
         # a copy on each rank, whose gradients meet once an update
         (2, {"rollout": 'engine="hf"', "actor": "replace(role, fsdp=1)"}, "update_actor"),
-        (1, {"rollout": 'engine="hf"', "actor": "replace(role, lora=LoraConfig())"},
-         "update_actor"),
         (1, {"rollout": 'engine="hf"', "actor": "role",
              "roles": 'critic=role, algo=AlgoConfig(advantage="gae"),'}, "update_critic"),
     ],
-    ids=["vllm", "replicas", "lora", "critic"],
+    ids=["vllm", "replicas", "critic"],
 )  # fmt: skip
 def test_the_dry_run_foretells_the_memory_of_reinforcement_learning(tmp_path, ranks, parts, phase):
     save_qwen3(tmp_path / "model", **LARGER)
@@ -133,5 +131,4 @@ def test_the_dry_run_foretells_the_memory_of_reinforcement_learning(tmp_path, ra
     done = train(tmp_path, ranks, "--config", "cfg.py")
     assert done.code == 0, done.output[-4000:]
     last = Path(tmp_path, "run/metrics.jsonl").read_text().splitlines()[-1]
-    print("MEASURED", planned, json.loads(last)["memory/peak_rss_gib"])
     assert float(planned) == pytest.approx(json.loads(last)["memory/peak_rss_gib"], rel=0.15)

@@ -134,11 +134,9 @@ def remedies(config: RunConfig, world: int, plan: MemoryPlan, planner: Planner) 
         return ["What would help, best first, and the peak then:", *lines]
     lines = [f"  {proposal.result}, still {proposal.plan.too_much:.1f} too much"
              for proposal in helps]  # fmt: skip
-    return [
-        "No field alone is enough. What would help, best first, and the peak then:",
-        *lines,
-        *together(config, world, plan, planner),
-    ]
+    head = ["No field alone is enough. What would help, best first, and the peak then:"]
+    combined = together(config, world, plan, planner)
+    return [*head, *lines, *combined] if lines else combined
 
 
 def best_values(found: list[Proposal]) -> list[Proposal]:
