@@ -6,6 +6,7 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 
 # ruff: noqa: E402, F401
 import gc
+from importlib.util import find_spec
 
 from spmdrl.distributed.env import before_torch
 
@@ -18,21 +19,24 @@ import megatron.core.models.gpt
 import pyarrow.compute
 import torch.distributed.run
 import transformers.models.qwen3.modeling_qwen3
-import vllm.engine.arg_utils
-import vllm.v1.core.sched.scheduler
-import vllm.v1.engine.core
-from vllm.platforms import current_platform
 
 import spmdrl.cli.help
 import spmdrl.distributed.output
 import spmdrl.engines.megatron.engine
 import spmdrl.rollout.hf.engine
-import spmdrl.rollout.vllm.engine
 import spmdrl.training.rl
 
-if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing can fork
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.worker.cpu_worker
+if find_spec("vllm") is not None:  # it is not in SGLang's environment
+    import vllm.engine.arg_utils
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.core
+    from vllm.platforms import current_platform
+
+    import spmdrl.rollout.vllm.engine
+
+    if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing forks
+        import vllm.model_executor.models.qwen3
+        import vllm.v1.worker.cpu_worker
 
 gc.collect()
 gc.freeze()
