@@ -95,8 +95,11 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def offload(self) -> None:
-        """Moves to the CPU what the config says may leave the device while the role is idle."""
+    def offload(self, keep_weights: bool = False) -> None:
+        """Moves to the CPU what the config says may leave the device while the role is idle.
+
+        keep_weights: all but the weights, which a push is to send.
+        """
         ...
 
     def onload(self, weights_only: bool = False) -> None:

@@ -38,12 +38,13 @@ def new_weights(roles: Roles) -> bool:
 def transfer(roles: Roles, version: int) -> None:
     """Sends the actor's weights to the rollout engine. Collective over the ranks of both.
 
-    The engine takes memory for its KV cache when the trainer has given that of its weights back: a
-    rank never has both.
+    The engine takes memory for its weights when what the optimizer keeps has left, and for its KV
+    cache when the trainer's weights have: a rank never has both.
     """
     actor, sampler = roles.actor, roles.sampler
     wakes = sampler.here and roles.sleeps
     if actor.here:
+        actor.model.offload(keep_weights=True)
         actor.model.onload(weights_only=True)
     if wakes:
         sampler.engine.wake(("weights",))

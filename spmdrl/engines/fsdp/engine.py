@@ -315,8 +315,8 @@ class FsdpEngine:
         if self.average:
             ema.restart(self.average, self.trained)
 
-    def offload(self) -> None:
-        if self.config.offload_params:
+    def offload(self, keep_weights: bool = False) -> None:
+        if self.config.offload_params and not keep_weights:
             self.module.to("cpu")
         if self.config.offload_optimizer and self.optimizer is not None:
             self._move_optimizer(torch.device("cpu"))

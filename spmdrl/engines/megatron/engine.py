@@ -309,9 +309,9 @@ class MegatronEngine:
                 with self.parts.state.active():
                     self.parts.optimizer.reload_model_params()
 
-    def offload(self) -> None:
+    def offload(self, keep_weights: bool = False) -> None:
         with self.parts.state.active():
-            self.parts.offload(self.config)
+            self.parts.offload(self.config, keep_weights)
 
     def onload(self, weights_only: bool = False) -> None:
         with self.parts.state.active():

@@ -217,9 +217,9 @@ class Parts:
             for name, shape in shapes.items()
         }
 
-    def offload(self, config: TrainConfig) -> None:
+    def offload(self, config: TrainConfig, keep_weights: bool = False) -> None:
         """Idle roles keep no gradients, and what config says leaves for the CPU."""
-        leaving = {"weights"} if config.offload_params else set()
+        leaving = {"weights"} if config.offload_params and not keep_weights else set()
         if self.optimizer is not None and (config.offload_params or config.offload_optimizer):
             leaving |= {"gradients"}
         if self.optimizer is not None and config.offload_optimizer:

@@ -7,7 +7,7 @@ host_memory.py what a process takes beside, and memory_fit.py what helps where i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from spmdrl.config import TrainConfig, checkpointing_of
@@ -52,6 +52,7 @@ class Memory:
     forward: PassMemory  # bytes of a pass without gradient
     step: float = 0.0  # temporaries of the optimizer's step
     average: float = 0.0  # of the weights, float32; goes where the optimizer goes
+    on_host: bool = False  # states and gradients, while the role works too: offload_policy on a GPU
 
     @property
     def activations(self) -> float:
@@ -63,13 +64,15 @@ class Memory:
         leaves = self.config.offload_params or self.config.offload_optimizer
         return self.config.engine == "megatron" and not leaves
 
-    def on_device(self, at_work: bool) -> dict[str, float]:
+    def on_device(self, at_work: bool, only_weights: bool = False) -> dict[str, float]:
         """The GiB of states that are on the device; at_work: False while the role is idle.
+        only_weights: for a push, before which all that may leave has left.
 
         The one place that says what an option keeps on the host.
         """
-        weights_leave = self.config.offload_params and not at_work
-        optimizer_leaves = self.config.offload_optimizer and not at_work
+        idle, config = not at_work, self.config
+        weights_leave = self.on_host or (config.offload_params and idle)
+        optimizer_leaves = self.on_host or (config.offload_optimizer and (only_weights or idle))
         return {
             "weights": 0.0 if weights_leave else self.weights,
             "optimizer": 0.0 if optimizer_leaves else self.adam + self.average,
@@ -83,6 +86,8 @@ class Memory:
         whole in later passes and in the optimizer's step, when nothing of a pass is left.
         """
         step, first = {"temporary": self.step}, gib(self.first.parts)
+        if self.on_host:
+            return larger(first, gib(self.later.parts))
         if self.config.engine == "megatron":
             gradients = 0.0 if self.keeps_gradients else self.gradients
             return {"gradients": gradients} | larger(first, step)
@@ -133,7 +138,8 @@ def memory_of(
     trained = name not in ("ref", "reward_model")
     tokens = tokens or MicroBatches(role.micro_batch_tokens, role.micro_batch_tokens)
     if role.engine == "fsdp":
-        return fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu)
+        memory = fsdp_memory(role, shape, num_ranks, tokens, trained, on_gpu)
+        return replace(memory, on_host=role.offload_policy and on_gpu)
     return megatron_memory(role, shape, num_ranks, tokens, trained, on_gpu)
 
 

@@ -228,6 +228,8 @@ def role_changes(
         yield 2, "offload_optimizer", True
     if trained and checkpointing_of(role, on_gpu=True) is not True:
         yield 3, "activation_checkpointing", True
+    if on_fsdp and not role.offload_policy:
+        yield 4, "offload_policy", True
     if trained and on_fsdp and not role.activation_offload:
         yield 4, "activation_offload", True
     if not on_fsdp:

@@ -96,10 +96,10 @@ def timeline_of(
             continue
         parts = dict.fromkeys(PARTS, 0.0)
         if engine is not None:
-            rests = sleeps and work.what in ("look", "update") and work.role != "reward_model"
-            parts["engine"] = engine.asleep if rests else engine.awake
+            parts["engine"] = engine_in(work, engine, sleeps, on_gpu)
         for name, memory in roles.items():
-            add(parts, memory.on_device(at_work=name in work.loaded or not on_gpu))
+            at_work = name in work.loaded or not on_gpu
+            add(parts, memory.on_device(at_work, only_weights=work.what == "push" and on_gpu))
         if work.what == "push":
             parts["push"] = push
         elif work.role is not None:
@@ -107,6 +107,16 @@ def timeline_of(
             add(parts, memory.update() if work.what == "update" else memory.look())
         phases.append(Phase(work.phase, parts))
     return Timeline(phases, on_host(roles, engine, sleeps, on_gpu) + copy)
+
+
+def engine_in(work: Work, engine: EngineMemory, sleeps: bool, on_gpu: bool) -> float:
+    """Returns the GiB of an engine in a phase. For a push it wakes its weights alone; its KV cache
+    follows when the trainer's weights have left (training/push_weights.py)."""
+    if not sleeps or work.what == "sample" or work.role == "reward_model":
+        return engine.awake
+    if work.what == "push" and on_gpu:
+        return min(engine.awake, engine.asleep + engine.weights)
+    return engine.asleep
 
 
 def on_host(
