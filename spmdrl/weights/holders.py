@@ -1,7 +1,7 @@
 """Which rank holds which part of which weight, as all ranks come to know it.
 
-A rank says what differs between ranks and little more: its layouts (the few different shapes and
-parts of its weights) and which of them each weight has, by number. The weights' names are sent once
+A rank reports what differs between ranks and little more: the few different shapes and parts of its
+weights, and which of them each weight has, by number. The weights' names are sent once
 for each list of names that there is, not by every rank. With 723 weights of a 70B model a rank says
 half a kilobyte.
 """
@@ -17,12 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.weights.boxes import Box, BoxIndex, whole
 from spmdrl.weights.classes import Holders, Weight
 from spmdrl.weights.shards import Shards
 
 
-class Layout(NamedTuple):
+class HeldParts(NamedTuple):
     """What a rank holds of a weight."""
 
     shape: tuple[int, ...]  # of the full tensor
@@ -30,12 +31,12 @@ class Layout(NamedTuple):
     derived: bool
 
 
-class Said(NamedTuple):
+class ShardReport(NamedTuple):
     """What a rank says of its weights."""
 
     names: str  # digest of the list of names
     numbers: bytes  # int32, compressed: of each name's layout
-    layouts: tuple[Layout, ...]
+    layouts: tuple[HeldParts, ...]
 
 
 def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> list[Weight]:
@@ -44,33 +45,34 @@ def agree_on_shards(named: Mapping[str, Shards], group: dist.ProcessGroup) -> li
     Collective over `group`, where CPU tensors can travel. Raises ValueError where the parts of a
     weight do not make up the whole.
     """
-    everyone: list[Said] = [Said("", b"", ())] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, say(named), group=group)
+    everyone: list[ShardReport] = [ShardReport("", b"", ())] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, shard_report(named), group=group)
     ranks = [dist.get_global_rank(group, number) for number in range(len(everyone))]
     first: dict[str, int] = {}  # of those with the same names
-    for rank, said in zip(ranks, everyone, strict=True):
-        first.setdefault(said.names, rank)
+    for rank, report in zip(ranks, everyone, strict=True):
+        first.setdefault(report.names, rank)
     names: dict[str, list[str]] = {}
     for digest, source in first.items():
-        told = [list(named) if source == dist.get_rank() else None]
-        dist.broadcast_object_list(told, source, group=group)
-        names[digest] = told[0] or []
+        number = dist.get_group_rank(group, source)
+        names[digest] = broadcast_object(list(named), group, number)
     return join(everyone, names, ranks)
 
 
-def say(named: Mapping[str, Shards]) -> Said:
-    layouts: dict[Layout, int] = {}
+def shard_report(named: Mapping[str, Shards]) -> ShardReport:
+    layouts: dict[HeldParts, int] = {}
     numbers = [
-        layouts.setdefault(Layout(held.shape, held.boxes, held.derived is not None), len(layouts))
+        layouts.setdefault(
+            HeldParts(held.shape, held.boxes, held.derived is not None), len(layouts)
+        )
         for held in named.values()
     ]
     digest = hashlib.sha256(pickle.dumps(list(named))).hexdigest()
     packed = zlib.compress(np.array(numbers, dtype=np.int32).tobytes())
-    return Said(digest, packed, tuple(layouts))
+    return ShardReport(digest, packed, tuple(layouts))
 
 
 def join(
-    everyone: Sequence[Said], names: Mapping[str, Sequence[str]], ranks: Sequence[int]
+    everyone: Sequence[ShardReport], names: Mapping[str, Sequence[str]], ranks: Sequence[int]
 ) -> list[Weight]:
     """everyone: by the order of `ranks`; names: by digest.
 
@@ -79,7 +81,9 @@ def join(
     order = list(dict.fromkeys(name for theirs in names.values() for name in theirs))
     place = {name: number for number, name in enumerate(order)}
     columns: dict[tuple[str, bytes], int] = {}  # of ranks whose weights are numbered alike
-    column = [columns.setdefault((said.names, said.numbers), len(columns)) for said in everyone]
+    column = [
+        columns.setdefault((report.names, report.numbers), len(columns)) for report in everyone
+    ]
     table = np.zeros(
         (len(order), len(columns)), dtype=np.int32
     )  # 1 + number of the layout; 0: none
@@ -98,12 +102,12 @@ def join(
 
 
 def _holders_of(
-    name: str, chosen: Sequence[int], everyone: Sequence[Said], ranks: Sequence[int]
+    name: str, chosen: Sequence[int], everyone: Sequence[ShardReport], ranks: Sequence[int]
 ) -> tuple[tuple[int, ...], Holders, bool]:
     """Returns (shape, holders, derived). chosen: 1 + number of each rank's layout; 0: none."""
     layouts = [
-        (rank, said.layouts[number - 1])
-        for rank, number, said in zip(ranks, chosen, everyone, strict=True)
+        (rank, report.layouts[number - 1])
+        for rank, number, report in zip(ranks, chosen, everyone, strict=True)
         if number
     ]
     shape, parts = layouts[0][1].shape, dict[Box, list[int]]()
