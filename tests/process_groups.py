@@ -156,11 +156,13 @@ def differing(events: nccl_rules.Events) -> Iterator[nccl_rules.Finding]:
 
 
 def sample(world: int, most: int) -> list[int]:
-    """At most so many ranks: the first and the last eight, and others at odd distances."""
+    """At most so many ranks: the first and the last, and others at odd distances."""
     if world <= most:
         return list(range(world))
-    step = max(1, world // (most - 16)) | 1
-    return sorted({*range(8), *range(world - 8, world), *range(8, world - 8, step)})[:most]
+    ends = min(8, most // 4)
+    step = max(1, world // max(1, most - 2 * ends)) | 1
+    between = range(ends, world - ends, step)
+    return sorted({*range(ends), *range(world - ends, world), *between[: most - 2 * ends]})
 
 
 def main(config: str, ranks: int = 1024, compared: int = 48, **overrides: Any) -> None:

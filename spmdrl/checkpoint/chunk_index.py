@@ -97,12 +97,16 @@ def read_index(
         found.storage_data, found.storage_meta = {}, StorageMeta()
         ranks = sorted(int(name) for name in file.namelist() if name != NAMES)
         ask = wanted_boxes(names, wanted)
-        if rank in ranks and wanted is not None:
-            own = overlapping(decode(file.read(str(rank)), names), ask)
-            if is_all(own, ask):
-                ranks = [rank]
-        for other in ranks:
-            add_parts(found, names, overlapping(decode(file.read(str(other)), names), ask), other)
+        # the first rank's has what is no tensor
+        near = [r for r in ranks if r in (0, rank)] if wanted is not None and rank in ranks else []
+        tables = {r: overlapping(decode(file.read(str(r)), names), ask) for r in near}
+        if not near or not is_all(np.concatenate(list(tables.values())), ask):
+            others = (r for r in ranks if r not in tables)
+            tables |= {r: overlapping(decode(file.read(str(r)), names), ask) for r in others}
+    if not tables or not is_all(np.concatenate(list(tables.values())), ask):
+        raise ValueError("parts of tensors are missing in it")
+    for writer, table in sorted(tables.items()):
+        add_parts(found, names, table, writer)
     return found
 
 
@@ -122,7 +126,10 @@ def most_dims(names: Sequence[Named]) -> int:
 def decode(table: bytes, names: Sequence[Named]) -> np.ndarray:
     """(num_parts, 3 + 2 * dims) int64."""
     columns = 3 + 2 * most_dims(names)
-    return np.frombuffer(zlib.decompress(table), dtype="<i8").reshape(columns, -1).T
+    found = np.frombuffer(zlib.decompress(table), dtype="<i8").reshape(columns, -1).T
+    if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(names):
+        raise ValueError("it numbers tensors that it does not name")
+    return found
 
 
 def wanted_boxes(names: Sequence[Named], wanted: Mapping[str, Box] | None) -> np.ndarray:
@@ -138,8 +145,10 @@ def wanted_boxes(names: Sequence[Named], wanted: Mapping[str, Box] | None) -> np
         if shape is None or not is_asked:
             continue
         start, size = ([0] * len(shape), shape) if wanted is None else wanted[name]
+        if len(start) != len(shape):  # of another model: whoever reads it says so
+            start, size = [0] * len(shape), shape
         row[: len(shape)] = start
-        row[dims : dims + len(shape)] = np.add(start, size)
+        row[dims : dims + len(shape)] = np.minimum(np.add(start, size), shape)
     return boxes
 
 

@@ -44,7 +44,10 @@ def vendor_of_unused_gpus() -> str | None:
 
 def is_amd_accelerator(properties: Path) -> bool:
     """Reads a file of AMD's kernel driver: lines of a name and a number."""
-    rows = [line.split() for line in properties.read_text().splitlines()]
+    try:
+        rows = [line.split() for line in properties.read_text().splitlines()]
+    except OSError:  # a container may not see every GPU of its host
+        return False
     versions = [int(row[1]) for row in rows if row[:1] == ["gfx_target_version"]]
     return bool(AMD_ACCELERATORS & {*versions})
 

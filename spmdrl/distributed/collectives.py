@@ -111,7 +111,10 @@ def together(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:  # noqa: BLE001  raised again below
         failure = error
-    failed = lowest(group.size() if failure is None else group.rank(), group)
+    try:
+        failed = lowest(group.size() if failure is None else group.rank(), group)
+    except RuntimeError as lost:  # a rank has gone: this one's own failure may be why
+        raise failure or lost from lost
     if failure is not None:
         raise failure
     if failed < group.size():

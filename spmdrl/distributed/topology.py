@@ -5,8 +5,10 @@ Nothing below a program reads WORLD_SIZE, RANK or an environment variable: it is
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,6 +22,7 @@ from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.torch_compat import mesh_of_groups, timeout_of, unbound_default_group
 
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 Groups = dict[tuple[int, ...], dist.ProcessGroup]  # by their ranks of the job, ascending
 
 
@@ -190,15 +193,31 @@ def group_of(ranks: Sequence[int], groups: Groups, device: torch.device) -> dist
     return groups[chosen]
 
 
-def new_group(ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], backend: str, connected: bool = False
+) -> dist.ProcessGroup:  # fmt: skip
     """Makes a process group with the time limit of the default group. Collective over the job.
 
     Its NCCL communicator is made by its members at their first operation, and not split off the
-    default group's: all ranks of the job would have to take part in that.
+    default group's: all ranks of the job would have to take part in that. connected: gloo connects
+    all ranks with all now, and not two of them when they first talk to each other.
     """
     assert dist.group.WORLD is not None
-    with unbound_default_group():
+    with unbound_default_group(), gloo_connects_now() if connected else nullcontext():
         return dist.new_group(ranks, timeout=timeout_of(dist.group.WORLD), backend=backend)
+
+
+@contextmanager
+def gloo_connects_now() -> Iterator[None]:
+    """Meanwhile groups are made without TORCH_GLOO_LAZY_INIT, which torch reads for each."""
+    before = os.environ.get(LAZY_GLOO)
+    os.environ[LAZY_GLOO] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[LAZY_GLOO]
+        if before is not None:
+            os.environ[LAZY_GLOO] = before
 
 
 def resolve_degrees(degrees: dict[str, int], world: int) -> dict[str, int]:

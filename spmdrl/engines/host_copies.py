@@ -70,11 +70,15 @@ class StagedShards:
         """
         rank = group.rank()
         writer = FileSystemWriter(str(folder), sync_files=True, overwrite=False)
-        writer.set_up_storage_writer(rank == 0)
-        others = [SavePlan([])] * rank  # the writer names the file by a plan's place in the list
-        mine = writer.prepare_global_plan([*others, writer.prepare_local_plan(self.plan)])[rank]
-        mine = self.planner.finish_plan(mine)
-        results = together(group, lambda: writer.write_data(mine, self.planner).wait())
+
+        def write_data() -> tuple[SavePlan, Any]:
+            writer.set_up_storage_writer(rank == 0)
+            others = [SavePlan([])] * rank  # the writer names the file by a plan's place in them
+            mine = writer.prepare_global_plan([*others, writer.prepare_local_plan(self.plan)])[rank]
+            mine = self.planner.finish_plan(mine)
+            return mine, writer.write_data(mine, self.planner).wait()
+
+        mine, results = together(group, write_data)
         if self.names is not None:
             parts = stored_parts(results, mine)
             tables = gather_to_first((encode(parts, self.names), digest_of(self.names)), group)

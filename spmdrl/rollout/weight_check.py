@@ -56,7 +56,8 @@ def require_written(model: nn.Module, tp_rank: int) -> None:
     """
     left: list[str] = []
     for name, parameter in model.named_parameters():
-        unwritten = parameter.float().isnan()
+        wide = parameter.element_size() > 1
+        unwritten = parameter.isnan() if wide else parameter.float().isnan()
         count = int(unwritten.sum())
         if count > padding_of(model, name, tp_rank):
             left.append(f"{name} ({count} of {parameter.numel()} elements)")
@@ -65,8 +66,8 @@ def require_written(model: nn.Module, tp_rank: int) -> None:
     if left:
         raise WeightMismatch(
             f"the engine was built without the model's weights, and the first push has not filled "
-            f"{len(left)} of its tensors: {', '.join(left[:5])}. The trainer has no such weights: "
-            "this model cannot be sampled from with this rollout.engine"
+            f"{len(left)} of its tensors: {', '.join(left[:5])}. The trainer has no such weights, "
+            "or sends NaN for them: this model cannot be sampled from with this rollout.engine"
         )
 
 
@@ -268,12 +269,12 @@ def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:
 def padding_of(model: nn.Module, name: str, tp_rank: int) -> int:
     """Elements of a parameter that stand for no token: rows beyond the vocabulary."""
     module = module_of(model, name.rpartition(".")[0])
-    if not hasattr(module, "org_vocab_size") or not name.endswith(".weight"):
+    if not hasattr(module, "org_vocab_size") or not name.endswith((".weight", ".bias")):
         return 0
     local = module.num_embeddings_per_partition
     first = tp_rank * local
     held = min(max(module.org_vocab_size - first, 0), local)
-    return (local - held) * module.embedding_dim
+    return (local - held) * (module.embedding_dim if name.endswith(".weight") else 1)
 
 
 def check_tied_head(model: Any, parameters: dict[str, nn.Parameter]) -> None:

@@ -11,8 +11,7 @@ Tensors are on the CPU; engines take a micro-batch to their device.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
-from math import ceil, sqrt
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,23 +20,31 @@ from torch import Tensor
 
 from spmdrl.data.packing import BatchAssignment, empty_batch
 from spmdrl.distributed.placement import Ranks
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import Topology, new_group
 from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
-DIRECT_RANKS = 64  # of a role; sequences of more go by relays
 SEQ_FLOATS = 4  # rewards, valid, greedy, prompts; the reward keys follow
 
 
 @dataclass
 class P2PChannel:
-    """Messages between ranks of the job. What was sent is kept until it has left."""
+    """Messages between ranks of the job. What was sent is kept until it has left.
+
+    Made on all ranks of the job together: it has a group of its own, whose ranks are all connected.
+    Where gloo connects two ranks at their first message, a send waits until the other rank turns to
+    that message, which it may do only when this rank has gone on.
+    """
 
     topology: Topology  # of the job
     step: int = 0  # that new messages belong to
     under_way: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)
     moved_bytes: int = 0  # received by this rank since it was last read
+    group: dist.ProcessGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group = new_group(self.topology.ranks, "gloo", connected=True)
 
     @property
     def rank(self) -> int:
@@ -48,7 +55,7 @@ class P2PChannel:
         if values.numel() == 0:
             return
         values = values.contiguous()
-        work = dist.isend(values, to, self.topology.group)
+        work = dist.isend(values, to, self.group)
         assert work is not None  # this rank is in the group
         self.under_way.append((self.step, work, values))
 
@@ -59,7 +66,7 @@ class P2PChannel:
         if place.numel() == 0:
             return []
         self.moved_bytes += place.nbytes
-        work = dist.irecv(place, source, self.topology.group)
+        work = dist.irecv(place, source, self.group)
         assert work is not None  # this rank is in the group
         return [work]
 
@@ -85,34 +92,6 @@ def packing_order(assignment: BatchAssignment, ranks: Ranks, maker: int) -> Tens
     """Rows of `maker`, as it is to pack them: by owner, mini-batch, address."""
     rows = assignment.by_mini_batch((assignment.sample_ranks == maker).nonzero().flatten())
     return rows[torch.argsort(assignment.train_ranks[ranks][rows], stable=True)]
-
-
-def hops(assignment: BatchAssignment, ranks: Ranks) -> list[BatchAssignment]:
-    """The assignments by which the sequences of `ranks` travel, one after the other: `assignment`
-    alone, or for more than DIRECT_RANKS one to relays and one from them.
-
-    A rank would in time exchange sequences with all others, and keep a connection to each. With
-    `ranks` as the places of a square, a sequence goes within the row of the rank that sampled it to
-    the column of the rank that trains on it, and there on to that rank: a rank talks to its row and
-    its column alone.
-    """
-    if len(ranks) <= DIRECT_RANKS:
-        return [assignment]
-    relays = relay_ranks(assignment.sample_ranks, assignment.train_ranks[ranks], ranks)
-    return [
-        replace(assignment, train_ranks={ranks: relays}),
-        replace(assignment, sample_ranks=relays),
-    ]
-
-
-def relay_ranks(sample_ranks: Tensor, train_ranks: Tensor, ranks: Ranks) -> Tensor:
-    """(n,) int64: the rank in the row of the sampling rank and the column of the training one. A
-    sampling rank that is not one of `ranks` has the row of its number, modulo their number."""
-    everyone, width = torch.tensor(ranks), ceil(sqrt(len(ranks)))
-    at = torch.searchsorted(everyone, sample_ranks).clamp(max=len(ranks) - 1)
-    at = torch.where(everyone[at] == sample_ranks, at, sample_ranks % len(ranks))
-    place = at // width * width + torch.searchsorted(everyone, train_ranks) % width
-    return everyone[torch.where(place < len(ranks), place, place - width)]  # the last row is short
 
 
 def send_batch(

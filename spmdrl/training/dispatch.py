@@ -6,7 +6,6 @@ their own it is how data moves between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,7 +17,6 @@ from spmdrl.algo.advantages import estimator_of, reward_keys_of
 from spmdrl.data.packing import (
     BatchAssignment,
     assign_to_ranks,
-    concatenate,
     empty_batch,
     pack_samples,
 )
@@ -30,8 +28,6 @@ from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training.batch_exchange import (
     ASKED_FIELDS,
     FIELDS,
-    P2PChannel,
-    hops,
     packing_order,
     receive_assignment,
     receive_batch,
@@ -94,9 +90,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             if roles.sampling.rank == 0 and first not in roles.sampling.ranks:
                 send_assignment(dealt, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
-                first_hop = hops(dealt, ranks)[0]
-                batch = reorder(batch, packing_order(first_hop, ranks, post.rank), dealt)
-                own[ranks] = send_batch(batch, first_hop, ranks, names, post)
+                batch = reorder(batch, packing_order(dealt, ranks, post.rank), dealt)
+                own[ranks] = send_batch(batch, dealt, ranks, names, post)
     if not roles.training.here:
         return None
     name = "receive" if roles.sampling.here else "wait samples"
@@ -108,14 +103,10 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         assert dealt is not None
         num_keys = len(reward_keys_of(config.algo))
         batches = {
-            ranks: receive_batch(
-                own.get(ranks), hops(dealt, ranks)[0], ranks, names, num_keys, post
-            )
+            ranks: receive_batch(own.get(ranks), dealt, ranks, names, num_keys, post)
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
         }
-        by_role = dict(zip(sets, fields, strict=True))
-        batches |= pass_on(batches, by_role, dealt, num_keys, post)
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             nothing = torch.zeros(0, dtype=torch.int64)
@@ -125,28 +116,6 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 for _ in range(dealt.num_mini_batches)
             ]
     return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
-
-
-def pass_on(
-    batches: dict[Ranks, list[Batch]],
-    fields: Mapping[Ranks, tuple[str, ...]],
-    dealt: BatchAssignment,
-    num_keys: int,
-    post: P2PChannel,
-) -> dict[Ranks, list[Batch]]:
-    """Sends on what this rank has got as a relay, and returns its own mini-batches of the roles
-    whose sequences go by relays. fields: of each role, in the order of all ranks.
-    """
-    onward = {r: hops(dealt, r)[1] for r in fields if r in batches and len(hops(dealt, r)) > 1}
-    own: dict[Ranks, Batch] = {}
-    for ranks, second_hop in onward.items():
-        order = packing_order(second_hop, ranks, post.rank)
-        batch = reorder(concatenate(batches[ranks]), order, dealt)
-        own[ranks] = send_batch(batch, second_hop, ranks, fields[ranks], post)
-    return {
-        ranks: receive_batch(own[ranks], second_hop, ranks, fields[ranks], num_keys, post)
-        for ranks, second_hop in onward.items()
-    }
 
 
 def assign_and_pack(

@@ -15,7 +15,8 @@ from spmdrl.config import (
     WeightsConfig,
 )
 from spmdrl.distributed.placement import parse_ranks, place, show_ranks
-from spmdrl.training.checks.describe import memory_plan, placement_lines
+from spmdrl.training.checks.describe import placement_lines
+from spmdrl.training.checks.memory_plan import memory_plan
 from spmdrl.training.checks.rl import check_roles
 
 
@@ -102,7 +103,6 @@ def test_the_plan_shows_where_everything_is(qwen3):
     assert "rollout  ranks 4-7: 4 hf engines x tp 1" in text
     small = replace(config, model=str(qwen3), weights=WeightsConfig(bucket_mib=1))
     config = replace(small, rollout=replace(config.rollout, kv_cache_mib=1))
-    memory, _ = memory_plan(config, 8)
-    assert memory[-1].endswith("on rank 3, the fullest")  # actor, ref and critic
+    assert memory_plan(config, 8).all_lines()[-1].endswith("on rank 3, the fullest")
     offloaded = replace(config, actor=TrainConfig(offload_optimizer=True))
-    assert any("Adam on the host while idle" in line for line in memory_plan(offloaded, 8)[0])
+    assert any("Adam on the host while idle" in line for line in memory_plan(offloaded, 8).lines)

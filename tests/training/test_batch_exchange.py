@@ -1,13 +1,8 @@
 """Samples move between ranks whole, evenly, and independent of who made them."""
 
-from collections import defaultdict
-from itertools import product
-
 import pytest
 import torch
-from ranks import run_calls
-
-from spmdrl.training.batch_exchange import relay_ranks
+from ranks import run_calls, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -26,23 +21,17 @@ def make_sample(group, index):
                   reward_info={"format": index / 16})  # fmt: skip
 
 
-def dealt(topology, samples, mini_batches, keys=(), roles=None, direct=64):
-    """(BatchAssignment, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks.
-    direct: of roles with more ranks the sequences go by relays."""
+def dealt(topology, samples, mini_batches, keys=(), roles=None):
+    """(BatchAssignment, {ranks of a role: this rank's mini-batches}); roles: as tuples of ranks."""
     from spmdrl.data.packing import assign_to_ranks, pack_samples
     from spmdrl.distributed.collectives import all_gather_rows
-    from spmdrl.training import batch_exchange
     from spmdrl.training.batch_exchange import (
         FIELDS,
         P2PChannel,
-        hops,
         packing_order,
         receive_batch,
         send_batch,
     )
-    from spmdrl.training.dispatch import pass_on
-
-    batch_exchange.DIRECT_RANKS = direct
 
     roles, me = roles or [topology.ranks], topology.rank
     rows = [(s.group, s.index, s.num_tokens, me) for s in samples]
@@ -51,24 +40,21 @@ def dealt(topology, samples, mini_batches, keys=(), roles=None, direct=64):
     by_address = {(s.group, s.index): s for s in samples}
     post, own, batches = P2PChannel(topology), {}, {}
     for ranks in roles:
-        first_hop = hops(found, ranks)[0]
-        order = packing_order(first_hop, ranks, me)
+        order = packing_order(found, ranks, me)
         addresses = zip(found.groups[order].tolist(), found.indices[order].tolist(), strict=True)
         batch = pack_samples([by_address[address] for address in addresses], keys)
-        own[ranks] = send_batch(batch, first_hop, ranks, FIELDS, post)
+        own[ranks] = send_batch(batch, found, ranks, FIELDS, post)
     for ranks in roles:
         if me in ranks:
-            first_hop = hops(found, ranks)[0]
-            batches[ranks] = receive_batch(own[ranks], first_hop, ranks, FIELDS, len(keys), post)
-    batches |= pass_on(batches, dict.fromkeys(roles, FIELDS), found, len(keys), post)
+            batches[ranks] = receive_batch(own[ranks], found, ranks, FIELDS, len(keys), post)
     post.wait_until_delivered()
     return found, batches
 
 
-def balanced_on(topology, makers, direct=64):
+def balanced_on(topology, makers):
     mine = [make_sample(g, i) for g in range(6) for i in range(4)
             if makers[(4 * g + i) % len(makers)] % topology.world == topology.rank]  # fmt: skip
-    found, batches = dealt(topology, mine, 2, ["format"], direct=direct)
+    found, batches = dealt(topology, mine, 2, ["format"])
     rows = [
         (m, int(b.groups[i]), int(b.indices[i]), one.token_ids.tolist(), one.loss_mask.tolist(),
          one.rollout_logprobs.tolist(), one.policy_version.tolist(), float(b.rewards[i]),
@@ -79,13 +65,13 @@ def balanced_on(topology, makers, direct=64):
     return rows, found.imbalance(topology.ranks)
 
 
-def results_on(topology, roles, makers, direct=64):
+def results_on(topology, roles, makers):
     """What rank r of a role says of a token must reach whoever has it in another role."""
     from spmdrl.training.batch_exchange import P2PChannel, receive_results, send_results
 
     mine = [make_sample(g, i) for g in range(5) for i in range(3)
             if makers[(g + i) % len(makers)] == topology.rank]  # fmt: skip
-    found, batches = dealt(topology, mine, 2, roles=roles, direct=direct)
+    found, batches = dealt(topology, mine, 2, roles=roles)
     post, wrong = P2PChannel(topology), 0
     for source in roles:
         said = None
@@ -116,8 +102,8 @@ ROLES = {  # by world: ranks of the roles, and who makes the samples
 
 def test_every_role_gets_every_sample_once_and_results_find_their_token(runs):
     everything = [(g, i) for g in range(5) for i in range(3)]
-    for (world, (roles, _)), case in product(ROLES.items(), ("results", "results by relays")):
-        ranks = runs[world][case]
+    for world, (roles, _) in ROLES.items():
+        ranks = runs[world]["results"]
         assert [wrong for wrong, _ in ranks] == [0] * world
         for role in roles:
             held = [address for rank in role for address in ranks[rank][1][role]]
@@ -142,27 +128,7 @@ def test_balance_keeps_every_sample_whole_and_once(runs):
         assert max(tokens) < 1.15 * sum(tokens) / world
         # one maker for all: the deal is by address, so every rank gets the same
         alone = runs[world]["one maker"]
-        assert runs[world]["relays"] == results  # the same sequences in the same order
         assert [rows for rows, _ in alone] == [rows for rows, _ in results]
-
-
-@pytest.mark.parametrize(
-    ("makers", "ranks", "most"),
-    [(range(1024), range(1024), 130), (range(1000), range(1000), 130),
-     (range(512), range(512, 1024), 130), (range(70), range(5, 1029), 130),
-     (range(1024), range(65), 180)],
-)  # fmt: skip
-def test_with_relays_a_rank_talks_to_few_others(makers, ranks, most):
-    """Whoever has made a sequence and whoever is to have it."""
-    made, owned = torch.cartesian_prod(torch.tensor(list(makers)), torch.tensor(list(ranks))).T
-    relays = relay_ranks(made.contiguous(), owned.contiguous(), tuple(ranks))
-    assert set(relays.unique().tolist()) <= set(ranks)
-    peers = defaultdict(set)
-    for pair in torch.cat([made * 2048 + relays, relays * 2048 + owned]).unique().tolist():
-        one, other = divmod(pair, 2048)
-        peers[one].add(other)
-        peers[other].add(one)
-    assert max(len(own - {rank}) for rank, own in peers.items()) <= most
 
 
 def few_on(topology, estimator):
@@ -229,10 +195,29 @@ def runs():
     }  # fmt: skip
     for world, args in ROLES.items():
         cases[world]["results"] = (results_on, args)
-        cases[world]["results by relays"] = (results_on, (*args, 1))
-        if world < 4:
-            cases[world]["relays"] = (balanced_on, ([0, 1, 2], 1))
     return {
         world: dict(zip(calls, run_calls(world, calls.values()), strict=True))
         for world, calls in cases.items()
     }
+
+
+def one_way_on(topology):
+    """Each rank sends to one that has nothing for it, before all agree; then they receive."""
+    from spmdrl.training.batch_exchange import P2PChannel
+
+    channel, me = P2PChannel(topology), topology.rank
+    channel.send(torch.full((3,), float(me)), (me + 3) % 4)
+    topology.lowest(me)
+    place = torch.zeros(3)
+    for work in channel.expect(place, (me + 1) % 4):
+        work.wait()
+    channel.wait_until_delivered()
+    return place.tolist()
+
+
+def test_a_send_does_not_wait_for_the_receiver(monkeypatch):
+    """Also where gloo connects two ranks when they first talk to each other: only then the ranks
+    would wait for each other in the agreement."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    found = run_ranks(4, one_way_on, timeout_s=30)
+    assert found == [[float((me + 1) % 4)] * 3 for me in range(4)]

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from spmdrl.config import (
     checkpointing_of,
 )
 from spmdrl.training.checks import memory_fit, rl
+from spmdrl.training.checks.engine_memory import cached_tokens
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.rl import require_sound
@@ -274,6 +276,51 @@ def test_what_leaves_the_gpu_is_on_the_host(shapes):
     names = ["rollout", "ref_logprobs", "values", "old_logprobs", "update_critic", "update_actor"]
     assert list(roles) == [*names, "sync"]
     assert roles["rollout"]["weights"] == pytest.approx(3 * plain["rollout"]["weights"], rel=0.06)
+
+
+FOREIGN = {  # of families that engine megatron does not know
+    "Mistral-7B": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32768, "tie_word_embeddings": False,
+    },
+    "Gemma3-1B": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+    },
+    "Qwen2.5-VL-3B": {
+        "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "tie_word_embeddings": True, "text_config": {
+            "model_type": "qwen2_5_vl_text", "hidden_size": 2048, "intermediate_size": 11008,
+            "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+            "vocab_size": 151936, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 2048},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "billions"), [
+    ("Mistral-7B", 7.25), ("Gemma3-1B", 1.0), ("Qwen2.5-VL-3B", 3.75),
+])  # fmt: skip
+def test_any_family_has_a_plan(tmp_path, name, billions):
+    """On GPUs and on CPUs, for runs that would fit; a tied matrix counts once."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(FOREIGN[name]))
+    config = grpo(tmp_path, name, rollout=RolloutConfig(max_tokens=32768))
+    for gpu_gib in (80.0, None):
+        check_memory(config, 8, planner(gpu_gib))
+    phases = {p.name: p.parts for p in memory_plan(config, 8, gpu_gib=80.0).fullest.phases}
+    weights = billions * BILLION_GIB * 4 / 8
+    assert phases["update_actor"]["weights"] == pytest.approx(weights, rel=0.02)
+
+
+def test_layers_with_a_window_keep_no_more_than_that():
+    text = SimpleNamespace(layer_types=["sliding_attention"] * 5 + ["full_attention"],
+                           sliding_window=1024)  # fmt: skip
+    assert cached_tokens(text, 65536) == (5 * (1024 + 8192) + 65536) / 6
+    assert cached_tokens(SimpleNamespace(), 65536) == 65536
 
 
 def test_offload_policy_keeps_states_and_gradients_on_the_host(shapes):

@@ -135,7 +135,7 @@ class WeightFiles:
             shape = self.meta.state_dict()[name].shape
             found = torch.zeros(last - first, *shape[1:], dtype=dtype)
         elif source.converter is None:
-            (keys,) = source.keys.values()
+            keys = next(iter(source.keys.values()))  # under several names it is one tensor
             found = self.tensor(keys[0], slice(first, last)).to(dtype)
         elif source.stacks_rows:
             found = self.made(source, name, dtype, slice(first, last))

@@ -35,10 +35,12 @@ def engine_memory(config: PpoConfig, num_engines: int, gpu_gib: float | None) ->
     rollout, shape = config.rollout, shape_of(config.model)
     weights = engine_weights(config, shape)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
-    one = longest * cache_bytes_per_token(shape, config) / GIB
+    one = cached_tokens(shape.text, longest) * cache_bytes_per_token(shape, config) / GIB
     if not ENGINES[rollout.engine].has_kv_cache:  # grows and shrinks with the answers
         samples = config.data.prompts_per_step * rollout.n / num_engines
         cache = min(rollout.max_num_seqs, max(samples, 1)) * one
+        if gpu_gib is not None:  # it grows with the answers: a run is not refused for the longest
+            cache = one
         awake, asleep = weights + cache, 0.0 if gpu_gib else weights
         away = weights if gpu_gib and rollout.sleep else 0.0
         asleep = asleep if rollout.sleep else weights
@@ -78,10 +80,22 @@ def engine_weights(config: PpoConfig, shape: ModelShape) -> float:
     return ((shape.count - ends) * layers + ends * width) / config.rollout.tensor_parallel / GIB
 
 
+def cached_tokens(text: Any, longest: int) -> float:
+    """Returns of how many tokens of a sequence the cache has keys and values, as the mean of the
+    layers: those with a sliding window keep the window and what is computed at once; those without
+    attention, nothing that grows."""
+    window = (getattr(text, "sliding_window", None) or longest) + BATCHED_TOKENS
+    kept = {"sliding_attention": min(longest, window), "linear_attention": 0}
+    layers = getattr(text, "layer_types", None) or ["full_attention"]
+    return sum(kept.get(kind, longest) for kind in layers) / len(layers)
+
+
 def cache_bytes_per_token(shape: ModelShape, config: PpoConfig) -> float:
     """Keys and values of all layers, of a tensor-parallel rank; a rank has at least one head."""
     text: Any = shape.text
     width, tensor = DTYPES[config.rollout.dtype].itemsize, config.rollout.tensor_parallel
+    if str(config.rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8"):
+        width = 1
     if getattr(text, "kv_lora_rank", None) and ENGINES[config.rollout.engine].has_kv_cache:
         numbers = text.kv_lora_rank + text.qk_rope_head_dim  # the latent ones
     elif getattr(text, "kv_lora_rank", None):

@@ -86,7 +86,13 @@ def check_memory(config: RunConfig, world: int, planner: Planner) -> None:
     """Raises ConfigError where the plan is more than a GPU has; with memory_check "warn" it is a
     warning. Nothing is refused on CPUs.
     """
-    plan = planner.plan(config, world)
+    try:
+        plan = planner.plan(config, world)
+    except (AttributeError, KeyError, TypeError) as error:  # a config with names of its own
+        logger.warning(
+            "there is no memory plan for this model: %s: %s", type(error).__name__, error
+        )
+        return
     if not plan.too_much:
         return
     story = "\n".join([*arithmetic(config, plan), *remedies(config, world, plan, planner)])

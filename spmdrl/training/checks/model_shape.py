@@ -16,7 +16,7 @@ from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp.lora import adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
-from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
+from spmdrl.engines.megatron.layout import FAMILIES, expert_width, moe_layers, num_experts
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
@@ -61,7 +61,8 @@ def _shape_of(model: str, kind: str, changed_at: int) -> ModelShape:
     hf = classifier_config(model) if kind == "reward" else load_hf_config(model)
     shell = meta_classifier(hf) if kind == "reward" else meta_model(hf)
     text: Any = hf.get_text_config()
-    matrix, tied = text.vocab_size * text.hidden_size, getattr(text, "tie_word_embeddings", False)
+    matrix, head = text.vocab_size * text.hidden_size, shell.get_output_embeddings()
+    tied = head is not None and head.weight is shell.get_input_embeddings().weight
     count = parameters_in(shell)
     if kind == "value":  # the backbone with a head of one output
         count += text.hidden_size + 1 - (0 if tied else matrix)
@@ -75,11 +76,12 @@ def parameters_in(module: nn.Module) -> int:
 
 
 def expert_count(hf: PreTrainedConfig) -> int:
-    """Parameters of all routed experts."""
-    if not any(moe_layers(hf)):
+    """Parameters of all routed experts, of the families that engine megatron knows."""
+    text: Any = hf.get_text_config()
+    if text.model_type not in FAMILIES or not any(moe_layers(text)):
         return 0
-    one = 3 * hf.get_text_config().hidden_size * expert_width(hf)
-    return sum(moe_layers(hf)) * num_experts(hf) * one
+    one = 3 * text.hidden_size * expert_width(text)
+    return sum(moe_layers(text)) * num_experts(text) * one
 
 
 def optimizer_bytes(shape: ModelShape, name: str) -> float:

@@ -102,6 +102,9 @@ def timeline_of(
             add(parts, memory.on_device(at_work, only_weights=work.what == "push" and on_gpu))
         if work.what == "push":
             parts["push"] = push
+            sender = roles.get(work.role or "")
+            if sender is not None and sender.on_host:  # its shards are copied to be sent
+                parts["push"] += sender.weights
         elif work.role is not None:
             memory = roles[work.role]
             add(parts, memory.update() if work.what == "update" else memory.look())
