@@ -41,6 +41,7 @@ from spmdrl.distributed.torch_compat import group_count, set_group_count
 from spmdrl.engines.megatron import parallel_state
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import degrees_of, parallel_sizes
+from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.topologies import build_topologies
 
 LIMIT = timedelta(days=7)
@@ -82,6 +83,7 @@ def make_groups(config: PpoConfig, counts: Counts) -> None:
             RoleState.build(ranks, **parallel_sizes(degrees_of(role)))
         counts.level()
     counts.level()  # after the rollout engine
+    P2PChannel(everyone)
     own_groups([everyone, *topologies.trainers.values()])
     StopVotes(everyone, config.async_steps)
 

@@ -135,7 +135,7 @@ def build(
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
-            topologies.weights, in_place=weights_stay(config),
+            topologies.weights, in_place=weights_stay(config, placement),
         )  # fmt: skip
         driver = Scheduler(rollout, ranks, config.rollout.static_split) if rollout else None
         roles = Roles(
@@ -154,10 +154,13 @@ def build(
     return RlRun(config, runtime, roles, prompts, held_out, order)
 
 
-def weights_stay(config: PpoConfig) -> bool:
-    """Returns True if neither the actor's weights nor the engine's leave the GPU between pushes."""
+def weights_stay(config: PpoConfig, placement: Placement) -> bool:
+    """Returns True if neither the actor's weights nor the engine's leave the GPU between pushes.
+    An engine on ranks that do not train never sleeps.
+    """
     actor = config.actor
-    return not (actor.offload_params or actor.offload_policy or config.rollout.sleep)
+    sleeps = config.rollout.sleep and set(placement.roles["rollout"]) & set(placement.training)
+    return not (actor.offload_params or actor.offload_policy or sleeps)
 
 
 def check_enough(config: PpoConfig, num_prompts: int) -> None:

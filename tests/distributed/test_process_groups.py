@@ -15,24 +15,24 @@ BASE = PpoConfig(model="model", data=DataConfig(train="train.jsonl"), reward="ma
 MEGATRON = TrainConfig(engine="megatron", tensor_parallel=2, pipeline_parallel=2)
 # ranks, fields of the config, most groups of a rank, most communicators of a rank
 CASES: dict[str, tuple[int, dict[str, Any], int, int]] = {
-    "all on all": (1024, {}, 5, 2),
+    "all on all": (1024, {}, 6, 2),
     "replicas, critic": (
-        256, {"actor": TrainConfig(fsdp=32), "critic": TrainConfig(fsdp=32)}, 7, 4
+        256, {"actor": TrainConfig(fsdp=32), "critic": TrainConfig(fsdp=32)}, 8, 4
     ),
     "split": (
         256,
         {"placement": {"actor": "0-127", "rollout": "128-255"},
          "rollout": RolloutConfig(tensor_parallel=8), "async_steps": 1},
-        8, 4,
+        9, 4,
     ),
     "overlap": (
         64,
         {"placement": {"actor": "0-31", "rollout": "16-63", "critic": "0,2,4,6,40-43"},
          "critic": TrainConfig()},
-        15, 8,
+        16, 8,
     ),
-    "ulysses": (256, {"actor": TrainConfig(fsdp=32, ulysses=8)}, 9, 6),
-    "megatron": (32, {"actor": MEGATRON, "rollout": RolloutConfig(tensor_parallel=2)}, 30, 24),
+    "ulysses": (256, {"actor": TrainConfig(fsdp=32, ulysses=8)}, 10, 6),
+    "megatron": (32, {"actor": MEGATRON, "rollout": RolloutConfig(tensor_parallel=2)}, 31, 24),
 }  # fmt: skip
 
 

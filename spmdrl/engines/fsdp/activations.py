@@ -19,11 +19,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from spmdrl.config import require
 from spmdrl.distributed.torch_compat import PRODUCTS, storage_id
 
 
 def use_checkpointing(hf: PreTrainedModel, how: bool | Literal["selective"]) -> None:
-    """how: False (keep all), True (full) or "selective". Works in train mode only."""
+    """how: False (keep all), True (full) or "selective". Works in train mode only.
+
+    Raises ConfigError for a model whose code in transformers has no checkpointing.
+    """
+    require(
+        not how or hf.supports_gradient_checkpointing,
+        f"{type(hf).__name__} has no activation checkpointing in transformers: set "
+        "activation_checkpointing=False",
+    )
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)

@@ -51,10 +51,11 @@ def fsdp_pass(
     """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights."""
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
-    root = shape.matrices * shape.matrix * width
+    root = shape.matrix * width  # the head; an embedding of its own is a unit that is given back
     end = 0.0
     if learns:  # gradients in the dtype of compute, and in float32 to be reduced
-        end = root + shape.matrices * shape.matrix * (width + 4 * (1 if sharers > 1 else 2))
+        both = shape.matrices * shape.matrix
+        end = both * width + both * (width + 4 * (1 if sharers > 1 else 2))
         root += shape.matrix * width  # the head's, which comes first and stays
     return PassMemory(
         activations=activation_bytes(role, shape.hf, tokens, trained, on_gpu),
