@@ -88,7 +88,9 @@ def filled_on(topology, model, bare):
         roles: Any = SimpleNamespace(
             actor=SimpleNamespace(here=True, model=SimpleNamespace(
                 onload=lambda weights_only, note=note: note("trainer's weights there"),
-                offload=lambda note=note: note("trainer's weights gone"),
+                offload=lambda keep_weights=False, note=note: note(
+                    "trainer's optimizer gone" if keep_weights else "trainer's weights gone"
+                ),
             )),
             sampler=SimpleNamespace(here=True, engine=rollout),
             sleeps=True, weights=SimpleNamespace(push=push), policy_version=-1, weight_bytes=0,
@@ -150,10 +152,11 @@ def test_the_first_push_fills_an_engine_without_weights(tmp_path):
             if settings.engine == "hf":
                 continue
             assert len(told["scales"]) >= 6 and set(told["scales"].values()) == {1.0}
-            order = ["trainer's weights there", "push", "trainer's weights gone"]
+            order = ["trainer's optimizer gone", "trainer's weights there", "push",
+                     "trainer's weights gone"]  # fmt: skip
             assert [what for what, _ in told["moments"]] == [*order, "sampling", *order]
             empty = [size for what, size in told["moments"] if what != "sampling"]
-            assert empty == [0] * 6, told["moments"]
+            assert empty == [0] * 8, told["moments"]
             assert dict(told["moments"])["sampling"] >= 4 << 20
         assert "has not filled 1 of its tensors" in found["refused"]
         assert "layers.1.scale (3 of 3 elements)" in found["refused"]
