@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.types import Picture
@@ -116,6 +116,12 @@ class RolloutEngine(Protocol):
 
     max_num_seqs: int  # that are decoded at once; more wait in the engine
     policy_version: int  # of its weights, set by the caller; written beside every token
+    has_weights: bool  # False: it was built without any, until the first push has filled it
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        ...
 
     @property
     def num_running(self) -> int:
@@ -160,16 +166,6 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights: (Hugging Face name, full tensor). Forgets cached prefixes."""
-        ...
-
-    def clear_weights(self) -> None:
-        """Prepares an engine that was built without weights for the first push: `require_written`
-        is to find what it leaves out. Does nothing where the engine was built with weights.
-        """
-        ...
-
-    def require_written(self) -> None:
-        """Raises WeightMismatch naming what has not been written since `clear_weights`."""
         ...
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:

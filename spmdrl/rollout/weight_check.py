@@ -41,6 +41,7 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 
+@torch.no_grad()
 def clear_weights(model: nn.Module) -> None:
     """Overwrites the weights of a model that was built without them by NaN, which a checked
     trainer never sends: `require_written` then finds what a push has left out.
@@ -50,6 +51,7 @@ def clear_weights(model: nn.Module) -> None:
             parameter.fill_(float("nan"))
 
 
+@torch.no_grad()
 def require_written(model: nn.Module, tp_rank: int) -> None:
     """Raises WeightMismatch naming the weights that were not filled after `clear_weights`. Rows
     that pad a vocabulary become 0.

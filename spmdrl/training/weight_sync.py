@@ -18,6 +18,7 @@ from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.base import RolloutEngine
+from spmdrl.rollout.weight_check import clear_weights, require_written
 from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.bucket_messages import Held
 from spmdrl.weights.checkpoint_names import is_adapter
@@ -107,6 +108,7 @@ class WeightSync:
         Raises ValueError where the engine's weights are not the trainer's by name or shape.
         """
         self.actor, self.rollout, self.config = actor, rollout, config
+        self.rollout_topology = rollout_topology
         self.dtype = DTYPES[dtype]
         device = actor_topology.device
         self.in_place = in_place or device.type == "cpu"
@@ -283,16 +285,17 @@ class WeightSync:
         moved = planned = opaque = 0
         if not self.rounds:
             return SyncStats(0, 0, 0, 0.0)
-        if self.rollout is not None and not self.base_is_there:
-            self.rollout.clear_weights()
+        if self.rollout is not None and not self.rollout.has_weights:
+            clear_weights(self.rollout.model)
         for group in self.rounds:
             if group.once and self.base_is_there:
                 continue
             moved += self.push_round(group)
             planned, opaque = planned + group.plan_bytes(), opaque + group.opaque_bytes
         if self.rollout is not None:
-            if not self.base_is_there:
-                self.rollout.require_written()
+            if not self.rollout.has_weights:
+                require_written(self.rollout.model, self.rollout_topology.axis_rank("tp"))
+                self.rollout.has_weights = True
             self.rollout.finish_load()
         self.base_is_there = True
         if self.config.check:

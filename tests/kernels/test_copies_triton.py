@@ -132,6 +132,8 @@ class Trainer:
 class Engine:
     """Bfloat16, and some in FP8; matrices are cut by columns over tensor-parallel ranks."""
 
+    has_weights = True
+
     def __init__(self, topology: Any) -> None:
         from spmdrl.weights.engine_layout import Layout, ParamView
 
@@ -170,12 +172,6 @@ class Engine:
         return self.found
 
     def finish_load(self, running: bool = False) -> None:
-        pass
-
-    def clear_weights(self) -> None:
-        pass
-
-    def require_written(self) -> None:
         pass
 
 

@@ -314,6 +314,8 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
     class Held:
         """A trainer (float32 row shards) or, with dp and tp, an engine of big matrices."""
 
+        has_weights = True
+
         def __init__(self, ranks: Any, dtype: torch.dtype, split: int) -> None:
             sizes = [(1024 // split, 2048)] * 12
             self.model = torch.nn.Module()
@@ -337,12 +339,6 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
             return layout_by_name(self.model, shapes)
 
         def finish_load(self, running: bool = False) -> None:
-            pass
-
-        def clear_weights(self) -> None:
-            pass
-
-        def require_written(self) -> None:
             pass
 
     results = []

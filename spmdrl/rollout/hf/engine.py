@@ -32,7 +32,7 @@ from spmdrl.rollout.draw import draw
 from spmdrl.rollout.hf import strict as hf_strict
 from spmdrl.rollout.rng import mix, preserved_rng
 from spmdrl.rollout.stops import StopRule
-from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
+from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.weights.checkpoint_names import by_checkpoint_name, checkpoint_parts
 from spmdrl.weights.engine_layout import ByName, Layout, layout_by_name
 
@@ -233,17 +233,6 @@ class HfEngine:
         return answer is not None and self.stops.is_young(answer)
 
     # weights
-
-    @torch.no_grad()
-    def clear_weights(self) -> None:
-        if not self.has_weights:
-            clear_weights(self.model)
-
-    @torch.no_grad()
-    def require_written(self) -> None:
-        if not self.has_weights:
-            require_written(self.model, self.topology.axis_rank("tp"))
-            self.has_weights = True
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         return layout_by_name(self.model, shapes, self.elsewhere)

@@ -44,7 +44,7 @@ from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.rng import mix
 from spmdrl.rollout.sglang import compat
 from spmdrl.rollout.stops import StopRule
-from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
+from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.weights.engine_layout import Layout, record_layout
 
 # SGLang keeps room for one more token, and for the one that a pass draws
@@ -253,17 +253,6 @@ class SglangEngine:
             )
 
     # weights
-
-    @torch.no_grad()
-    def clear_weights(self) -> None:
-        if not self.has_weights:
-            clear_weights(self.model)
-
-    @torch.no_grad()
-    def require_written(self) -> None:
-        if not self.has_weights:
-            require_written(self.model, self.topology.axis_rank("tp"))
-            self.has_weights = True
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Raises ValueError where a parameter would not be given."""

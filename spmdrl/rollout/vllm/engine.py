@@ -49,7 +49,7 @@ from spmdrl.rollout.vllm.core import (
     build_core,
     import_vllm,
 )
-from spmdrl.rollout.weight_check import clear_weights, compare_weights, require_written
+from spmdrl.rollout.weight_check import compare_weights
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
 
@@ -259,17 +259,6 @@ class VllmEngine:
             )
 
     # weights
-
-    @torch.no_grad()
-    def clear_weights(self) -> None:
-        if not self.has_weights:
-            clear_weights(self.model)
-
-    @torch.no_grad()
-    def require_written(self) -> None:
-        if not self.has_weights:
-            require_written(self.model, self.topology.axis_rank("tp"))
-            self.has_weights = True
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         """Raises ValueError where a parameter would not be given."""
