@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import time
 import tracemalloc
 import zlib
+from pathlib import PosixPath
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from spmdrl.checkpoint import chunk_index
 from spmdrl.checkpoint.chunk_index import StoredPart, decode, encode, read_index, write_index
+from spmdrl.checkpoint.safe_load import ShardReader, _Unpickler
+from spmdrl.config import ConfigError
 
 NAMES = [("count", None, None), ("scale", "float32", []), ("weight", "bfloat16", [10, 6])]
 ROWS_OF = ((0, 4), (4, 7), (7, 10))  # of "weight", on three ranks
@@ -63,6 +71,36 @@ def test_what_overlaps_is_found_whoever_asks(tmp_path, start, size, rows, rank):
     assert found.state_dict_metadata.keys() == {"count", "scale", "weight"}
 
 
+def test_a_rank_with_the_same_cut_reads_its_own_table_and_the_first(tmp_path, monkeypatch):
+    """The first has what is no tensor."""
+    write_three(tmp_path)
+    tables = []
+    monkeypatch.setattr(
+        chunk_index, "decode", lambda table, names: tables.append(table) or decode(table, names)
+    )
+    found = read_index(tmp_path, {"weight": ((4, 0), (3, 6))}, 1)
+    assert len(tables) == 2 and len(found.storage_data) == 2
+    tables.clear()
+    read_index(tmp_path, {"weight": ((4, 0), (4, 6))}, 1)
+    assert len(tables) == 3
+
+
+def test_missing_parts_and_numbers_without_a_name_are_refused(tmp_path):
+    rest = [StoredPart("count", ((), ()), 7, 9), StoredPart("scale", ((), ()), 20, 30)]
+    weight = StoredPart("weight", ((0, 0), (9, 6)), 0, 50)
+    write_index(tmp_path, NAMES, [encode([weight, *rest], NAMES)])
+    for wanted in (None, {"weight": ((8, 0), (2, 6))}):
+        with pytest.raises(ValueError, match="parts of tensors are missing"):
+            read_index(tmp_path, wanted, 0)
+    assert len(read_index(tmp_path, {"weight": ((0, 0), (9, 6))}, 0).storage_data) == 2
+    for number in (-1, 3):
+        table = decode(encode(rest, NAMES), NAMES).copy()
+        table[0, 0] = number
+        write_index(tmp_path, NAMES, [zlib.compress(table.T.astype("<i8").tobytes())])
+        with pytest.raises(ValueError, match="does not name"):
+            read_index(tmp_path)
+
+
 def test_a_thousand_ranks_are_read_in_a_second_and_100_mb(tmp_path):
     """720 tensors of a 70B model and two moments of each, cut over 1,024 ranks: 2.2 million parts.
     All tables are read only where the cut is another: here that of 745 ranks."""
@@ -90,3 +128,19 @@ def test_a_thousand_ranks_are_read_in_a_second_and_100_mb(tmp_path):
         assert len(found.storage_data) == num_parts
         assert took_s < limit_s, took_s
         assert peak < 100e6, peak
+
+
+@pytest.mark.parametrize("path", ["../outside.distcp", "..", "", "a/b.distcp"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, path):
+    metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo(path, 0, 1)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="outside its folder"):
+        ShardReader(str(tmp_path)).read_metadata()
+
+
+def test_an_index_changes_no_class_of_paths():
+    """A pickle may set attributes of what it names: here the name of all paths."""
+    sets_name = b"cpathlib\nPosixPath\nN}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b."
+    with pytest.raises((TypeError, AttributeError, pickle.UnpicklingError)):
+        _Unpickler(io.BytesIO(b"\x80\x02" + sets_name)).load()
+    assert isinstance(PosixPath.name, property) and PosixPath("/a/b").name == "b"

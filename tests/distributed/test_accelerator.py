@@ -120,3 +120,10 @@ def test_ranks_share_gpus_only_where_they_are_told_to(monkeypatch: pytest.Monkey
     monkeypatch.setattr(accelerator, "nccl_version", lambda: (2, 29, 7))
     with pytest.raises(ConfigError, match=r"needs NCCL 2\.30 or newer, and 2\.29\.7 is loaded"):
         devices(3)
+
+
+def test_a_gpu_that_a_container_does_not_show_is_none(tmp_path: Path) -> None:
+    """A folder in the file's place stands for one that may not be read."""
+    assert not accelerator.is_amd_accelerator(tmp_path)
+    (tmp_path / "properties").write_text("cpu_cores_count 0\ngfx_target_version 90402\n")
+    assert accelerator.is_amd_accelerator(tmp_path / "properties")

@@ -6,6 +6,8 @@ import os
 import resource
 import time
 from math import ceil, log2
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ from spmdrl.distributed.agreement import (
     parent,
     scatter_from_first,
 )
-from spmdrl.distributed.process import MOST_FILES, raise_file_limit
+from spmdrl.distributed.collectives import FailedElsewhere, together
+from spmdrl.distributed.process import MOST_FILES, prepare_environment, raise_file_limit
 
 RANKS = 32
 SIZES = (1, 2, 3, 13, RANKS)
@@ -106,3 +109,60 @@ def test_the_limit_of_files_is_raised_for_a_rank_and_its_torchrun():
     assert own == 1
     assert soft == min(hard, MOST_FILES) if hard > 0 else soft == MOST_FILES
     assert hard == before
+
+
+def saved_where_one_cannot(topology, folder):
+    """What each rank hears of a save whose folder one rank cannot make."""
+    from spmdrl.engines.host_copies import stage_own
+
+    file = Path(folder, f"rank_{topology.rank}")
+    if topology.rank == 1:
+        file.write_text("no folder")
+    else:
+        file.mkdir()
+    staged = stage_own({"a": torch.ones(4)}, topology.rank, None)
+    try:
+        staged.write(file / "below", topology.control)
+    except (OSError, FailedElsewhere) as error:
+        return type(error).__name__
+    return "saved"
+
+
+@pytest.mark.ranks
+def test_a_save_that_one_rank_cannot_begin_is_told_on_all(tmp_path):
+    told = run_ranks(3, saved_where_one_cannot, str(tmp_path), timeout_s=30)
+    assert told == ["FailedElsewhere", "NotADirectoryError", "FailedElsewhere"]
+
+
+def test_a_failure_of_ones_own_is_told_though_the_others_have_gone(monkeypatch):
+    """The group is a stand-in, and so is the agreement, in which a connection breaks."""
+
+    def breaks(value, group):
+        raise RuntimeError("Connection closed by peer")
+
+    def fails():
+        raise OSError("disk full")
+
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(collectives, "lowest", breaks)
+    with pytest.raises(OSError, match="disk full"):
+        together(group, fails)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        together(group, lambda: 1)
+
+
+def environment_of_a_rank(topology, names):
+    """What `prepare_environment` leaves of variables, one of which the user has set."""
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ[names[0]] = "3"
+    prepare_environment()
+    return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.ranks
+def test_a_rank_has_what_torchs_groups_read():
+    names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
+             "TORCH_GLOO_LAZY_INIT"]  # fmt: skip
+    assert run_ranks(1, environment_of_a_rank, names, timeout_s=30) == [["3", "0", "1"]]
+    assert run_ranks(1, environment_of_a_rank, names[::-1], timeout_s=30) == [["3", "0", "0"]]

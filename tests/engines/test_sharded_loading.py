@@ -87,6 +87,11 @@ def models(tmp_path_factory):
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
     save_file(weights, root / "head alone" / "model.safetensors", {"format": "pt"})
     made["head alone"] = ("policy", root / "head alone")
+    # one tensor stands in the files under two names of one parameter
+    weights = load_file(save_qwen3(root / "two names") / "model.safetensors")
+    weights["norm.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights, root / "two names" / "model.safetensors", {"format": "pt"})
+    made["two names"] = ("policy", root / "two names")
     return {name: (kind, str(folder)) for name, (kind, folder) in made.items()}
 
 

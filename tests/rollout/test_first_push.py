@@ -16,6 +16,7 @@ from tiny_models import save_qwen3, save_qwen_vl
 
 from spmdrl.config import LoraConfig, RolloutConfig, TrainConfig, WeightsConfig
 from spmdrl.rollout.base import WeightMismatch
+from spmdrl.rollout.weight_check import clear_weights, require_written
 
 SETTINGS = RolloutConfig(kv_cache_mib=16, tensor_parallel=2, dtype="float32")
 LORA = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
@@ -184,3 +185,29 @@ def test_which_models_a_push_fills(tmp_path):
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (quantized / "config.json").write_text(json.dumps(config))
     assert not is_filled_by_push(str(quantized), SETTINGS)
+
+
+class PaddedHead(torch.nn.Module):
+    """10 tokens on two ranks of 8 rows each, as vLLM pads a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.org_vocab_size, self.num_embeddings_per_partition, self.embedding_dim = 10, 8, 4
+        self.weight = torch.nn.Parameter(torch.ones(8, 4), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+
+
+def test_rows_of_no_token_need_no_weights():
+    """Of the matrix and of its bias; one row more is named."""
+    model = torch.nn.Module()
+    model.lm_head = PaddedHead()
+    clear_weights(model)
+    with torch.no_grad():
+        model.lm_head.weight[:2], model.lm_head.bias[:2] = 1, 1
+    require_written(model, tp_rank=1)
+    assert model.lm_head.bias.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    clear_weights(model)
+    with torch.no_grad():
+        model.lm_head.weight[:2], model.lm_head.bias[:1] = 1, 1
+    with pytest.raises(WeightMismatch, match=r"lm_head.bias \(7 of 8 elements\)"):
+        require_written(model, tp_rank=1)

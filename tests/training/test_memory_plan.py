@@ -27,6 +27,9 @@ from spmdrl.config import (
     TrainConfig,
     checkpointing_of,
 )
+from spmdrl.distributed.placement import place
+from spmdrl.engines.fsdp.activations import use_checkpointing
+from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
 from spmdrl.training.checks.engine_memory import cached_tokens
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
@@ -386,3 +389,32 @@ def test_micro_batches_are_as_full_as_the_data_lets_them():
     assert fullest(role, 1, np.array([10, 1500])) == (1500, 0)  # a micro-batch of its own
     shared = TrainConfig(micro_batch_tokens=1000, ulysses=2)
     assert fullest(shared, 4, np.array([100])) == (200, 0)
+
+
+def test_a_model_that_cannot_be_planned_is_not_refused(shapes, caplog):
+    """A config whose names nobody foresaw: the plan is an estimate, and no reason to end a run."""
+
+    def fails(config, world):
+        raise AttributeError("no such field")
+
+    check_memory(grpo(shapes, "Qwen3-8B"), 8, Planner(fails, without_files))
+    assert "there is no memory plan for this model: AttributeError" in caplog.text
+
+
+def test_weights_stay_where_no_engine_sleeps_and_nothing_leaves(shapes):
+    config = grpo(shapes, "Qwen3-8B")
+    assert config.rollout.sleep and not weights_stay(config, place(config, 8))
+    awake = replace(config, rollout=RolloutConfig(sleep=False))
+    assert weights_stay(awake, place(awake, 8))
+    apart = replace(config, placement={"actor": "0-3", "rollout": "4-7"})
+    assert weights_stay(apart, place(apart, 8))
+    for field in ("offload_params", "offload_policy"):
+        leaves = replace(apart, actor=TrainConfig(**{field: True}))
+        assert not weights_stay(leaves, place(leaves, 8))
+
+
+def test_a_model_without_checkpointing_is_refused_with_what_to_do():
+    hf = SimpleNamespace(supports_gradient_checkpointing=False)
+    use_checkpointing(hf, False)
+    with pytest.raises(ConfigError, match="set activation_checkpointing=False"):
+        use_checkpointing(hf, True)

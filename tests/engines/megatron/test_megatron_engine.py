@@ -234,6 +234,8 @@ def idle_on(topology, models, folder, cases):
             seen = []
             for _ in range(2):
                 if leaves:
+                    engine.offload(keep_weights=True)
+                    assert engine.parts.away == {"gradients", "optimizer"}
                     engine.offload()
                     engine.offload()
                 seen.append(weights_of(engine))
