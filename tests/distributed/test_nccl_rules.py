@@ -15,8 +15,9 @@ from programs import CONFIG, set_up, train
 from ranks import STRICT, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.distributed.collectives import level_group_count
+from spmdrl.distributed.collectives import level_group_count, world_of
 from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.torch_compat import timeout_of
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.rollout.scheduler_messages import Decision, broadcast_decision
 
@@ -212,6 +213,19 @@ def pipeline_then_tensor_parallel(topology):
 def test_tensor_parallel_engines_after_megatron_pipelines():
     """The time limit of Megatron's groups, and the name of each tensor-parallel group."""
     assert run_ranks(4, pipeline_then_tensor_parallel, timeout_s=60) == [0, 1, 0, 1]
+
+
+def made_by_a_library(topology):
+    """Seconds of a group that is made without a time limit among the ranks of another."""
+    group = dist.new_group([0, 1], timeout=timedelta(hours=2))
+    with world_of(group):
+        made = dist.new_group([0, 1])
+    later = dist.new_group([0, 1])
+    return [timeout_of(each).total_seconds() for each in (made, later)]
+
+
+def test_a_librarys_groups_have_the_time_limit_of_its_world():
+    assert run_ranks(2, made_by_a_library, timeout_s=60) == [[7200.0, 1800.0]] * 2
 
 
 def decide_in_a_host(topology):

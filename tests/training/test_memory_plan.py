@@ -335,6 +335,7 @@ def test_offload_policy_keeps_states_and_gradients_on_the_host(shapes):
         assert phase["weights"] == phase["optimizer"] == 0.0
     assert phases["update_actor"]["activations"] > 0
     one = 8.190735 * BILLION_GIB * 4 / 8
+    assert phases["sync"]["push"] > one  # the shards are copied to be sent
     assert plan.fullest.on_host >= 3 * one
     on_cpus = memory_plan(config, 8, gpu_gib=None)
     plain = memory_plan(grpo(shapes, "Qwen3-8B"), 8, gpu_gib=None)
