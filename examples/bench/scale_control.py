@@ -38,7 +38,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from spmdrl.checkpoint.chunk_index import StoredPart, decode, encode, read_index, write_index
+from spmdrl.checkpoint.chunk_index import (
+    StoredPart,
+    decode,
+    encode,
+    read_index,
+    wanted_boxes,
+    write_index,
+)
 from spmdrl.checkpoint.writer import own_groups
 from spmdrl.distributed.agreement import (
     broadcast_from_first,
@@ -350,7 +357,7 @@ def table_of(rank: int) -> bytes:
 
 def tables_of(world: int) -> list[bytes]:
     """As table_of of each rank, without encoding each."""
-    rows, tables = decode(table_of(0), names()).copy(), []
+    rows, tables = decode(table_of(0), wanted_boxes(names(), None)).copy(), []
     for rank in range(world):
         rows[:, 3] = 8 * rank
         tables.append(zlib.compress(rows.T.tobytes(), level=1))

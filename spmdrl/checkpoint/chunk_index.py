@@ -99,12 +99,13 @@ def read_index(
         ask = wanted_boxes(names, wanted)
         # the first rank's has what is no tensor
         near = [r for r in ranks if r in (0, rank)] if wanted is not None and rank in ranks else []
-        tables = {r: overlapping(decode(file.read(str(r)), names), ask) for r in near}
-        if not near or not is_all(np.concatenate(list(tables.values())), ask):
-            others = (r for r in ranks if r not in tables)
-            tables |= {r: overlapping(decode(file.read(str(r)), names), ask) for r in others}
-    if not tables or not is_all(np.concatenate(list(tables.values())), ask):
-        raise ValueError("parts of tensors are missing in it")
+        tables: dict[int, np.ndarray] = {}
+        for group in (near, [r for r in ranks if r not in near]):
+            tables |= {r: overlapping(decode(file.read(str(r)), ask), ask) for r in group}
+            if tables and is_all(np.concatenate(list(tables.values())), ask):
+                break
+        else:
+            raise ValueError("parts of tensors are missing in it")
     for writer, table in sorted(tables.items()):
         add_parts(found, names, table, writer)
     return found
@@ -123,11 +124,10 @@ def most_dims(names: Sequence[Named]) -> int:
     return max((len(shape) for _, _, shape in names if shape is not None), default=0)
 
 
-def decode(table: bytes, names: Sequence[Named]) -> np.ndarray:
-    """(num_parts, 3 + 2 * dims) int64."""
-    columns = 3 + 2 * most_dims(names)
-    found = np.frombuffer(zlib.decompress(table), dtype="<i8").reshape(columns, -1).T
-    if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(names):
+def decode(table: bytes, boxes: np.ndarray) -> np.ndarray:
+    """(num_parts, 3 + 2 * dims) int64. boxes: see `wanted_boxes`; a row for each name."""
+    found = np.frombuffer(zlib.decompress(table), dtype="<i8").reshape(3 + boxes.shape[1], -1).T
+    if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(boxes):
         raise ValueError("it numbers tensors that it does not name")
     return found
 

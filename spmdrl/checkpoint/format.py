@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import CheckpointConfig, ConfigError
+from spmdrl.distributed.collectives import first_of
 from spmdrl.distributed.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -207,13 +208,8 @@ def share_of(sizes: dict[str, int], rank: int, world: int) -> list[str]:
 
 def damage_together(folder: Path, topology: Topology) -> str | None:
     """Returns what `damage` finds, the same on every rank. Collective."""
-    found = damage(folder, topology.rank, topology.world)
-    first = topology.lowest(topology.world if found is None else topology.rank)
-    if first == topology.world:
-        return None
-    told = [found]
-    dist.broadcast_object_list(told, group=topology.control, group_src=first)
-    return told[0]
+    found = first_of(damage(folder, topology.rank, topology.world), topology)
+    return None if found is None else found[1]
 
 
 def find(

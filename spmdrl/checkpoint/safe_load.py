@@ -20,7 +20,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,6 +29,7 @@ from torch.futures import Future
 
 from spmdrl.checkpoint.chunk_index import INDEX, Box, read_index
 from spmdrl.config import ConfigError
+from spmdrl.distributed.collectives import first_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import CHECKPOINT_INDEX_NAMES
 
@@ -161,10 +161,8 @@ def load_parts(state: dict[str, Any], reader: ShardReader, topology: Topology) -
             dcp.load(state, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             [(failure, _)] = error.failures.values()
-    first = topology.lowest(topology.world if failure is None else topology.rank)
-    if first == topology.world:
-        return
-    told: list[Any] = [failure]
-    dist.broadcast_object_list(told, group=topology.control, group_src=first)
-    cause = told[0]
-    raise CheckpointException("load", {first: (cause, traceback.extract_tb(cause.__traceback__))})
+    found = first_of(failure, topology)
+    if found is not None:
+        rank, cause = found
+        trace = traceback.extract_tb(cause.__traceback__)
+        raise CheckpointException("load", {rank: (cause, trace)})

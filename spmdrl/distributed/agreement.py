@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -88,22 +87,6 @@ def gather_to_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
     rounds, for what is small. Collective.
     """
     return broadcast_from_first(gather_to_first(value, group), group)
-
-
-def scatter_from_first(values: Sequence[Any] | None, group: dist.ProcessGroup) -> Any:
-    """Returns on each rank the value that rank 0 has for it. Collective.
-
-    values: on rank 0 one for each rank of the group, None on all others.
-    """
-    rank = group.rank()
-    if values is None:
-        parts = receive_parts(group, parent(rank))
-    else:
-        parts = [pickle.dumps(value) for value in values]
-    for child in reversed(children(rank, group.size())):
-        send_parts(parts[child - rank :], group, child)
-        del parts[child - rank :]
-    return pickle.loads(parts[0])
 
 
 def send_parts(parts: list[bytes], group: dist.ProcessGroup, to: int) -> None:

@@ -134,6 +134,16 @@ def broadcast_object(
     return values[0]
 
 
+def first_of(value: T | None, topology: Topology) -> tuple[int, T] | None:
+    """Returns (rank, value) of the first rank of the topology that has a value, on all its ranks;
+    None where none has one. Collective.
+    """
+    first = topology.lowest(topology.world if value is None else topology.rank)
+    if first == topology.world:
+        return None
+    return first, broadcast_object(value, topology.control, first)
+
+
 def level_group_count(group: dist.ProcessGroup | None = None) -> None:
     """After some ranks made process groups among themselves. Collective over the job.
 

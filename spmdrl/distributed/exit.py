@@ -47,9 +47,7 @@ class ExitGuard:
 
     def __init__(self) -> None:
         self.leave_now = os._exit
-        self.report_failure: Callable[[str, str], None] = lambda cause, stack: say(
-            f"{stack}spmdrl: {cause}"
-        )
+        self.report_failure: Callable[[str, str], None] = say_alone
 
     def install(self) -> None:
         """Takes over the process's exit, for programs. Forks of this process, which are not ranks,

@@ -17,9 +17,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from spmdrl.config import ConfigError
+from spmdrl.distributed.collectives import first_of
 from spmdrl.distributed.exit import BAD_CONFIG, FAILED
 from spmdrl.distributed.faults.watchdog import Watchdog
 from spmdrl.distributed.limits import limit_of
@@ -126,20 +125,15 @@ class Phases:
 
     def agree(self, failure: BaseException | None, topology: Topology) -> None:
         """Raises PhaseError on all ranks where `failure` is set on any; a ConfigError stays one."""
-        own: dict[str, Any] = {}
+        own: dict[str, Any] | None = None
         if failure is not None:
             own = asdict(self.report(failure))
             if self.watchdog:  # this rank may only feel another's end, and then reports that
                 own = self.watchdog.report(own)
-        world = topology.world
-        failed = topology.lowest(world if failure is None else topology.rank)
-        if failed == world:
+        found = first_of(own, topology)
+        if found is None:
             return
-        first: list[Any] = [None]
-        if failure is not None and failed == topology.rank:
-            first = [own]
-        dist.broadcast_object_list(first, group=topology.control, group_src=failed)
-        report = FailureReport(**{name: first[0][name] for name in REPORT_FIELDS})
+        report = FailureReport(**{name: found[1][name] for name in REPORT_FIELDS})
         if report.exit_code == BAD_CONFIG:
             if self.watchdog:
                 self.watchdog.done.set()  # all leave, each when it comes to it: nobody is missed

@@ -30,7 +30,7 @@ from spmdrl.distributed.accelerator import check_no_gpu_is_left_out, local_devic
 from spmdrl.distributed.agreement import lowest
 from spmdrl.distributed.faults.rendezvous import StartupBarrier
 from spmdrl.distributed.progress import PROGRESS
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import LAZY_GLOO, Topology
 
 PR_SET_PDEATHSIG = 1  # prctl.h
 
@@ -44,7 +44,7 @@ ENGINE_ENV = {
 }
 # What torch's gloo reads when a group is made: two ranks connect when they first talk to each
 # other. Else each group connects all its ranks with all, which takes a descriptor for each.
-GLOO_ENV = {"TORCH_GLOO_LAZY_INIT": "1"}
+GLOO_ENV = {LAZY_GLOO: "1"}
 MOST_FILES = 65_536  # enough for the store of 10,000 ranks
 
 # Read by torch's NCCL groups when they are made; a value of the user's wins. Where a rank has died

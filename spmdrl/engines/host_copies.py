@@ -52,6 +52,11 @@ class HostCopies:
             torch.cuda.current_stream().synchronize()
 
 
+# What a rank has written: its table of the index and the digest of its names, or for torch's index
+# its plan and what torch's writer says of it.
+Written = tuple[Any, Any]
+
+
 @dataclass
 class StagedShards:
     """The shards of a state that this rank is to write."""
@@ -59,7 +64,7 @@ class StagedShards:
     planner: DefaultSavePlanner
     plan: SavePlan
     data: dict[MetadataIndex, Any] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)  # texts for files of their own
+    notes: dict[str, bytes] = field(default_factory=dict)  # small files that rank 0 writes beside
     names: list[Named] | None = None  # of the whole state; None: its index is torch's
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
@@ -68,34 +73,31 @@ class StagedShards:
 
         No rank needs the others' plans: it has left out what another one writes.
         """
-        rank = group.rank()
         writer = FileSystemWriter(str(folder), sync_files=True, overwrite=False)
+        written = together(group, lambda: self._write_data(writer, group.rank()))
+        found = gather_to_first(written, group)
+        together(group, lambda: self._finish(folder, writer, found) if found else None)
 
-        def write_data() -> tuple[SavePlan, Any]:
-            writer.set_up_storage_writer(rank == 0)
-            others = [SavePlan([])] * rank  # the writer names the file by a plan's place in them
-            mine = writer.prepare_global_plan([*others, writer.prepare_local_plan(self.plan)])[rank]
-            mine = self.planner.finish_plan(mine)
-            return mine, writer.write_data(mine, self.planner).wait()
+    def _write_data(self, writer: FileSystemWriter, rank: int) -> Written:
+        writer.set_up_storage_writer(rank == 0)
+        others = [SavePlan([])] * rank  # the writer names the file by a plan's place in the list
+        mine = writer.prepare_global_plan([*others, writer.prepare_local_plan(self.plan)])[rank]
+        mine = self.planner.finish_plan(mine)
+        results = writer.write_data(mine, self.planner).wait()
+        if self.names is None:
+            return self.plan, results
+        return encode(stored_parts(results, mine), self.names), digest_of(self.names)
 
-        mine, results = together(group, write_data)
-        if self.names is not None:
-            parts = stored_parts(results, mine)
-            tables = gather_to_first((encode(parts, self.names), digest_of(self.names)), group)
+    def _finish(self, folder: Path, writer: FileSystemWriter, found: list[Written]) -> None:
+        """Writes the index of all ranks' shards, and the notes."""
+        first, second = (list(column) for column in zip(*found, strict=True))
+        if self.names is None:
+            writer.finish(self.planner.create_global_plan(first)[1], second)
         else:
-            found = gather_to_first((self.plan, results), group)
-        if rank > 0:
-            return
-        if self.names is not None:
-            assert tables is not None
-            assert len({digest for _, digest in tables}) == 1, "ranks have other tensors"
-            write_index(folder, self.names, [table for table, _ in tables])
-        else:
-            assert found is not None
-            _, metadata = self.planner.create_global_plan([plan for plan, _ in found])
-            writer.finish(metadata, [results for _, results in found])
-        for name, text in self.notes.items():
-            Path(folder, name).write_text(text)
+            assert len(set(second)) == 1, "ranks have other tensors"
+            write_index(folder, self.names, first)
+        for name, content in self.notes.items():
+            Path(folder, name).write_bytes(content)
 
 
 def stored_parts(results: list[WriteResult], plan: SavePlan) -> list[StoredPart]:

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
-from spmdrl.data.packing import (
-    BatchAssignment,
-    assign_to_ranks,
-    empty_batch,
-    pack_samples,
-)
+from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
 from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks

@@ -131,13 +131,9 @@ def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
     if can_overlap(roles):
         rollout, run.next_requests = collect_overlapping(
-            roles,
-            source,
-            step,
-            run.next_requests,
-            run.order.state_dict,
+            roles, source, step, run.next_requests, run.order.state_dict,
             asks_next=not ends_here(run, step),
-        )
+        )  # fmt: skip
     else:
         rollout = collect(roles, source, step)
         rollout.step_info = {"order": run.order.state_dict()}

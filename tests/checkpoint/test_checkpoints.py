@@ -381,7 +381,7 @@ def forge(folder, what, marker):
         number = [name for name, _, _ in names].index("num_updates")
 
         def elsewhere(table):
-            rows = chunk_index.decode(table, names).copy()
+            rows = chunk_index.decode(table, chunk_index.wanted_boxes(names, None)).copy()
             rows[rows[:, 0] == number, 1:3] = place, length
             return zlib.compress(rows.T.tobytes())
 

@@ -344,11 +344,11 @@ class FsdpEngine:
         whole.notes = self._notes()
         whole.write(folder, self.topology.control)
 
-    def _notes(self) -> dict[str, str]:
+    def _notes(self) -> dict[str, bytes]:
         """Small files beside the shards: what adapters belong to."""
         if self.adapters is None or self.topology.rank != 0:
             return {}
-        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1)}
+        return {BASE_FILE: json.dumps(self.adapters.identity(), indent=1).encode()}
 
     def load(self, folder: Path) -> None:
         if Path(folder, "metadata.json").exists():

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError
+from spmdrl.distributed.collectives import first_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import set_parameter
 from spmdrl.engines.fsdp.classifier import build_classifier, is_classifier
@@ -125,11 +126,9 @@ def read_shards(
                 take_rows(targets[name], full)
     except (ConfigError, SafetensorError, OSError) as error:
         problem = str(error)
-    problems: list[str | None] = [None] * topology.world
-    dist.all_gather_object(problems, problem, group=topology.control)
-    first = next((found for found in problems if found is not None), None)
-    if first is not None:
-        raise ConfigError(first)
+    found = first_of(problem, topology)
+    if found is not None:
+        raise ConfigError(found[1])
     send_to_replicas(targets, topology)
     return sums
 

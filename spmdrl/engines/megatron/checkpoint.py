@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.host_copies import HostCopies, StagedShards
@@ -39,15 +40,12 @@ BACKEND, VERSION = "torch_dist", 1
 class StagedModel:
     """A copy of what megatron_core.dist_checkpointing.save would write, part by part."""
 
-    shards: StagedShards
-    common: bytes  # common.pt
+    shards: StagedShards  # with common.pt among its notes
 
     def write(self, folder: Path, group: dist.ProcessGroup) -> None:
-        if group.rank() == 0:
-            Path(folder, COMMON).write_bytes(self.common)
         self.shards.write(folder, group)
-        if group.rank() == 0:
-            compat.write_format(folder, BACKEND, VERSION)
+        is_first = group.rank() == 0
+        together(group, lambda: compat.write_format(folder, BACKEND, VERSION) if is_first else None)
 
 
 def stage(
@@ -66,7 +64,8 @@ def stage(
     state |= sharded_state(parts, metadata, is_loading=False)
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
-    return StagedModel(shards, saved_bytes(common))
+    shards.notes[COMMON] = saved_bytes(common)
+    return StagedModel(shards)
 
 
 def saved_bytes(value: Any) -> bytes:
