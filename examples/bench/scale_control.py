@@ -48,6 +48,7 @@ from spmdrl.checkpoint.chunk_index import (
 )
 from spmdrl.checkpoint.writer import own_groups
 from spmdrl.distributed.agreement import (
+    FIRST_BYTES,
     broadcast_from_first,
     children,
     gather_to_first,
@@ -56,10 +57,10 @@ from spmdrl.distributed.agreement import (
 )
 from spmdrl.distributed.faults.watchdog import PERIOD_S, Watchdog
 from spmdrl.distributed.signals import StopVotes
-from spmdrl.distributed.topology import Topology
+from spmdrl.distributed.topology import LAZY_GLOO, Topology
+from spmdrl.training.batch_exchange import P2PChannel
 
 LIMIT_S = 150  # of one start of real ranks
-LAZY = "TORCH_GLOO_LAZY_INIT"
 NETWORK_S = 25e-6  # one way between hosts, TCP; assumed
 NUM_TENSORS = 2160  # of a 70B model: 720 weights and two moments of each
 OWN_FILES = 4  # of a gloo group without connections: a socket that listens, an epoll, a pipe
@@ -117,7 +118,7 @@ def serve(told: Any) -> None:
 def one_rank(
     rank: int, world: int, port: int, work: Callable[..., Any], lazy: bool, pipe: Any
 ) -> None:  # fmt: skip
-    os.environ[LAZY] = str(int(lazy))
+    os.environ[LAZY_GLOO] = str(int(lazy))
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     found = work(rank, world, store)
@@ -140,15 +141,20 @@ def open_files() -> int:
 
 def descriptors(real: list[int], simulated: list[int]) -> list[Point]:
     """Files that a rank's groups take: the default group, the control group, the votes' and the
-    checkpoints'; each has been used."""
+    checkpoints', each used, and with them that of the samples, which is connected at the start."""
     points = []
+    series_of = (
+        ("before", False, use_before), ("after", True, use_after), ("all groups", True, use_all)
+    )  # fmt: skip
     for world in real:
-        for series, lazy, use in (("before", False, use_before), ("after", True, use_after)):
+        for series, lazy, use in series_of:
             found = on_ranks(world, use, lazy)
             points.append(Point(f"files, {series}", "files", "measured", world, max(found)))
     for world in [*real, *simulated]:
         most = max(files_of(rank, world) for rank in range(world))
         points.append(Point("files, after", "files", "simulated", world, most))
+        most += OWN_FILES + world - 1
+        points.append(Point("files, all groups", "files", "simulated", world, most))
     return points
 
 
@@ -165,6 +171,21 @@ def use_before(rank: int, world: int, store: Any) -> int:
 
 def use_after(rank: int, world: int, store: Any) -> int:
     before = open_files()
+    KEPT.append(groups_of_a_run(rank, world, store))
+    return open_files() - before
+
+
+def use_all(rank: int, world: int, store: Any) -> int:
+    before = open_files()
+    topology, *rest = groups_of_a_run(rank, world, store)
+    KEPT.append((P2PChannel(topology), *rest))
+    return open_files() - before
+
+
+def groups_of_a_run(
+    rank: int, world: int, store: Any
+) -> tuple[Topology, StopVotes, dict[tuple[int, ...], dist.ProcessGroup]]:
+    """Makes the groups that each run has, but for that of the samples, and uses each."""
     start(rank, world, store)
     lowest(0, dist.group.WORLD)  # as start_process_group does
     topology = Topology.build(torch.device("cpu"), dp=-1)
@@ -176,7 +197,7 @@ def use_after(rank: int, world: int, store: Any) -> int:
     lowest(rank, groups[topology.ranks])
     dist.barrier(group=topology.control)
     dist.barrier()
-    return open_files() - before
+    return topology, votes, groups
 
 
 def files_of(rank: int, world: int) -> int:
@@ -200,14 +221,12 @@ def peers_of(rank: int, world: int) -> list[set[int]]:
 
 def phase_end(real: list[int], simulated: list[int]) -> list[Point]:
     points = []
-    hop_s = 0.0
+    hop_s = statistics.median(times["hop"] for times in on_ranks(2, time_agreements))
     for world in real:
         found = on_ranks(world, time_agreements)
         for series in ("ring", "tree"):
             most = statistics.median(times[series] for times in found)
             points.append(Point(f"phase end, {series}", "ms", "measured", world, 1e3 * most))
-        if world == min(real):
-            hop_s = statistics.median(times["hop"] for times in found)
     points.append(Point("one message", "ms", "measured", 2, 1e3 * hop_s))
     hop_s += NETWORK_S
     for world in [*real, *simulated]:
@@ -283,8 +302,16 @@ def reports(real: list[int], simulated: list[int]) -> list[Point]:
     size = len(pickle.dumps(a_report()))
     for world in [*real, *simulated]:
         points.append(Point("reports, to all", "KB", "simulated", world, size * world / 1e3))
-        points.append(Point("reports, to one", "KB", "simulated", world, 2 * size / 1e3))
+        received = statistics.median(received_bytes(rank, world, size) for rank in range(world))
+        points.append(Point("reports, to one", "KB", "simulated", world, received / 1e3))
     return points
+
+
+def received_bytes(rank: int, world: int, size: int) -> int:
+    """What a rank receives of reports of so many bytes that go to the first, which tells the sum:
+    a message from each of its children, with the reports of all ranks below that."""
+    below = [min(child & -child, world - child) for child in children(rank, world)]
+    return sum(max(FIRST_BYTES, size * ranks) for ranks in below) + (FIRST_BYTES if rank else 0)
 
 
 def a_report() -> dict[str, tuple[float, ...]]:
@@ -503,21 +530,16 @@ def count_before(rank: int, world: int, store: Any) -> int:
 def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
     counting = CountingStore(store)
     KEPT.append(counting)
-    start(rank, world, counting)
-    lowest(0, dist.group.WORLD)
-    topology = Topology.build(torch.device("cpu"), dp=-1)
-    votes, groups = StopVotes(topology, 0), own_groups([topology])
+    topology, votes, groups = groups_of_a_run(rank, world, counting)
     KEPT.append(groups)
-    broadcast_from_first(gather_to_first(rank, topology.control), topology.control)
-    dist.broadcast_object_list([rank], group=topology.control, group_src=0)
-    dist.barrier(group=topology.control)
-    dist.barrier()
     at_start = counting.calls.total()
+    KEPT.append(P2PChannel(topology))
+    with_samples = counting.calls.total()
     for _ in range(10):
         topology.lowest(rank)
     broadcast_from_first(gather_to_first(a_report(), topology.control), topology.control)
     votes.agree(0)
-    in_step = counting.calls.total() - at_start
+    in_step = counting.calls.total() - with_samples
     watching = CountingStore(dist.PrefixStore("watchdog", store.clone()))
     with tempfile.TemporaryDirectory() as folder:
         after = (rank + 1) % world
@@ -528,7 +550,10 @@ def count_operations(rank: int, world: int, store: Any) -> dict[str, float]:
         each_s = (watching.calls.total() - before) / (time.monotonic() - began)
         topology.lowest(rank)
         watchdog.close()
-    return {"start": at_start, "ten phases and a report": in_step, "watchdog, a second": each_s}
+    return {
+        "start": at_start, "start, all groups": with_samples, "ten phases and a report": in_step,
+        "watchdog, a second": each_s,
+    }  # fmt: skip
 
 
 def show(points: list[Point]) -> None:

@@ -31,6 +31,8 @@ def test_counts_are_those_of_real_ranks_and_stay_small_at_1024(tmp_path):
     counted, real = found["files, after", "simulated"], found["files, after", "measured"]
     assert counted[REAL] - 2 <= real[REAL] <= counted[REAL] + 2  # and what a process opens once
     assert counted[MANY] < 100
+    counted, real = found["files, all groups", "simulated"], found["files, all groups", "measured"]
+    assert counted[REAL] - 2 <= real[REAL] <= counted[REAL] + 2
     assert found["store, ten phases and a report", "measured"][REAL] == 0
     assert found["store, watchdog, a second", "measured"][REAL] < 10
 
