@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from spmdrl.config import RolloutConfig, require
+from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.types import Picture
 from spmdrl.weights.engine_layout import Layout
@@ -206,6 +208,15 @@ class RolloutEngine(Protocol):
     def shutdown(self) -> None:
         """Frees the engine without touching the process groups of the caller."""
         ...
+
+
+def require_tensor_parallel(config: RolloutConfig, topology: Topology) -> None:
+    """Raises ConfigError where the topology's axis tp is not config.tensor_parallel."""
+    require(
+        topology.axis_size("tp") == config.tensor_parallel,
+        f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
+        f"tp={topology.axis_size('tp')}",
+    )
 
 
 class WeightMismatch(RuntimeError):

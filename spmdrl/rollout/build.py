@@ -48,15 +48,19 @@ def build_engine(
 
 def is_filled_by_push(model: str, config: RolloutConfig) -> bool:
     """Whether the trainer's first push writes all that an engine keeps, so that it reads no weights
-    from disk. An engine that is quantised reads them as before; so does one of a model that keeps
-    buffers in its files, or weights in float32 beside the others', which no trainer sends.
+    from disk. Engines that cannot be built without weights read them; so do those that are
+    quantised, and those of a model that keeps buffers in its files, or weights in float32 beside
+    the others', which no trainer sends.
     """
+    spec = ENGINES[config.engine]
+    if not spec.starts_blank:
+        return False
     hf = load_hf_config(model)
     shell = meta_model(hf)
     parameters = dict(shell.named_parameters(remove_duplicate=False))
     plain = config.quantization is None and getattr(hf, "quantization_config", None) is None
     plain = plain and not Path(model, "hf_quant_config.json").is_file()  # which vLLM reads too
-    mixed = ENGINES[config.engine].mixes_dtypes and keeps_float32(shell)
+    mixed = spec.mixes_dtypes and keeps_float32(shell)
     return plain and not mixed and shell.state_dict().keys() <= parameters.keys()
 
 

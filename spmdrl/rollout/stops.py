@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from spmdrl.hub.model_files import eos_token_ids
 from spmdrl.rollout.base import Answer, SamplingParams
@@ -29,9 +33,29 @@ class StopRule:
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
 
-    def is_young(self, answer: Answer) -> bool:
-        """Whether the next token may not end the answer."""
-        return len(answer.token_ids) < answer.params.min_tokens
+    def forbid(
+        self, logits: Tensor, answers: Sequence[Answer | None], params: SamplingParams
+    ) -> None:
+        """Makes stops impossible where an answer is too short to end. logits: (num_rows, vocab) of
+        the answers, which have the same params; changed in place.
+        """
+        if not params.min_tokens:
+            return
+        young = [
+            row for row, answer in enumerate(answers)
+            if answer is not None and len(answer.token_ids) < params.min_tokens
+        ]  # fmt: skip
+        stops = torch.tensor(self.stop_ids(params), dtype=torch.int64, device=logits.device)
+        logits[torch.tensor(young, dtype=torch.int64)[:, None], stops] = float("-inf")
+
+    def note(self, answer: Answer, token: int, logprob: float, version: int) -> None:
+        """Gives an answer its next token, which the weights of `version` chose, and its
+        finish_reason.
+        """
+        answer.token_ids.append(token)
+        answer.logprobs.append(logprob)
+        answer.versions.append(version)
+        answer.finish_reason = self.finish_reason(answer)
 
     def finish_reason(self, answer: Answer) -> str | None:
         """Returns why the answer ends with its last token; None while it goes on."""

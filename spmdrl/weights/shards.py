@@ -30,7 +30,6 @@ class Shards(NamedTuple):
     # of the boxes' sizes, where they lie now; to be called under torch.no_grad()
     tensors: Callable[[], list[Tensor]]
     derived: Derived | None = None  # by which it is worked out before it is there
-    weight: Tensor | None = None  # of which `tensors` are views
 
 
 def shards_of(weight: Tensor) -> Shards:
@@ -46,7 +45,7 @@ def shards_of(weight: Tensor) -> Shards:
     box = held_box(weight)
     if box is None:
         return Shards(tuple(weight.shape), (), list)
-    return Shards(tuple(weight.shape), (box,), local, weight=weight)
+    return Shards(tuple(weight.shape), (box,), local)
 
 
 def shards_by_part(weights: Mapping[str, Tensor], parts: Parts) -> dict[str, Shards]:
@@ -73,7 +72,7 @@ def _shards_of_part(weight: Tensor, part: SubTensor) -> Shards:
         lies = weight.to_local() if isinstance(weight, DTensor) else weight
         return [view(lies, within, common).view(sizes(box))]
 
-    return Shards(part.shape, (box,), local, weight=weight)
+    return Shards(part.shape, (box,), local)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from spmdrl.distributed.placement import place
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.training.build import weights_stay
 from spmdrl.training.checks import memory_fit, rl
-from spmdrl.training.checks.engine_memory import cached_tokens
+from spmdrl.training.checks.engine_memory import cached_tokens, engine_memory
 from spmdrl.training.checks.memory_fit import Planner, check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import fullest, memory_plan, supervised_plan
 from spmdrl.training.checks.rl import require_sound
@@ -88,12 +88,7 @@ def grpo(shapes, name: str, **changes) -> PpoConfig:
 
 
 def planner(gpu_gib: float) -> Planner:
-    """One whose configs need no files of weights, tokenizers or packages to be legal."""
-    return replace(rl_planner(None, gpu_gib), check=without_files)
-
-
-def without_files(config, world):
-    rl.check_roles(config, world)
+    return rl_planner(None, gpu_gib)
 
 
 def refused(config, world: int, gpu_gib: float = 80.0) -> str:
@@ -319,6 +314,17 @@ def test_any_family_has_a_plan(tmp_path, name, billions):
     assert phases["update_actor"]["weights"] == pytest.approx(weights, rel=0.02)
 
 
+def test_sglangs_share_is_of_weights_and_cache_alone(shapes):
+    """Its passes and CUDA graphs come on top of rollout.gpu_memory_utilization."""
+    awake = {
+        engine: engine_memory(
+            grpo(shapes, "Qwen3-8B", rollout=RolloutConfig(engine=engine)), 8, 80.0
+        ).awake
+        for engine in ("vllm", "sglang")
+    }
+    assert awake["vllm"] == 40.0 and 42.0 < awake["sglang"] < 48.0
+
+
 def test_layers_with_a_window_keep_no_more_than_that():
     text = SimpleNamespace(layer_types=["sliding_attention"] * 5 + ["full_attention"],
                            sliding_window=1024)  # fmt: skip
@@ -398,7 +404,7 @@ def test_a_model_that_cannot_be_planned_is_not_refused(shapes, caplog):
     def fails(config, world):
         raise AttributeError("no such field")
 
-    check_memory(grpo(shapes, "Qwen3-8B"), 8, Planner(fails, without_files))
+    check_memory(grpo(shapes, "Qwen3-8B"), 8, Planner(fails, require_sound))
     assert "there is no memory plan for this model: AttributeError" in caplog.text
 
 

@@ -211,8 +211,8 @@ def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topolo
             padded[: target.shape[0]] = full[name]
             parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
         dist.scatter(mine, parts, group=group, group_src=0)
-        local = target.to_local()
-        local.copy_(mine[: len(local)])
+        held = target.to_local()
+        held.copy_(mine[: len(held)])
 
 
 # ---- the fingerprint of what was read

@@ -80,6 +80,8 @@ class WeightFiles:
         self.meta: Any = loaded[0]  # the model without data
         self.found: dict[str, Any] = loaded[1]  # what is missing, left over or of another shape
         self.dtypes = {name: tensor.dtype for name, tensor in shell.state_dict().items()}
+        # names that are other names for a parameter, by the model's config
+        self.tied: dict[str, str] = dict(self.meta.all_tied_weights_keys)
         self.sources = self.sources_of(given)
         self.opened: tuple[str, Any] = ("", None)
 
@@ -106,11 +108,6 @@ class WeightFiles:
                 parts = {p: [given[key] for key in keys] for p, keys in source.keys.items()}
                 found |= dict.fromkeys(self.converted(source, parts), source)
         return found
-
-    @property
-    def tied(self) -> dict[str, str]:
-        """Returns the names that are other names for a parameter, by the model's config."""
-        return dict(self.meta.all_tied_weights_keys)
 
     def source_of(self, name: str) -> Source | None:
         """Returns the source of a parameter, or of one that it is tied to."""

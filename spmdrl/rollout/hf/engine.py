@@ -201,10 +201,7 @@ class HfEngine:
             answer = self.answers.get(id)
             if answer is None:
                 continue
-            answer.token_ids.append(token)
-            answer.logprobs.append(logprob)
-            answer.versions.append(self.policy_version)
-            answer.finish_reason = self.stops.finish_reason(answer)
+            self.stops.note(answer, token, logprob, self.policy_version)
             if answer.finish_reason is None:
                 going.append(row)
             else:
@@ -222,15 +219,8 @@ class HfEngine:
     def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,)."""
         params = cohort.params
-        if params.min_tokens:
-            young = [row for row, id in enumerate(cohort.ids) if self.is_young(id)]
-            stops = torch.tensor(self.stops.stop_ids(params), dtype=torch.int64, device=self.device)
-            logits[torch.tensor(young, dtype=torch.int64)[:, None], stops] = float("-inf")
+        self.stops.forbid(logits, [self.answers.get(id) for id in cohort.ids], params)
         return draw(logits, params, cohort.seeds, cohort.mask.sum(1), self.log_softmax)
-
-    def is_young(self, id: int) -> bool:
-        answer = self.answers.get(id)
-        return answer is not None and self.stops.is_young(answer)
 
     # weights
 

@@ -40,6 +40,7 @@ SPEC = EngineSpec(
     title="transformers",
     library="transformers",
     build=build,
+    starts_blank=True,
     mixes_dtypes=True,
     check=check,
     check_strict=check_strict,

@@ -37,6 +37,7 @@ from spmdrl.rollout.base import (
     SamplingParams,
     check_lengths,
     generate,
+    require_tensor_parallel,
 )
 from spmdrl.rollout.draw import draw
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
@@ -67,11 +68,7 @@ class SglangEngine:
         for one sequence, and where SGLang is of another version or cannot be imported;
         RuntimeError where the process has such an engine already.
         """
-        if topology.axis_size("tp") != config.tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
-                f"tp={topology.axis_size('tp')}"
-            )
+        require_tensor_parallel(config, topology)
         if SglangEngine.live:
             raise RuntimeError("SGLang has one engine per process: shut the other down first")
         self.topology, self.max_model_len = topology, max_model_len
@@ -184,10 +181,7 @@ class SglangEngine:
         for id, answer, token, logprob in zip(ids, self.rows, tokens, logprobs, strict=True):
             if answer is None or not compat.takes_token(self.queued[id]):
                 continue
-            answer.token_ids.append(token)
-            answer.logprobs.append(logprob)
-            answer.versions.append(self.policy_version)
-            answer.finish_reason = self.stops.finish_reason(answer)
+            self.stops.note(answer, token, logprob, self.policy_version)
             if answer.finish_reason is not None:
                 compat.end_request(self.queued[id])
                 ended.append((id, self.forget(id).completion()))
@@ -212,10 +206,7 @@ class SglangEngine:
         self, logits: Tensor, answers: list[Answer | None], params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
         """Draws for rows of the same params: tokens, logprobs (num_rows,)."""
-        young = [row for row, a in enumerate(answers) if a is not None and self.stops.is_young(a)]
-        if young:
-            stops = torch.tensor(self.stops.stop_ids(params), dtype=torch.int64)
-            logits[torch.tensor(young)[:, None], stops] = float("-inf")
+        self.stops.forbid(logits, answers, params)
         seeds = torch.tensor([a.request.seed if a else 0 for a in answers], device=self.device)
         lengths = torch.tensor([length_of(a) for a in answers], device=self.device)
         return draw(logits, params, mix(seeds), lengths, partial(torch.log_softmax, dim=-1))

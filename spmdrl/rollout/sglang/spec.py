@@ -65,6 +65,7 @@ SPEC = EngineSpec(
     build=build,
     library_bytes=300 << 20,
     has_kv_cache=True,
+    share_has_passes=False,
     check=check,
     check_model=check_model,
     check_strict=check_strict,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
@@ -34,6 +34,7 @@ from spmdrl.rollout.base import (
     WeightMismatch,
     check_lengths,
     generate,
+    require_tensor_parallel,
 )
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
@@ -70,11 +71,7 @@ class VllmEngine:
         which images prompts have, where the model sees any.
         Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
-        if topology.axis_size("tp") != config.tensor_parallel:
-            raise ConfigError(
-                f"rollout.tensor_parallel={config.tensor_parallel}, but the topology has "
-                f"tp={topology.axis_size('tp')}"
-            )
+        require_tensor_parallel(config, topology)
         self.topology, self.looks, self.has_weights = topology, looks, load_weights
         self.model_path, self.max_model_len = model, max_model_len
         self.on_cpu = topology.device.type == "cpu"

@@ -48,6 +48,7 @@ SPEC = EngineSpec(
     title="vLLM",
     library="vllm",
     build=build,
+    starts_blank=True,
     library_bytes=300 << 20,  # its modules, engine and scheduler
     shared_bytes=4 << 20,
     has_kv_cache=True,

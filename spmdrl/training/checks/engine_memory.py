@@ -64,6 +64,8 @@ def vllm_on_gpu(
     beside = weights + working_gib(config, shape) + graphs + BUFFERS_GIB
     if rollout.kv_cache_mib is None:
         cache, awake = None, rollout.gpu_memory_utilization * gpu_gib
+        if not ENGINES[rollout.engine].share_has_passes:
+            awake += beside - weights
     else:
         cache = rollout.kv_cache_mib / 1024
         awake = beside + cache

@@ -131,7 +131,8 @@ def arithmetic(config: RunConfig, plan: MemoryPlan) -> list[str]:
 def remedies(config: RunConfig, world: int, plan: MemoryPlan, planner: Planner) -> list[str]:
     """Fields that are enough come first, the least costly of them first; then the others, by what
     is left too much."""
-    found = best_values(proposals(config, world, planner))
+    proposed = proposals(config, world, planner)
+    found = best_values(proposed)
     enough = [proposal for proposal in found if not proposal.plan.too_much]
     helps = [p for p in found if 0 < p.plan.too_much < plan.too_much - 0.05]
     helps.sort(key=lambda proposal: proposal.plan.too_much)
@@ -141,7 +142,7 @@ def remedies(config: RunConfig, world: int, plan: MemoryPlan, planner: Planner) 
     lines = [f"  {proposal.result}, still {proposal.plan.too_much:.1f} too much"
              for proposal in helps]  # fmt: skip
     head = ["No field alone is enough. What would help, best first, and the peak then:"]
-    combined = together(config, world, plan, planner)
+    combined = together(config, world, plan, planner, proposed)
     return [*head, *lines, *combined] if lines else combined
 
 
@@ -156,14 +157,17 @@ def best_values(found: list[Proposal]) -> list[Proposal]:
     ]
 
 
-def together(config: RunConfig, world: int, plan: MemoryPlan, planner: Planner) -> list[str]:
+def together(
+    config: RunConfig, world: int, plan: MemoryPlan, planner: Planner, proposed: list[Proposal]
+) -> list[str]:
     """Takes the field that helps most, again and again, until all fits; those that change what is
-    trained only where the others are not enough.
+    trained only where the others are not enough. proposed: for the config as it is.
     """
     for most_cost in (OTHER_TRAINING - 1, OTHER_TRAINING):
         now, texts = Proposal(0, "", config, world, plan), list[str]()
         while now.plan.too_much and len(texts) < MOST_TOGETHER:
-            found = [p for p in proposals(now.changed, now.world, planner)
+            next_ones = proposals(now.changed, now.world, planner) if texts else proposed
+            found = [p for p in next_ones
                      if p.cost <= most_cost and p.plan.too_much < now.plan.too_much]  # fmt: skip
             if not found:
                 break

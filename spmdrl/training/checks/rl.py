@@ -66,12 +66,13 @@ def check(config: PpoConfig, world: int, hosted: bool = False) -> None:
     hosted: the actor's layout stands already, in another program.
     """
     require_sound(config, world, hosted)
+    check_files(config, load_hf_config(config.model), hosted)
     for warning in warnings_of(config):
         logger.warning(warning)
 
 
 def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
-    """Raises ConfigError where `check` does.
+    """Raises ConfigError where `check` does, but for what stands in the files of weights.
 
     hosted: the actor's layout stands already, in another program.
     """
@@ -115,7 +116,6 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_adapters(config, placement, hf)
     if "ref" in training_roles(config):
         check_reference(config, placement)
-    check_files(config, hf, hosted)
 
 
 def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
