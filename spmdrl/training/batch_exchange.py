@@ -2,8 +2,8 @@
 
 Point to point, between ranks that have something for each other: no rank holds the whole batch,
 none waits for traffic that is not its own, nothing is pickled or padded. Both ends know from the
-Deal what is sent, so a message has no header. Sequences leave in the order in which they were
-packed and arrive in their place: a field is moved as it lies in memory.
+`BatchAssignment` what is sent, so a message has no header. Sequences leave in the order in which
+they were packed and arrive in their place: a field is moved as it lies in memory.
 
 Tensors are on the CPU; engines take a micro-batch to their device.
 """

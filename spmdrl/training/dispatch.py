@@ -70,7 +70,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
     sets, of_actor = roles.trainer_ranks, (*FIELDS, "turn_rewards") if per_turn else FIELDS
     fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
-    dealt: BatchAssignment | None = None
+    assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
     first = roles.training.ranks[0]  # hears of the assignment, and tells the others that train
@@ -81,24 +81,26 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     if roles.sampling.here:
         assert rollout is not None
         with roles.phases("balance", roles.sampling):
-            batch, dealt, step_info = assign_and_pack(roles, rollout, step)
+            batch, assignment, step_info = assign_and_pack(roles, rollout, step)
             if roles.sampling.rank == 0 and first not in roles.sampling.ranks:
-                send_assignment(dealt, step_info, first, post)
+                send_assignment(assignment, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
-                batch = reorder(batch, packing_order(dealt, ranks, post.rank), dealt)
-                own[ranks] = send_batch(batch, dealt, ranks, names, post)
+                batch = reorder(batch, packing_order(assignment, ranks, post.rank), assignment)
+                own[ranks] = send_batch(batch, assignment, ranks, names, post)
     if not roles.training.here:
         return None
     name = "receive" if roles.sampling.here else "wait samples"
     with roles.phases(name, roles.training):
-        if dealt is None and post.rank == first:
-            dealt, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
+        if assignment is None and post.rank == first:
+            assignment, step_info = receive_assignment(roles.sampling.ranks[0], sets, post)
         if not set(roles.training.ranks) <= set(roles.sampling.ranks):
-            dealt, step_info = broadcast_from_first((dealt, step_info), roles.training.control)
-        assert dealt is not None
+            assignment, step_info = broadcast_from_first(
+                (assignment, step_info), roles.training.control
+            )
+        assert assignment is not None
         num_keys = len(reward_keys_of(config.algo))
         batches = {
-            ranks: receive_batch(own.get(ranks), dealt, ranks, names, num_keys, post)
+            ranks: receive_batch(own.get(ranks), assignment, ranks, names, num_keys, post)
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
         }
@@ -108,9 +110,9 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
             has_turns = per_turn and trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
                 empty_batch(nothing, len(reward_keys_of(config.algo)), per_turn=has_turns)
-                for _ in range(dealt.num_mini_batches)
+                for _ in range(assignment.num_mini_batches)
             ]
-    return TrainBatches(dealt, batches, dict(step_info["metrics"]), step_info)
+    return TrainBatches(assignment, batches, dict(step_info["metrics"]), step_info)
 
 
 def assign_and_pack(
@@ -145,24 +147,28 @@ def assign_and_pack(
         rows = torch.tensor([(s.group, s.index, s.num_tokens) for s in samples]).reshape(-1, 3)
     makers = torch.full((len(rows), 1), roles.post.rank)
     table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
-    dealt = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
-    metrics["balance/imbalance"] = dealt.imbalance(roles.actor.ranks)
+    assignment = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
+    metrics["balance/imbalance"] = assignment.imbalance(roles.actor.ranks)
     if batch is None:  # packed in the order in which it is sent: no copy on the way
-        mine = (dealt.sample_ranks == roles.post.rank).nonzero().flatten()
-        order = torch.searchsorted(mine, packing_order(dealt, roles.actor.ranks, roles.post.rank))
+        mine = (assignment.sample_ranks == roles.post.rank).nonzero().flatten()
+        order = torch.searchsorted(
+            mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
+        )
         in_order = [samples[i] for i in order.tolist()]
         batch = pack_samples(in_order, reward_keys_of(algo), per_turn)
-    return batch, dealt, {"metrics": metrics, **rollout.step_info}
+    return batch, assignment, {"metrics": metrics, **rollout.step_info}
 
 
-def reorder(batch: Batch, rows: Tensor, dealt: BatchAssignment) -> Batch:
+def reorder(batch: Batch, rows: Tensor, assignment: BatchAssignment) -> Batch:
     """Returns the sequences of `batch` in the order of these rows of the assignment."""
     place = {(g, i): at for at, (g, i) in enumerate(
         zip(batch.groups.tolist(), batch.indices.tolist(), strict=True)
     )}  # fmt: skip
     order = [
         place[g, i]
-        for g, i in zip(dealt.groups[rows].tolist(), dealt.indices[rows].tolist(), strict=True)
+        for g, i in zip(
+            assignment.groups[rows].tolist(), assignment.indices[rows].tolist(), strict=True
+        )
     ]
     return batch if order == list(range(batch.num_seqs)) else batch.select(order)
 
@@ -185,12 +191,12 @@ def send_to_role(
             for batch, name in product(batches.of(target), names):
                 setattr(batch, name, torch.zeros(batch.num_tokens))
         return
-    post, dealt = roles.post, batches.assignment
+    post, assignment = roles.post, batches.assignment
     for name in names:
         own = [getattr(batch, name) for batch in batches.of(source)] if source.here else None
         if own is not None:
-            send_results(own, dealt, source.ranks, target.ranks, post)
+            send_results(own, assignment, source.ranks, target.ranks, post)
         if target.here:
-            found = receive_results(own, dealt, source.ranks, target.ranks, post)
+            found = receive_results(own, assignment, source.ranks, target.ranks, post)
             for batch, values in zip(batches.of(target), found, strict=True):
                 setattr(batch, name, values)

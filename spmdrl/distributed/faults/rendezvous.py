@@ -93,7 +93,7 @@ class StartupBarrier:
             raise error
         if time.monotonic() > end:
             self._limit(False)
-            self._leave_story(
+            self._report_failure(
                 f"rank 0 cannot open the job's store at port {port} (MASTER_PORT){owner_of(port)}: "
                 f"choose another, or start again when it is free ({reason_of(error)})"
             )
@@ -160,9 +160,9 @@ class StartupBarrier:
             asking.join(LINGER_S)
         if self.met:
             faulthandler.dump_traceback(sys.stderr)
-        self._leave_story(*found[-1])
+        self._report_failure(*found[-1])
 
-    def _leave_story(self, cause: str, tells: bool = True) -> None:
+    def _report_failure(self, cause: str, tells: bool = True) -> None:
         failure = {"rank": self.rank, "host": socket.gethostname(), "phase": "start",
                  "cause": cause, "details": "", "exit_code": FAILED}  # fmt: skip
         text = format_failure(failure, self.folder)

@@ -213,7 +213,7 @@ class Watchdog:
             page.close()
 
     def _watch(self) -> None:
-        story_since = None
+        reported_since = None
         told, others, others_since = self.phase_since, b"", time.monotonic()
         peer = (self.rank + 1) % self.world
         peer_text, peer_since = "", time.monotonic()
@@ -250,8 +250,8 @@ class Watchdog:
                 self.woke = now
             peer_since = max(peer_since, self.woke)
             if self.first is not None:
-                story_since = story_since or now
-                if now - story_since > GRACE_S:
+                reported_since = reported_since or now
+                if now - reported_since > GRACE_S:
                     self._end(self.first)
                 continue
             if text != peer_text or text in ("", "bye"):

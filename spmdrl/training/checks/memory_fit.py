@@ -95,10 +95,10 @@ def check_memory(config: RunConfig, world: int, planner: Planner) -> None:
         return
     if not plan.too_much:
         return
-    story = "\n".join([*arithmetic(config, plan), *remedies(config, world, plan, planner)])
+    text = "\n".join([*arithmetic(config, plan), *remedies(config, world, plan, planner)])
     if config.memory_check == "refuse":
-        raise ConfigError(story)
-    logger.warning(story)
+        raise ConfigError(text)
+    logger.warning(text)
 
 
 def arithmetic(config: RunConfig, plan: MemoryPlan) -> list[str]:
