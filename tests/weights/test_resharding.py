@@ -45,6 +45,7 @@ class Case(NamedTuple):
     slot: int = 1 << 20
     dtype: str = "bfloat16"
     quantization: str | None = None
+    in_place: bool = True  # False: as on a GPU that weights leave between pushes
 
 
 class Trainer:
@@ -102,14 +103,17 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             case.dtype,
             WeightsConfig(check=True),
         )
-        stats, planned, bound = [], [], []
+        for transfer in weights.transfers:
+            transfer.in_place = case.in_place
+        stats, planned, bound, kept = [], [], [], 0
         for step in range(3):
             if actor is not None:
                 change(actor, step)
             if step == 1:
-                move_some(actor, rollout)
+                move(actor, rollout, MOVED if case.in_place else "")
             with calls_of(plan, "make_transfer_plan") as plans, calls_of(Binder, "bind") as binds:
                 stats.append(weights.push())  # and checks them
+                kept += sum(len(t.buckets) + len(t.slots) for t in weights.transfers)
                 if actor is not None:
                     for _ in gathered(actor.named_shards(), weights.dtype, 1 << 20, actor_ranks):
                         pass
@@ -127,7 +131,8 @@ def sync_on(topology: Any, tuples: list[tuple]) -> list[dict[str, Any]]:
             "planned": [s.planned_bytes for s in stats], "moved": [s.moved_bytes for s in stats],
             "opaque": stats[0].opaque_bytes, "noticed": noticed, "plan": weights.describe(),
             "costs": [transfer.plan.cost for transfer in weights.transfers],
-            "plans": planned, "bound": bound,
+            "plans": planned, "bound": bound, "kept": kept,
+            "buckets": sum(len(transfer.plan.buckets) for transfer in weights.transfers),
             "refused": refuses_infinity(weights) if case.quantization else "",
         })  # fmt: skip
         if rollout is not None:
@@ -175,13 +180,16 @@ def change(actor: Any, seed: int) -> None:
         local.mul_(-1.0).add_(0.01 * (seed + 1))
 
 
+MOVED = "layers.1.post_attention_layernorm.weight"
+
+
 @torch.no_grad()
-def move_some(actor: Any, rollout: Any) -> None:
-    """The last layer's norms lie elsewhere from here on; what was there before is spoilt."""
+def move(actor: Any, rollout: Any, suffix: str) -> None:
+    """Weights with this end of their name lie elsewhere from here on; what was there is spoilt."""
     models = [model for model in (actor and actor.model, getattr(rollout, "model", None)) if model]
     for model in models:
         for name, parameter in model.named_parameters():
-            if name.endswith("layers.1.post_attention_layernorm.weight"):
+            if name.endswith(suffix):
                 local = getattr(parameter, "_local_tensor", parameter)
                 old = local.data
                 local.data = old.clone()
@@ -209,9 +217,10 @@ def prove(world: int, cases: list[Case], timeout_s: float = 70) -> list[list[dic
             assert result["noticed"] == (rank in case.rollout), (case, rank)
             assert result["opaque"] == 0, case
             # a push, its check and an export plan what is new to them, once; views that were made
-            # for a push serve the next one, unless tensors have moved
+            # for a push serve the next one, unless tensors have moved or are to leave
             assert result["plans"][1:] == [0, 0], (case, rank)
-            assert result["bound"][2] == 0, (case, rank)
+            assert result["bound"][2] == (0 if case.in_place else result["buckets"]), (case, rank)
+            assert bool(result["kept"]) == (case.in_place and result["buckets"] > 0), (case, rank)
         costs = ranks[case.actor[0]]["costs"]
         moved = sum(result["moved"][0] for result in ranks)
         assert moved == sum(cost.handed + cost.gathered for cost in costs), case
@@ -229,6 +238,7 @@ def test_two_ranks(qwen3: Path, odd: str, moe: str) -> None:
         Case([0, 1], [0, 1], tied),
         Case([0, 1], [0, 1], tied, slot=300),  # every row on its own
         Case([0, 1], [0, 1], odd, slot=3000),
+        Case([0, 1], [0, 1], odd, slot=3000, in_place=False),
         Case([0, 1], [0, 1], odd, fsdp=1),
         Case([0], [1], tied),
         Case([1], [0], odd, slot=3000),
