@@ -25,6 +25,7 @@ from spmdrl.distributed.agreement import (
 )
 from spmdrl.distributed.collectives import FailedElsewhere, together
 from spmdrl.distributed.process import MOST_FILES, prepare_environment, raise_file_limit
+from spmdrl.distributed.topology import LAZY_GLOO, gloo_connects_now
 
 RANKS = 32
 SIZES = (1, 2, 3, 13, RANKS)
@@ -107,6 +108,32 @@ def test_the_limit_of_files_is_raised_for_a_rank_and_its_torchrun():
     assert own == 1
     assert soft == min(hard, MOST_FILES) if hard > 0 else soft == MOST_FILES
     assert hard == before
+
+
+@pytest.mark.parametrize("own", [None, "0", "1"])
+def test_a_value_of_the_environment_is_there_again(own, monkeypatch):
+    """The samples' group is made with connections to all; later groups follow the user's value."""
+    monkeypatch.delenv(LAZY_GLOO, raising=False)
+    if own is not None:
+        monkeypatch.setenv(LAZY_GLOO, own)
+    with gloo_connects_now():
+        assert os.environ[LAZY_GLOO] == "0"
+    assert os.environ.get(LAZY_GLOO) == own
+
+
+def test_a_parent_of_another_user_keeps_its_limit(monkeypatch):
+    """Stands in for the kernel, which lets root do all."""
+
+    def refused(pid, which, limits=None):
+        if pid:
+            raise PermissionError
+        return (MOST_FILES, MOST_FILES)
+
+    asked = []
+    monkeypatch.setattr(resource, "prlimit", lambda *a: (asked.append(a[0]), refused(*a))[1])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    raise_file_limit()
+    assert asked == [0, os.getppid()]
 
 
 def saved_where_one_cannot(topology, folder):
