@@ -181,6 +181,9 @@ class TrainConfig:
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
     attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
     compile: bool = False  # of fsdp: torch.compile of each decoder layer
+    # of fsdp: tokens with which the sequences of a group begin, their prompt, are computed once in
+    # a micro-batch; auto: where the model can. docs/training.md
+    shared_prefix: bool | Literal["auto"] = "auto"
     # True: keep only the input of every layer; selective: also what costs most to compute again;
     # auto: True on GPUs, False on CPUs and with activation_offload. docs/training.md
     activation_checkpointing: bool | Literal["selective", "auto"] = "auto"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spmdrl.data.shared_prefix import shared_work, worth_sharing
 from spmdrl.distributed.placement import Ranks
 from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
 
@@ -54,6 +55,19 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool
         by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
     return batch
+
+
+def prompt_lens(batch: Batch) -> Tensor:
+    """(num_seqs,) int64: the masked tokens that each sequence begins with; all of an invalid one's
+    but the last.
+    """
+    places = torch.arange(batch.num_tokens) - torch.repeat_interleave(
+        batch.cu_seqlens[:-1], batch.seq_lens
+    )
+    first = torch.where(batch.loss_mask > 0, places, torch.iinfo(torch.int64).max)
+    found = batch.seq_lens - 1
+    seqs = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.seq_lens)
+    return found.scatter_reduce(0, seqs, first, "amin")
 
 
 def turn_rewards_by_token(sample: Sample) -> list[float]:
@@ -120,6 +134,9 @@ class BatchAssignment:
     seq_lens: Tensor  # (n,) int64, tokens
     sample_ranks: Tensor  # (n,) int64, the rank of the job that sampled it
     mini_batch_ids: Tensor  # (n,) int64, its mini-batch
+    # (n,) int64: how many tokens of its prompt are computed once for all of its group that are on a
+    # rank; 0: none
+    prefix_lens: Tensor
     train_ranks: dict[Ranks, Tensor]  # by a role's ranks: (n,) int64, which of them trains on it
     num_mini_batches: int
 
@@ -137,39 +154,92 @@ class BatchAssignment:
 
     def imbalance(self, ranks: Ranks) -> float:
         """The heaviest rank's work over the mean, averaged over mini-batches."""
-        work, found = sequence_work(self.seq_lens), []
+        where = self.train_ranks[ranks]
+        rows = torch.stack([self.mini_batch_ids, where, self.groups], dim=1)
+        parts, units = rows.unique(dim=0, return_inverse=True)
+        work = shared_work(
+            sequence_work(self.seq_lens), sequence_work(self.prefix_lens), units
+        )  # of what each rank has of a group
+        found = []
         for mini in range(self.num_mini_batches):
-            mine = self.mini_batch_ids == mini
-            loads = [float(work[mine & (self.train_ranks[ranks] == rank)].sum()) for rank in ranks]
+            mine = parts[:, 0] == mini
+            loads = [float(work[mine & (parts[:, 1] == rank)].sum()) for rank in ranks]
             found.append(max(loads) * len(ranks) / max(sum(loads), 1e-9))
         return sum(found) / max(len(found), 1)
 
 
-def assign_to_ranks(table: Tensor, mini_batches: int, roles: Iterable[Ranks]) -> BatchAssignment:
+def assign_to_ranks(
+    table: Tensor, mini_batches: int, roles: Mapping[Ranks, bool]
+) -> BatchAssignment:
     """Deals sequences to the ranks of each role, so that all have the same work in a mini-batch.
 
-    table: (n, 4) int64 of group, index, tokens, sampling rank, in any order. Sequences are dealt by
-    address and not by who sampled them, so that the assignment is the same for any placement of the
-    rollout. There are fewer than `mini_batches` where there are fewer groups.
+    table: (n, 5) int64 of group, index, tokens, tokens of the prompt, sampling rank, in any order.
+    Sequences are dealt by address and not by who sampled them, so that the assignment is the same
+    for any placement of the rollout. There are fewer than `mini_batches` where there are fewer
+    groups. roles: by a role's ranks, whether it computes a shared prompt once; sequences of a group
+    then stay together as far as the ranks' work stays even.
     """
     table = table[address_order(table)]
     groups, place = table[:, 0].unique(return_inverse=True)  # sorted
     num_mini_batches = max(min(mini_batches, len(groups)), 1)
     mini_batch_ids = place * num_mini_batches // max(len(groups), 1)
-    work = sequence_work(table[:, 2])
+    prefix_lens = shared_prompts(place, table[:, 3], table[:, 2])
+    if not any(roles.values()):
+        prefix_lens = torch.zeros_like(prefix_lens)
     train_ranks: dict[Ranks, Tensor] = {}
-    for ranks in roles:
+    for ranks, shares in roles.items():
         train_ranks[ranks] = torch.full((len(table),), -1)
         for mini in range(num_mini_batches):
             members = (mini_batch_ids == mini).nonzero().flatten()
-            for rank, part in zip(
-                ranks, partition(work[members].tolist(), len(ranks)), strict=True
-            ):
-                train_ranks[ranks][members[torch.tensor(part, dtype=torch.int64)]] = rank
-    groups, indices, seq_lens, sample_ranks = (c.contiguous() for c in table.unbind(1))
+            prefixes = prefix_lens[members] if shares else torch.zeros_like(members)
+            dealt = deal(place[members], table[members, 2], prefixes, len(ranks))
+            train_ranks[ranks][members] = torch.tensor(ranks)[dealt]
+    groups, indices, seq_lens, _, sample_ranks = (c.contiguous() for c in table.unbind(1))
     return BatchAssignment(
-        groups, indices, seq_lens, sample_ranks, mini_batch_ids, train_ranks, num_mini_batches
-    )
+        groups, indices, seq_lens, sample_ranks, mini_batch_ids, prefix_lens, train_ranks,
+        num_mini_batches,
+    )  # fmt: skip
+
+
+def shared_prompts(groups: Tensor, prompt_lens: Tensor, seq_lens: Tensor) -> Tensor:
+    """(n,) int64: the tokens of the prompt where sharing it in its group is worth it, else 0.
+
+    All are (n,) int64, sorted by group; groups are numbered from 0.
+    """
+    shared = prompt_lens.scatter_reduce(0, groups, prompt_lens, "amin", include_self=False)[groups]
+    again = torch.zeros(len(groups), dtype=torch.bool)  # all of a group's but the first
+    again[1:] = groups[1:] == groups[:-1]
+    return shared * worth_sharing(int(shared[again].sum()), int(seq_lens.sum()))
+
+
+def deal(groups: Tensor, seq_lens: Tensor, prefix_lens: Tensor, num_parts: int) -> Tensor:
+    """(n,) int64: the part that each sequence of a mini-batch is in, so that the heaviest part is
+    as light as it can be found to be.
+
+    All are (n,) int64, sorted by group. Sequences are dealt one by one and, where prefixes are
+    shared, also in runs of 2, 4, ... of a group; the heaviest part decides which of these it is.
+    """
+    if len(groups) == 0:
+        return groups
+    work, prefix_work = sequence_work(seq_lens), sequence_work(prefix_lens)
+    counts = groups.unique_consecutive(return_counts=True)[1]
+    within = torch.arange(len(groups)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    largest = int(counts.max()) if bool(prefix_lens.any()) else 1
+    best, lightest, run = torch.zeros(len(groups), dtype=torch.int64), float("inf"), 1
+    while run < 2 * largest:
+        keys = torch.stack([groups, within // run], dim=1)
+        units = keys.unique_consecutive(dim=0, return_inverse=True)[1]
+        items = shared_work(work, prefix_work, units)
+        parts = partition(items.tolist(), num_parts)
+        heaviest = max(float(items[torch.tensor(p, dtype=torch.int64)].sum()) for p in parts)
+        if heaviest < lightest:
+            lightest = heaviest
+            of_unit = torch.empty(len(items), dtype=torch.int64)
+            for number, part in enumerate(parts):
+                of_unit[torch.tensor(part, dtype=torch.int64)] = number
+            best = of_unit[units]
+        run *= 2
+    return best
 
 
 def address_order(table: Tensor) -> Tensor:

@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
+from spmdrl.data.shared_prefix import Unit, single_units
 from spmdrl.distributed.topology import Topology
 from spmdrl.types import SEQ_FIELDS, Batch
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that are computed together."""
+
+    seqs: list[int]  # their numbers in the batch that was cut; none where a stand-in is computed
+    batch: Batch  # on the CPU
+    units: list[Unit]  # of batch's sequences, in their order
+
+
 def cut(
     batch: Batch, max_tokens: int, topology: Topology, multiple: int = 1, padded: bool = False,
-    unit: int = 1,
-) -> list[tuple[list[int], Batch]]:  # fmt: skip
-    """(sequence numbers, Batch on the device) of each micro-batch. Collective over the topology.
+    units: Sequence[Unit] | None = None,
+) -> list[MicroBatch]:  # fmt: skip
+    """Cuts a batch on the CPU into micro-batches. Collective over the topology.
 
     Every rank gets equally many, a multiple of `multiple`, since each is collective. A rank with
     too few sequences gets stand-ins of two masked tokens, which add nothing.
     padded: max_tokens counts a row of the longest for every sequence.
-    unit: so many sequences, one after the other, stay together.
+    units: what stays together; None: every sequence is one.
     """
-    lens = batch.seq_lens.view(-1, unit).sum(1).tolist()
+    units = single_units(batch) if units is None else units
+    seq_lens = batch.seq_lens.tolist()
+    lens = [unit.num_tokens(seq_lens) for unit in units]
     parts = padded_micro_batches(lens, max_tokens) if padded else micro_batches(lens, max_tokens)
     count = torch.tensor([len(parts)])
     dist.all_reduce(count, dist.ReduceOp.MAX, group=topology.group)
-    batches = []
-    for units in split_to_count(parts, -(-int(count) // multiple) * multiple):
-        seqs = [unit * i + place for i in units for place in range(unit)]
-        mb = batch.select(seqs) if seqs else stand_in(batch)
-        batches.append((seqs, mb.to(topology.device)))
-    return batches
+    found = []
+    for numbers in split_to_count(parts, -(-int(count) // multiple) * multiple):
+        seqs = [seq for number in numbers for seq in units[number].seqs]
+        chosen = batch.select(seqs) if seqs else stand_in(batch)
+        found.append(MicroBatch(seqs, chosen, renumbered([units[i] for i in numbers])))
+    return found
+
+
+def renumbered(units: Sequence[Unit]) -> list[Unit]:
+    """The units of a micro-batch by the numbers that its sequences have in it; of none, those of a
+    stand-in.
+    """
+    found, first = [], 0
+    for unit in units:
+        found.append(Unit(tuple(range(first, first + len(unit.seqs))), unit.prefix))
+        first += len(unit.seqs)
+    return found or [Unit((0,))]
 
 
 def token_rows(batch: Batch, seqs: list[int]) -> Tensor:

@@ -217,7 +217,7 @@ def send_assignment(
     """Called on one rank. step_info: JSON-able, a few numbers."""
     columns = [
         assignment.groups, assignment.indices, assignment.seq_lens, assignment.sample_ranks,
-        assignment.mini_batch_ids, *assignment.train_ranks.values(),
+        assignment.mini_batch_ids, assignment.prefix_lens, *assignment.train_ranks.values(),
     ]  # fmt: skip
     table = torch.stack(columns, dim=1)
     text = torch.frombuffer(bytearray(json.dumps(step_info).encode()), dtype=torch.uint8)
@@ -238,12 +238,12 @@ def receive_assignment(
 
     num_seqs, num_mini_batches, length = receive(torch.zeros(3, dtype=torch.int64)).tolist()
     step_info = json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))
-    table = receive(torch.zeros(num_seqs, 5 + len(roles), dtype=torch.int64))
-    groups, indices, seq_lens, sample_ranks, mini_batch_ids, *by_role = (
+    table = receive(torch.zeros(num_seqs, 6 + len(roles), dtype=torch.int64))
+    groups, indices, seq_lens, sample_ranks, mini_batch_ids, prefix_lens, *by_role = (
         column.contiguous() for column in table.unbind(1)
     )
     assignment = BatchAssignment(
-        groups, indices, seq_lens, sample_ranks, mini_batch_ids,
+        groups, indices, seq_lens, sample_ranks, mini_batch_ids, prefix_lens,
         train_ranks=dict(zip(roles, by_role, strict=True)), num_mini_batches=num_mini_batches,
     )  # fmt: skip
     return assignment, step_info

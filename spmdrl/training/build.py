@@ -22,6 +22,7 @@ from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
+from spmdrl.engines.fsdp.attention import shares_prefixes
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
@@ -242,18 +243,20 @@ def build_trainers(
         if name == "ref" and reference_is_base(config, placement):
             actor = trainers["actor"]
             base = actor.engine.base() if actor.engine is not None else None
-            trainers[name] = Trainer(name, actor.topology, base, images)
+            trainers[name] = replace(actor, name=name, engine=base)
             continue
         with runtime.phases(f"build {name}"):
             ranks = topologies.trainers[name]
             kind = "value" if name == "critic" else "policy"
             PROGRESS.detail(model_text(role.model or config.model))
+            strict = config.strict and name == "actor"
             engine = build_engine(
                 kind, role.model or config.model, role, ranks, name == "ref", runtime.topology,
-                strict=config.strict and name == "actor",
+                strict=strict,
                 load_weights=host is None or role.model is not None,
             )  # fmt: skip
-            trainers[name] = Trainer(name, ranks, engine, images)
+            shares = shares_prefixes(role, strict, load_hf_config(role.model or config.model))
+            trainers[name] = Trainer(name, ranks, engine, images, shares)
             if host is not None and role.model is None:
                 bucket_bytes = config.weights.bucket_mib << 20
                 trainers[name].started_from = start_from(host.model, engine, bucket_bytes)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
-from spmdrl.data.packing import BatchAssignment, assign_to_ranks, empty_batch, pack_samples
+from spmdrl.data.packing import (
+    BatchAssignment,
+    assign_to_ranks,
+    empty_batch,
+    pack_samples,
+    prompt_lens,
+)
 from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
@@ -68,7 +74,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     do not train. Raises TooManyInvalid on every rank where too many samples have no reward.
     """
     config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
-    sets, of_actor = roles.trainer_ranks, (*FIELDS, "turn_rewards") if per_turn else FIELDS
+    sets, of_actor = list(roles.trainer_ranks), (*FIELDS, "turn_rewards") if per_turn else FIELDS
     fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
     assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
@@ -142,9 +148,10 @@ def assign_and_pack(
         batch, metrics["filter/kept"] = resample(
             roles.replay.mix(new), roles.config, step, sampling
         )
-        rows = torch.stack([batch.groups, batch.indices, batch.seq_lens], dim=1)
+        rows = torch.stack([batch.groups, batch.indices, batch.seq_lens, prompt_lens(batch)], dim=1)
     else:
-        rows = torch.tensor([(s.group, s.index, s.num_tokens) for s in samples]).reshape(-1, 3)
+        found = [(s.group, s.index, s.num_tokens, len(s.prompt.token_ids)) for s in samples]
+        rows = torch.tensor(found).reshape(-1, 4)
     makers = torch.full((len(rows), 1), roles.post.rank)
     table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
     assignment = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)

@@ -37,6 +37,7 @@ class Trainer:
     topology: Topology  # axes dp, fsdp, sp, or those of megatron: pp, dp, cp, tp
     engine: TrainEngine | None
     images: BatchImages | None = None  # of the run's data, where there are any
+    shares_prefixes: bool = False  # whether a micro-batch has the prompt of a group's samples once
     started_from: str | None = None  # digest of weights that another engine gave it at the start
     skipped: int = 0  # updates, for a loss or a gradient that is not finite
     skipped_in_a_row: int = 0
@@ -125,9 +126,14 @@ class Roles:
         return [trainer for trainer in found if trainer is not None]
 
     @property
-    def trainer_ranks(self) -> list[Ranks]:
-        """The different sets of ranks that sequences are dealt to; the actor's first."""
-        return list(dict.fromkeys(trainer.ranks for trainer in self.trainers))
+    def trainer_ranks(self) -> dict[Ranks, bool]:
+        """The different sets of ranks that sequences are dealt to, the actor's first, and whether
+        a role there computes shared prefixes once.
+        """
+        found: dict[Ranks, bool] = {}
+        for trainer in self.trainers:
+            found[trainer.ranks] = found.get(trainer.ranks, False) or trainer.shares_prefixes
+        return found
 
 
 def train(

@@ -4,20 +4,29 @@ Sequences lie end to end in one row of tokens. On GPUs in half precision the fla
 kernel runs on that row as it is. Elsewhere sequences of like length are laid out as right-padded
 rows of a batch: a causal query never sees what stands right of it, so the padding needs no mask,
 and no block-diagonal (tokens x tokens) mask is ever built.
+
+Where sequences share a prefix (data/shared_prefix.py) the row has it once, as a run of its own. The
+queries of a run behind it see copies of its keys and values, then those of their own run; in the
+backward pass the copies' gradients are summed, always in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
+from spmdrl.config import TrainConfig
+from spmdrl.data.shared_prefix import spans
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, to_heads, to_tokens
+from spmdrl.hub.hf_folder import sees_images
+from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 
 NAME = "spmdrl_packed"
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
@@ -25,23 +34,123 @@ MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of the sequences in one micro-batch."""
+    """The places of the sequences in one micro-batch, or of the runs that share prefixes."""
 
-    cu_seqlens: Tensor  # (num_seqs + 1,) int32, on the device
-    max_len: int
-    groups: tuple[PaddedGroup, ...]
+    seq_lens: Tensor  # (num_seqs,) int64 on the CPU
+    device: torch.device
     team: SequenceParallelGroup | None = (
         None  # ranks that hold equal runs of the tokens; None: they are all here
     )
+    # (num_seqs,) int64 on the CPU: which sequence's tokens stand before its own; -1: none do
+    prefixes: Tensor | None = None
 
     @classmethod
     def build(
-        cls, seq_lens: Tensor, device: torch.device, team: SequenceParallelGroup | None = None
-    ) -> Packing:
-        """seq_lens: (num_seqs,) int64 on the CPU."""
-        cu_seqlens = torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0))
-        groups = padded_groups(seq_lens, cu_seqlens, device)
-        return cls(cu_seqlens.to(device, torch.int32), int(seq_lens.max()), groups, team)
+        cls, seq_lens: Tensor, device: torch.device, team: SequenceParallelGroup | None = None,
+        prefixes: Tensor | None = None,
+    ) -> Packing:  # fmt: skip
+        """seq_lens: (num_seqs,) int64 on the CPU. prefixes: the same; None: nothing is shared."""
+        if prefixes is not None and not bool((prefixes >= 0).any()):
+            prefixes = None
+        return cls(seq_lens, device, team, prefixes)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(num_seqs,) int64 on the CPU: where in the row each sequence begins."""
+        return self.seq_lens.cumsum(0) - self.seq_lens
+
+    @cached_property
+    def varlen(self) -> VarlenRow:
+        """What the varlen kernels are told."""
+        cu_queries, longest = self._cumulated(self.seq_lens), int(self.seq_lens.max())
+        if self.prefixes is None:
+            return VarlenRow(cu_queries, longest, cu_queries, longest, None)
+        tokens, key_lens = self.seen_tokens(torch.arange(len(self.seq_lens)))
+        copies = Copies.of(tokens, torch.arange(len(tokens)), self.device)
+        return VarlenRow(
+            cu_queries, longest, self._cumulated(key_lens), int(key_lens.max()), copies
+        )
+
+    @cached_property
+    def groups(self) -> tuple[PaddedGroup, ...]:
+        """What is computed together where there is no varlen kernel."""
+        everything = torch.arange(len(self.seq_lens))
+        if self.prefixes is None:
+            return padded_groups(self, everything)
+        behind = self.prefixes >= 0
+        return (
+            *padded_groups(self, everything[~behind]), *prefixed_groups(self, everything[behind]),
+        )  # fmt: skip
+
+    def seen_tokens(self, seqs: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens whose keys these sequences' last queries see, one sequence after the other.
+
+        Returns (n,) places in the row and (num_seqs,) numbers of tokens, int64 on the CPU.
+        """
+        prefixes = torch.full_like(seqs, -1) if self.prefixes is None else self.prefixes[seqs]
+        shared = torch.where(prefixes >= 0, self.seq_lens[prefixes], 0)
+        pieces = torch.stack([self.starts[prefixes], self.starts[seqs]], dim=1).flatten()
+        sizes = torch.stack([shared, self.seq_lens[seqs]], dim=1)
+        return spans(pieces, sizes.flatten()), sizes.sum(1)
+
+    def _cumulated(self, lens: Tensor) -> Tensor:
+        return pad(lens.cumsum(0), (1, 0)).to(self.device, torch.int32)
+
+
+class VarlenRow(NamedTuple):
+    """Where queries and keys of each sequence are, for flash attention's varlen kernels."""
+
+    cu_queries: Tensor  # (num_seqs + 1,) int32, on the device
+    max_queries: int
+    cu_keys: Tensor  # (num_seqs + 1,) int32, on the device
+    max_keys: int
+    copies: Copies | None  # makes the row of keys of the row of tokens; None: they are the same
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies rows, some of them several times. In the backward pass the gradients of a row's copies
+    are summed, in the copies' order.
+    """
+
+    sources: Tensor  # (n,) int64: which row each copy is of
+    # by the number of copies: the rows (m,) that have so many, and the copies' places (m, number)
+    by_number: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, sources: Tensor, places: Tensor, device: torch.device) -> Copies:
+        """sources, places: (n,) int64 on the CPU, places ascending: where each copy lies."""
+        order = torch.argsort(sources, stable=True)
+        rows, counts = sources[order].unique_consecutive(return_counts=True)
+        by_number = []
+        for number in counts.unique().tolist():
+            chosen = counts == number
+            lying = places[order][torch.repeat_interleave(chosen, counts)].view(-1, number)
+            by_number.append((rows[chosen].to(device), lying.to(device)))
+        return cls(sources.to(device), tuple(by_number))
+
+    def summed(self, copies: Tensor, num_rows: int) -> Tensor:
+        """copies: (places, ...), gradients -> (num_rows, ...): 0 for rows without a copy."""
+        out = copies.new_zeros(num_rows, *copies.shape[1:])
+        for rows, places in self.by_number:
+            found = copies.index_select(0, places.flatten())
+            if places.shape[1] > 1:
+                found = found.unflatten(0, places.shape).sum(1)
+            out.index_copy_(0, rows, found)
+        return out
+
+
+class _Copy(torch.autograd.Function):
+    """(num_tokens, ...) -> (num_keys, ...) by `Copies`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies, ctx.num_rows = copies, len(rows)
+        return rows.index_select(0, copies.sources)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.summed(grads[0], ctx.num_rows), None
 
 
 @dataclass(frozen=True)
@@ -57,36 +166,116 @@ class PaddedGroup:
     holes: Tensor  # (num_seqs * length - n,) int64: the others
     num_seqs: int
     length: int
+    copies: Copies | None = None  # where tokens stand several times: how their gradients add up
+    keys: PrefixedKeys | None = None  # what the queries see; None: the keys of the same tokens
 
 
-def padded_groups(
-    seq_lens: Tensor, cu_seqlens: Tensor, device: torch.device
-) -> tuple[PaddedGroup, ...]:
-    """Cuts the sequences, longest first, where one is shorter than the first by MAX_PADDING."""
-    order = torch.argsort(seq_lens, descending=True, stable=True).tolist()
-    lens = seq_lens.tolist()
+@dataclass(frozen=True)
+class PrefixedKeys:
+    """The keys of a group of sequences behind shared prefixes."""
+
+    rows: PaddedGroup  # of each sequence its prefix, then its own tokens
+    before: Tensor  # (num_seqs,) int64, on the device: tokens of the prefix
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
+
+    def mask(self, num_queries: int, window: int | None) -> Tensor:
+        """(num_seqs, 1, num_queries, keys) bool: which keys a query sees."""
+        if window not in self.masks:
+            device, num_keys = self.before.device, self.rows.length
+            queries = self.before[:, None] + torch.arange(num_queries, device=device)
+            # a hole's query sees some key too: a softmax over none is not a number
+            queries = queries.clamp(max=num_keys - 1)[..., None]
+            keys = torch.arange(num_keys, device=device)
+            seen = keys <= queries
+            if window is not None:
+                seen &= keys > queries - window
+            self.masks[window] = seen[:, None]
+        return self.masks[window]
+
+
+def padded_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
+    """Groups these sequences by length. seqs: (n,) int64, ascending."""
+    lens = packing.seq_lens
+    cut = by_length(seqs, lens, slack=8)
+    alone = len(cut) == 1 and len(seqs) == len(lens)
+    return tuple(
+        padded(spans(packing.starts[members], lens[members]), lens[members], packing.device, alone)
+        for members in cut
+    )
+
+
+def prefixed_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
+    """Groups these sequences, each of which has a prefix, by their own and by the whole length."""
+    lens, groups = packing.seq_lens, []
+    before = torch.zeros_like(lens)
+    assert packing.prefixes is not None
+    before[seqs] = lens[packing.prefixes[seqs]]
+    for like in by_length(seqs, lens, slack=8):
+        for members in by_length(like, before + lens, slack=64):
+            tokens, key_lens = packing.seen_tokens(members)
+            rows = padded(tokens, key_lens, packing.device, several=True)
+            keys = PrefixedKeys(rows, before[members].to(packing.device))
+            own = spans(packing.starts[members], lens[members])
+            groups.append(padded(own, lens[members], packing.device, keys=keys))
+    return tuple(groups)
+
+
+def by_length(seqs: Tensor, lens: Tensor, slack: int) -> list[Tensor]:
+    """Cuts the sequences, longest first, where one is shorter than the first by MAX_PADDING and
+    `slack` tokens. Returns ascending numbers of sequences. lens: of all sequences.
+    """
     cut: list[list[int]] = []
-    for seq in order:
-        if cut and lens[cut[-1][0]] <= MAX_PADDING * lens[seq] + 8:
+    of = lens.tolist()
+    for seq in seqs[torch.argsort(lens[seqs], descending=True, stable=True)].tolist():
+        if cut and of[cut[-1][0]] <= MAX_PADDING * of[seq] + slack:
             cut[-1].append(seq)
         else:
             cut.append([seq])
-    groups = []
-    for members in cut:
-        seqs = torch.tensor(sorted(members))
-        length, own = lens[members[0]], seq_lens[seqs]
-        inside = (torch.arange(length)[None, :] < own[:, None]).flatten()  # (n * length,)
-        tokens = (cu_seqlens[:-1][seqs][:, None] + torch.arange(length)[None, :]).flatten()
-        groups.append(
-            PaddedGroup(
-                tokens=None if len(cut) == 1 else tokens[inside].to(device),
-                slots=inside.nonzero().flatten().to(device),
-                holes=(~inside).nonzero().flatten().to(device),
-                num_seqs=len(seqs),
-                length=length,
-            )
-        )
-    return tuple(groups)
+    return [torch.tensor(sorted(members)) for members in cut]
+
+
+def padded(
+    tokens: Tensor, lens: Tensor, device: torch.device, alone: bool = False, several: bool = False,
+    keys: PrefixedKeys | None = None,
+) -> PaddedGroup:  # fmt: skip
+    """tokens: (sum of lens,) int64 places in the row of the sequences with these lengths.
+
+    alone: they are the whole row, in order. several: one may be there more than once.
+    """
+    length = int(lens.max())
+    inside = (torch.arange(length)[None, :] < lens[:, None]).flatten()  # (n * length,)
+    slots = inside.nonzero().flatten()
+    return PaddedGroup(
+        tokens=None if alone else tokens.to(device),
+        slots=slots.to(device),
+        holes=(~inside).nonzero().flatten().to(device),
+        num_seqs=len(lens),
+        length=length,
+        copies=Copies.of(tokens, slots, device) if several else None,
+        keys=keys,
+    )
+
+
+def prefix_obstacle(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> str | None:
+    """Returns why a role cannot compute a shared prefix once; None where it can.
+
+    hf: of the role's model. strict: the role's log-probabilities are the engine's bit for bit.
+    """
+    if role.engine != "fsdp":
+        return f"engine {role.engine!r} counts a token's position from the begin of its own run"
+    if strict:
+        return "with strict=True a token has the same bits in any company, and is computed in each"
+    if sees_images(hf):
+        return f"model type {hf.model_type!r} sees images, whose places are those in whole prompts"
+    model: Any = model_class(AutoModelForCausalLM, type(hf))
+    if model is not None and not takes_attention_functions(model):
+        return f"the layers of model type {hf.model_type!r} compute attention by themselves"
+    return None
+
+
+def shares_prefixes(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> bool:
+    """Says whether a role computes a shared prefix once (TrainConfig.shared_prefix)."""
+    return role.shared_prefix is not False and prefix_obstacle(role, strict, hf) is None
 
 
 def packed_attention(
@@ -130,13 +319,26 @@ def _flash(
 
     if softcap is not None:
         raise ValueError(f"torch's varlen attention lacks softcap={softcap}; flash-attn has it")
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # (tokens, heads, d)
+    q, k, v, row = varlen_inputs(query, key, value, packing)
     out: Any = varlen_attn(
-        q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_len, packing.max_len,
+        q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,
         scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[None]
+
+
+def varlen_inputs(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing
+) -> tuple[Tensor, Tensor, Tensor, VarlenRow]:
+    """(1, heads, tokens, d) each -> (tokens, heads, d) of the queries, (keys, kv_heads, d) of the
+    others, as varlen kernels take them. These align a sequence's last query with its last key.
+    """
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    row = packing.varlen
+    if row.copies is not None:
+        k, v = (_Copy.apply(t, row.copies) for t in (k, v))
+    return q.contiguous(), k.contiguous(), v.contiguous(), row
 
 
 def _padded(
@@ -146,9 +348,15 @@ def _padded(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (tokens, heads, head_dim)
     outs = []
     for group in packing.groups:
+        rows = group if group.keys is None else group.keys.rows
         # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
-        gq, gk, gv = (_Pad.apply(t, group).transpose(1, 2) for t in (q, k, v))
-        mask = _window_mask(group.length, sliding_window, q.device)
+        gq, gk, gv = (
+            _Pad.apply(t, of).transpose(1, 2) for t, of in ((q, group), (k, rows), (v, rows))
+        )
+        if group.keys is None:
+            mask = _window_mask(group.length, sliding_window, q.device)
+        else:
+            mask = group.keys.mask(group.length, sliding_window)
         if softcap is None:
             out = scaled_dot_product_attention(
                 gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,
@@ -225,6 +433,8 @@ def to_padded(rows: Tensor, group: PaddedGroup) -> Tensor:
 
 def from_padded(padded: Tensor, group: PaddedGroup, num_tokens: int) -> Tensor:
     picked = padded.reshape(-1, *padded.shape[2:])
+    if group.copies is not None:
+        return group.copies.summed(picked, num_tokens)
     if len(group.holes):
         picked = picked.index_select(0, group.slots)
     if group.tokens is None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from torch.nn.utils import clip_grad_norm_
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
+from spmdrl.data.shared_prefix import Unit, units_by_prefix
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
-from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.attention import Packing, shares_prefixes
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
     Adapters,
@@ -69,7 +70,13 @@ from spmdrl.engines.fsdp.ulysses import (
 from spmdrl.engines.fsdp.weight_files import WeightFiles
 from spmdrl.engines.host_copies import HostCopies, StagedShards, stage_own, wanted_parts
 from spmdrl.engines.lr_schedule import learning_rate
-from spmdrl.engines.micro_batches import add_metrics, cut, reduce_metrics, token_rows
+from spmdrl.engines.micro_batches import (
+    MicroBatch,
+    add_metrics,
+    cut,
+    reduce_metrics,
+    token_rows,
+)
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import code_files
@@ -126,6 +133,7 @@ class FsdpEngine:
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
         self.unit = 2 if kind == "reward" and not frozen else 1
+        self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
         self.adapters: Adapters | None = None
@@ -194,15 +202,15 @@ class FsdpEngine:
         return self._per_token(batch, 1, lambda mb: (self._value(mb, images),))[0]
 
     def _per_token(
-        self, own: Batch, columns: int, forward: Callable[[Batch], tuple[Tensor, ...]]
+        self, own: Batch, columns: int, forward: Callable[[Inputs], tuple[Tensor, ...]]
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
         with adapters_off(self.module) if self.without_adapters else nullcontext():
-            for seqs, mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
-                found = torch.stack(forward(mb)).cpu()
+            for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
+                found = torch.stack(forward(self._inputs(mb))).cpu()
                 if own.num_tokens:  # this is the rank that asked
-                    rows = token_rows(own, seqs)
+                    rows = token_rows(own, mb.seqs)
                     result[:, rows] = found[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
@@ -221,15 +229,16 @@ class FsdpEngine:
             return {}
         sums: dict[str, Tensor] = {}
         parts = self._micro_batches(batch)
-        for i, (_, mb) in enumerate(PROGRESS.each(parts, "micro-batches")):
+        for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, last=i == len(parts) - 1)
+            inputs = self._inputs(mb)
             with self.offloaded:
                 if isinstance(self.module, TokenPolicy):
-                    logprobs, entropy, _ = self._policy(mb, images, temperature)
+                    logprobs, entropy, _ = self._policy(inputs, images, temperature)
                 else:
-                    logprobs = self._value(mb, images)
+                    logprobs = self._value(inputs, images)
                     entropy = torch.zeros_like(logprobs)
-            loss, metrics = loss_fn(logprobs, entropy, mb)
+            loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
             loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
         grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
@@ -253,32 +262,41 @@ class FsdpEngine:
         return result
 
     def _policy(
-        self, mb: Batch, images: BatchImages | None, temperature: float, pi_squared: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: Inputs, images: BatchImages | None, temperature: float,
+        pi_squared: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
-        mine, packing = self._inputs(mb)
+        mb, mine, packing = inputs
         found = self.module(
-            mine.token_ids, mine.positions, packing, mine.states, mb.token_ids[mine.rows],
+            mine.token_ids, mine.positions, packing, mine.states, mine.targets,
             temperature, pi_squared, image_inputs(mb, images),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
 
-    def _value(self, mb: Batch, images: BatchImages | None) -> Tensor:
-        mine, packing = self._inputs(mb)
+    def _value(self, inputs: Inputs, images: BatchImages | None) -> Tensor:
+        mb, mine, packing = inputs
         values = self.module(
             mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
-    def _inputs(self, mb: Batch) -> tuple[TokenShard, Packing]:
-        mine = share_of(mb, self.team)
-        return mine, Packing.build(mine.seq_lens, self.topology.device, self.team)
+    def _inputs(self, mb: MicroBatch) -> Inputs:
+        device = self.topology.device
+        mine = share_of(mb.batch, mb.units, self.team, device)
+        packing = Packing.build(mine.seq_lens, device, self.team, mine.prefixes)
+        return Inputs(mb.batch.to(device), mine, packing)
 
-    def _micro_batches(self, own: Batch) -> list[tuple[list[int], Batch]]:
+    def _micro_batches(self, own: Batch) -> list[MicroBatch]:
         batch = shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
-        return cut(batch, budget, self.topology, unit=self.unit)
+        units: list[Unit] | None = None
+        if self.shares_prefixes:
+            units = units_by_prefix(batch, budget)
+        elif self.unit > 1:
+            numbers = range(0, batch.num_seqs, self.unit)
+            units = [Unit(tuple(range(first, first + self.unit))) for first in numbers]
+        return cut(batch, budget, self.topology, units=units)
 
     # ---- weights and memory
 
@@ -397,6 +415,14 @@ class FsdpEngine:
             self.optimizer.set_step(self.num_updates)
         if "ema" not in state:
             ema.restart(self.average, self.trained)
+
+
+class Inputs(NamedTuple):
+    """A micro-batch as the model is given it."""
+
+    batch: Batch  # on the device, all of its tokens
+    mine: TokenShard
+    packing: Packing
 
 
 def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:

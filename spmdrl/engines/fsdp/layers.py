@@ -302,9 +302,9 @@ def flash_attn_varlen(
     """The flash-attn package (version 2.6 or later); shapes are those of packed_attention."""
     from flash_attn import flash_attn_varlen_func
 
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))  # (tokens, heads, d)
+    q, k, v, row = attention.varlen_inputs(query, key, value, packing)
     out = flash_attn_varlen_func(
-        q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_len, packing.max_len,
+        q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,
         softmax_scale=scaling, causal=True, softcap=softcap or 0.0,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
     )  # fmt: skip

@@ -8,6 +8,7 @@ one gives each rank all heads of its tokens. The backward passes are the same al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError
+from spmdrl.data.shared_prefix import SharedRow, Unit
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.micro_batches import scatter_rows
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
@@ -52,30 +54,38 @@ class TokenShard:
 
     seq_lens: Tensor  # (num_seqs,) int64 on the CPU, of the tokens of the whole team; where they
     # are padded to equal shares, the last is one of padding alone
+    prefixes: Tensor  # (num_seqs,) int64 on the CPU: which of these stands before each; -1: none
     token_ids: Tensor  # (num_local,) int64
     positions: Tensor  # (num_local,) int64, within the sequence
     rows: Tensor  # (n,) int64: the unmasked tokens of the micro-batch that follow on these
     states: Tensor  # (n,) int64: on which of them
+    targets: Tensor  # (n,) int64: the ids of `rows`
 
 
-def share_of(mb: Batch, team: SequenceParallelGroup | None) -> TokenShard:
-    """mb: on the device, the same on all ranks of the team."""
+def share_of(
+    mb: Batch, units: Sequence[Unit], team: SequenceParallelGroup | None, device: torch.device
+) -> TokenShard:
+    """mb: on the CPU, the same on all ranks of the team; its sequences are those of the units, one
+    unit after the other. Per-token results are on the device.
+    """
     size, rank = (team.size, team.rank) if team is not None else (1, 0)
-    device, padding = mb.token_ids.device, -mb.num_tokens % size
-    lens = mb.seq_lens
+    row = SharedRow.build(mb.seq_lens, units)
+    padding = -len(row.tokens) % size
+    lens, prefixes = row.run_lens, row.prefixes
     if padding:
-        lens = torch.cat([lens, torch.tensor([padding])])
-    num_local = (mb.num_tokens + padding) // size
+        lens, prefixes = torch.cat([lens, torch.tensor([padding])]), pad(prefixes, (0, 1), value=-1)
+    num_local = (len(row.tokens) + padding) // size
     mine = slice(rank * num_local, (rank + 1) * num_local)
-    begins = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
-    positions = torch.arange(mb.num_tokens + padding) - begins
+    begins = torch.repeat_interleave(mb.cu_seqlens[:-1], mb.seq_lens)
+    positions = (torch.arange(mb.num_tokens) - begins)[row.tokens]
+    positions = torch.cat([positions, torch.arange(padding)])
     rows = mb.loss_mask.nonzero().flatten()
-    states = rows - 1 - mine.start
+    states = row.places[rows - 1] - mine.start
     here = (states >= 0) & (states < num_local)
-    return TokenShard(
-        lens, pad(mb.token_ids, (0, padding))[mine], positions[mine].to(device), rows[here],
-        states[here],
-    )  # fmt: skip
+    rows = rows[here]
+    of_tokens = (pad(mb.token_ids[row.tokens], (0, padding))[mine], positions[mine], rows,
+                 states[here], mb.token_ids[rows])  # fmt: skip
+    return TokenShard(lens, prefixes, *(each.to(device) for each in of_tokens))
 
 
 def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:

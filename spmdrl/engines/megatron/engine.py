@@ -35,6 +35,7 @@ from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.engines.micro_batches import (
+    MicroBatch,
     add_metrics,
     cut,
     reduce_metrics,
@@ -90,10 +91,10 @@ class MegatronEngine:
             def stats(inputs: Inputs, hidden: Tensor) -> Tensor:
                 return torch.stack(look(inputs, hidden)[:columns]).cpu()
 
-            found = self.run([mb for _, mb in parts], stats, forward_only=True)
+            found = self.run(self._on_device(parts), stats, forward_only=True)
         if own.num_tokens:  # this is the rank that asked
-            for (seqs, _), values in zip(parts, found, strict=True):
-                rows = token_rows(own, seqs)
+            for mb, values in zip(parts, found, strict=True):
+                rows = token_rows(own, mb.seqs)
                 result[:, rows] = values[:, : len(rows)]
         return result
 
@@ -123,7 +124,7 @@ class MegatronEngine:
         with self.parts.state.active():
             parts = self._micro_batches(self.shared(batch))
             self.parts.zero_grad()
-            self.run([mb for _, mb in parts], loss, forward_only=False)
+            self.run(self._on_device(parts), loss, forward_only=False)
             totals = self._totals(sums)
             lr = self._learning_rate()
             grad_norm = self._step(totals["loss_sum"])
@@ -268,7 +269,10 @@ class MegatronEngine:
             whole = SumForward.apply(whole, self.parts.groups.context)
         return whole
 
-    def _micro_batches(self, batch: Batch) -> list[tuple[list[int], Batch]]:
+    def _on_device(self, parts: list[MicroBatch]) -> list[Batch]:
+        return [mb.batch.to(self.topology.device) for mb in parts]
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         parts = self.parts
         multiple = 1
         if len(parts.chunks) > 1:

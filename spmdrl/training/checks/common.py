@@ -24,6 +24,7 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.attention import prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
@@ -34,11 +35,19 @@ from spmdrl.hub.remote_code import has_foreign_code
 MAX_RANKS = 2**20
 
 
-def check_sharing(name: str, role: TrainConfig, model: str) -> None:
+def check_sharing(name: str, role: TrainConfig, model: str, strict: bool = False) -> None:
+    """Checks what is shared: tokens between ranks, prefixes between sequences. model: the role's.
+    Raises ConfigError where it cannot be.
+    """
+    hf = load_hf_config(model)
     try:
-        check_ulysses(load_hf_config(model), role.ulysses)
+        check_ulysses(hf, role.ulysses)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from error
+    reason = prefix_obstacle(role, strict, hf) if role.shared_prefix is True else None
+    require(
+        reason is None, f"{name}.shared_prefix=True cannot be: {reason}; leave it out, or set False"
+    )
 
 
 def check_checkpoint(config: RunConfig, own_metric: str) -> None:
@@ -105,6 +114,7 @@ def check_places(config: RunConfig) -> None:
 LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
         "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
+        "shared_prefix": "auto",
         "activation_offload": False, "offload_policy": False, "ema": 0.0,
     },
     "megatron": {

@@ -112,7 +112,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
-        check_sharing(name, role, role.model or config.model)
+        strict = config.strict and name == "actor"
+        check_sharing(name, role, role.model or config.model, strict)
     check_adapters(config, placement, hf)
     if "ref" in training_roles(config):
         check_reference(config, placement)

@@ -62,6 +62,11 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
         "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
         "be learnt, so all weights are trained: leave actor.lora out",
     )
+    require(
+        config.actor.shared_prefix is not True,
+        "actor.shared_prefix=True has no effect on a reward model: its sequences are computed in "
+        "pairs, each of them whole; leave it out",
+    )
     check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
     check_classifier("model", config.model, hf)
