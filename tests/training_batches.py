@@ -34,6 +34,23 @@ def whole_batch(seed: int = 0) -> Batch:
     return batch
 
 
+def with_shared_prompts(batch: Batch, groups: list[tuple[int, int]]) -> Batch:
+    """Changes a batch in place, and returns it: (sequences, tokens that they begin with) of each
+    group, in order.
+    """
+    first = 0
+    for group, (count, prefix) in enumerate(groups):
+        begins = batch.cu_seqlens[first : first + count].tolist()
+        for begin in begins:
+            batch.token_ids[begin : begin + prefix] = batch.token_ids[
+                begins[0] : begins[0] + prefix
+            ]
+        batch.groups[first : first + count] = group
+        first += count
+    assert first == batch.num_seqs
+    return batch
+
+
 def engine_on(topology: Any, kind: str, model: str, config: TrainConfig) -> Any:
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.fsdp.engine import FsdpEngine

@@ -50,8 +50,8 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
     dist.init_process_group("gloo")
     topology = Topology.build(torch.device("cpu"), dp=-1)
     table, batch = made_here(mib, seed, topology)
-    post = P2PChannel(topology)
-    dealt = assign_to_ranks(torch.cat(all_gather_rows(table, topology)), 1, [topology.ranks])
+    post, sets = P2PChannel(topology), {topology.ranks: False}  # by ranks: shared prefixes
+    dealt = assign_to_ranks(torch.cat(all_gather_rows(table, topology)), 1, sets)
     batch = in_order(batch, dealt, topology)
     total = torch.tensor([batch.num_tokens * 24 + batch.num_seqs * 24])
     dist.all_reduce(total)
@@ -74,7 +74,7 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
 
     def whole() -> object:
         tables = torch.cat(all_gather_rows(table, topology))
-        found = assign_to_ranks(tables, 1, [topology.ranks])
+        found = assign_to_ranks(tables, 1, sets)
         packing_order(found, topology.ranks, topology.rank)
         return route()
 

@@ -32,6 +32,7 @@ from spmdrl.config import (
 )
 from spmdrl.data.packing import to_batch
 from spmdrl.data.preferences import PreferenceDataset
+from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import build_classifier, classifier_config
 from spmdrl.engines.micro_batches import cut
@@ -117,7 +118,9 @@ def test_any_split_into_micro_batches_has_the_same_loss_gradient_and_metrics(top
     bradley_terry(leaf[0::2], leaf[1::2], torch.tensor(margins), 0.1).mean().backward()
     for max_tokens in (2, 20, 33, 1000):
         total, grad, sums, seen = 0.0, torch.zeros(10), {}, []
-        for seqs, mb in cut(batch, max_tokens, topology, multiple=3, unit=2):  # some stand in
+        pairs = [Unit((first, first + 1)) for first in range(0, 10, 2)]
+        for part in cut(batch, max_tokens, topology, multiple=3, units=pairs):  # some stand in
+            seqs, mb = part.seqs, part.batch
             assert [s // 2 for s in seqs[0::2]] == [s // 2 for s in seqs[1::2]]
             assert mb.num_tokens <= max_tokens or len(seqs) <= 2
             values = torch.zeros(mb.num_tokens)

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from spmdrl.data.shared_prefix import SharedRow, Unit
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.model import TokenPolicy
 
@@ -78,10 +79,77 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
         torch.testing.assert_close(p.grad, want_grads[n], rtol=1e-4, atol=1e-4, msg=n)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name):
+    torch.manual_seed(1)
+    model = MODELS[name]().train()
+    drawn = [torch.randint(3, len(CHARS), (n,)) for n in (14, 6, 3)]
+    units, sequences = [Unit((0, 1, 2), 14), Unit((3,)), Unit((4, 5), 6), Unit((6, 7, 8), 3)], []
+    answers = {0: (1, 30, 9), 1: (20,), 2: (5, 17), 3: (1, 2, 70)}
+    for number, lens in answers.items():
+        prefix = {0: drawn[0], 2: drawn[1], 3: drawn[2]}.get(number, drawn[0][:0])
+        sequences += [torch.cat([prefix, torch.randint(3, len(CHARS), (n,))]) for n in lens]
+    lens = torch.tensor([len(s) for s in sequences])
+    tokens = torch.cat(sequences)
+    firsts = lens.cumsum(0) - lens
+    rows = torch.tensor([i for i in range(len(tokens)) if i not in firsts.tolist()])
+    positions = torch.arange(len(tokens)) - torch.repeat_interleave(firsts, lens)
+
+    model.set_attn_implementation("eager")
+    want = logprobs_of(model, sequences)
+    (want * torch.arange(len(want))).sum().backward()
+    want_grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    model.set_attn_implementation(attention.NAME)
+    row = SharedRow.build(lens, units)
+    assert len(row.tokens) == len(tokens) - 2 * 14 - 6 - 2 * 3
+    packing = attention.Packing.build(
+        row.run_lens, torch.device("cpu"), prefixes=row.prefixes
+    )  # fmt: skip
+    got, *_ = TokenPolicy(model)(
+        tokens[row.tokens], positions[row.tokens], packing, row.places[rows - 1], tokens[rows], 1.0
+    )
+    (got * torch.arange(len(got))).sum().backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for n, p in model.named_parameters():
+        error = (p.grad - want_grads[n]).norm() / want_grads[n].norm().clamp(min=1e-6)
+        assert error < 1e-5, (n, error)
+
+
+def test_the_varlen_row_has_each_prefix_before_every_answer():
+    """What flash attention is told on GPUs: here by torch's attention, sequence by sequence."""
+    torch.manual_seed(2)
+    lens, prefixes = torch.tensor([4, 3, 1, 5, 2]), torch.tensor([-1, 0, 0, -1, 3])
+    packing = attention.Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
+    tensors = [torch.randn(1, h, 15, 8, requires_grad=True) for h in (4, 2, 2)]
+    want = attention.packed_attention(torch.nn.Module(), *tensors, None, packing)[0]
+    want.square().sum().backward()
+    want_grads = [t.grad.clone() for t in tensors]
+    for t in tensors:
+        t.grad = None
+    q, k, v, row = attention.varlen_inputs(*tensors, packing)
+    assert row.cu_queries.tolist() == [0, 4, 7, 8, 13, 15] and row.max_queries == 5
+    assert row.cu_keys.tolist() == [0, 4, 11, 16, 21, 28] and row.max_keys == 7
+    outs = []
+    for i in range(5):
+        queries = slice(row.cu_queries[i], row.cu_queries[i + 1])
+        keys = slice(row.cu_keys[i], row.cu_keys[i + 1])
+        one = [t.transpose(0, 1)[None] for t in (q[queries], k[keys], v[keys])]
+        mask = torch.ones(one[0].shape[2], one[1].shape[2], dtype=torch.bool)
+        mask = mask.tril(one[1].shape[2] - one[0].shape[2])  # the last query sees the last key
+        out = torch.nn.functional.scaled_dot_product_attention(*one, mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    got = torch.cat(outs)[None]
+    torch.testing.assert_close(got, want)
+    got.square().sum().backward()
+    for t, grad in zip(tensors, want_grads, strict=True):
+        torch.testing.assert_close(t.grad, grad)
+
+
 def test_groups_waste_little_padding():
     lens = torch.randint(1, 500, (64,), generator=torch.Generator().manual_seed(0))
-    cu_seqlens = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    groups = attention.padded_groups(lens, cu_seqlens, torch.device("cpu"))
+    groups = attention.Packing.build(lens, torch.device("cpu")).groups
     padded = sum(g.num_seqs * g.length for g in groups)
     assert padded < 1.25 * int(lens.sum())
     assert all(len(g.slots) + len(g.holes) == g.num_seqs * g.length for g in groups)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_calls
+from training_batches import with_shared_prompts
 
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
@@ -37,6 +38,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {  # the same numbers with other means
     "offload": {"offload_params": True, "offload_optimizer": True},
     "ema": {"ema": 0.5},
     "offload policy": {"offload_policy": True},
+    "whole prompts": {"shared_prefix": False},
 }
 REFUSED = {
     ("lora", "muon"), ("ulysses", "replicas"), ("muon", "offload policy"),
@@ -60,6 +62,7 @@ def whole_batch(seed: int) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     batch = empty_batch(torch.tensor(LENS))
     batch.token_ids = torch.randint(3, 60, (batch.num_tokens,), generator=draw)
+    with_shared_prompts(batch, [(3, 6), (2, 11), (5, 1)])
     batch.loss_mask = (torch.rand(batch.num_tokens, generator=draw) > 0.2).float()
     batch.loss_mask[batch.cu_seqlens[:-1]] = 0
     batch.advantages = torch.randn(batch.num_tokens, generator=draw) * batch.loss_mask
@@ -69,7 +72,9 @@ def whole_batch(seed: int) -> Batch:
 
 
 def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: int) -> list[Any]:
-    """Of each case two updates' metrics, the logprobs of this rank's sequences, the average."""
+    """Of each case two updates' metrics, the logprobs of this rank's sequences, the average. On one
+    rank no prompt is shared.
+    """
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
     from spmdrl.distributed.topology import Topology, train_degrees
@@ -78,6 +83,8 @@ def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: in
     whole, results = whole_batch(seed), []
     for case in cases:
         config = config_of(case)
+        if topology.world == 1:
+            config = replace(config, shared_prefix=False)
         ranks = Topology.build(topology.device, **train_degrees(config))
         engine = FsdpEngine("policy", model, config, ranks)
         engine.offload()

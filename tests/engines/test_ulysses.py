@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_calls
 from tiny_models import save_qwen3
-from training_batches import CONFIG, LENS, whole_batch
+from training_batches import CONFIG, LENS, whole_batch, with_shared_prompts
 
 from spmdrl.config import AlgoConfig, ConfigError, OptimConfig, TrainConfig
 from spmdrl.types import lengths_to_cu_seqlens
@@ -54,9 +54,11 @@ def save_models(folder):
 
 def batch_of(name):
     """whole: 168 tokens, some sequences all masked. long: one above all others, 107 tokens. few:
-    fewer tokens than ranks."""
+    fewer tokens than ranks. prompts: as whole, with shared beginnings of 6, 11 and 2 tokens."""
     if name == "whole":
         return whole_batch()
+    if name == "prompts":
+        return with_shared_prompts(whole_batch(seed=5), [(3, 6), (2, 11), (4, 2)])
     batch = whole_batch(seed=7)
     lens = torch.tensor({"long": [97, 2, 3, 5], "few": [3]}[name])
     n = int(lens.sum())
@@ -86,6 +88,11 @@ CASES = [
     case("window", "policy", 2, ulysses=2),
     case("moe", "policy", 4, ulysses=4),
     case("mla", "policy", 2, ulysses=2, activation_checkpointing=True),
+    case("gqa", "policy", 4, "prompts", ulysses=2, micro_batch_tokens=40),
+    case("gqa", "value", 4, "prompts", ulysses=4, activation_checkpointing=True),
+    case("window", "policy", 2, "prompts"),
+    case("moe", "policy", 2, "prompts", ulysses=2),
+    case("mla", "policy", 3, "prompts", micro_batch_tokens=1000),
 ]
 
 
@@ -104,9 +111,12 @@ def engine_on(topology, folder, case):
         with torch.no_grad():
             engine.module.value_head.weight.fill_(0.05)
     own, whole = place.data_ranks, batch_of(batch)
-    given = list(range(whole.num_seqs))[own.index(topology.rank) :: len(own)] if (
-        topology.rank in own
-    ) else []  # fmt: skip
+    given = []
+    if topology.rank in own:
+        place = own.index(topology.rank)
+        given = list(range(whole.num_seqs))[place :: len(own)]
+        if batch == "prompts":  # a group stays together
+            given = [i for i in range(whole.num_seqs) if int(whole.groups[i]) % len(own) == place]
     return engine, whole.select(given)
 
 
@@ -273,7 +283,8 @@ def test_on_policy_the_ratio_is_one_in_half_precision(runs):
 def runs(tmp_path_factory):
     """{case: what each rank got}; one start on four ranks."""
     folder = save_models(tmp_path_factory.mktemp("models"))
-    alone = [(model, kind, 1, batch, PLAIN) for model, kind, _, batch, _ in CASES]
+    plain = replace(PLAIN, shared_prefix=False)
+    alone = [(model, kind, 1, batch, plain) for model, kind, _, batch, _ in CASES]
     calls = {
         "alone": (results_on, (folder, alone)),
         "shared": (results_on, (folder, CASES)),
@@ -310,13 +321,16 @@ def test_every_query_meets_its_key_value_head(ranks):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_shares_are_equal_and_make_up_the_micro_batch(size):
+    from spmdrl.data.shared_prefix import single_units
     from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, share_of
 
+    cpu = torch.device("cpu")
     for name in ("whole", "long", "few"):
         mb = batch_of(name)
         parts = [
-            share_of(mb, SequenceParallelGroup(None, size, rank) if size > 1 else None)
+            share_of(mb, single_units(mb), team, cpu)
             for rank in range(size)
+            for team in [SequenceParallelGroup(None, size, rank) if size > 1 else None]
         ]
         assert len({len(part.token_ids) for part in parts}) == 1
         tokens = torch.cat([part.token_ids for part in parts])

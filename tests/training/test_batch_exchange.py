@@ -34,9 +34,11 @@ def dealt(topology, samples, mini_batches, keys=(), roles=None):
     )
 
     roles, me = roles or [topology.ranks], topology.rank
-    rows = [(s.group, s.index, s.num_tokens, me) for s in samples]
-    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
-    found = assign_to_ranks(torch.cat(all_gather_rows(table, topology)), mini_batches, roles)
+    rows = [(s.group, s.index, s.num_tokens, len(s.prompt.token_ids), me) for s in samples]
+    table = torch.cat(
+        all_gather_rows(torch.tensor(rows, dtype=torch.int64).reshape(-1, 5), topology)
+    )
+    found = assign_to_ranks(table, mini_batches, dict.fromkeys(roles, False))
     by_address = {(s.group, s.index): s for s in samples}
     post, own, batches = P2PChannel(topology), {}, {}
     for ranks in roles:
