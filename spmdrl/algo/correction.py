@@ -110,10 +110,18 @@ TESTS = {
 }  # fmt: skip
 
 
+MISMATCH_SUMS = tuple(
+    f"correction_{name}"
+    for name in ("tokens", "seqs", "kl", "k3", "ppl", "rho2", "seq_rho2", "w", "w2", "kept")
+)
+
+
 def mismatch_sums(
     log_ratio: Tensor, weights: Tensor, keep: Tensor, mask: Tensor, seq_lens: Tensor
 ) -> Tensor:
-    """(10,) float64 sums of this rank, to be added up over ranks for `mismatch_metrics`."""
+    """(10,) float64 sums of this rank, MISMATCH_SUMS, to be added up over ranks for
+    `mismatch_metrics`.
+    """
     log_rho = log_ratio.double() * mask
     rho = log_rho.clamp(-20, 20).exp()
     counts = segment_sum(mask.double(), seq_lens)
@@ -129,7 +137,8 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: Tensor) -> dict[str, float]:
-    """Returns metrics of how far sampling is from training, over the global batch.
+    """Returns metrics of how far sampling is from training, over the global batch. sums: or any
+    multiple of all of them.
 
     kl: mean of log(engine / trainer), an estimate of KL(engine || trainer); k3: the same, never
     negative; ppl_ratio: the trainer's perplexity of a sequence over the engine's, mean over
@@ -137,7 +146,7 @@ def mismatch_metrics(sums: Tensor) -> dict[str, float]:
     weights, (sum w)^2 / (n sum w^2), 1 where all are equal.
     """
     tokens, seqs, kl, k3, ppl, rho2, seq_rho2, w, w2, kept = sums.tolist()
-    tokens, seqs = max(tokens, 1.0), max(seqs, 1.0)
+    tokens, seqs = tokens or 1.0, seqs or 1.0
     return {
         "correction/kl": kl / tokens,
         "correction/k3": k3 / tokens,
@@ -148,3 +157,12 @@ def mismatch_metrics(sums: Tensor) -> dict[str, float]:
         "correction/weight_mean": w / tokens,
         "correction/rejected": 1 - kept / tokens,
     }
+
+
+def take_mismatch(sums: dict[str, float]) -> dict[str, float]:
+    """Takes MISMATCH_SUMS out of an update's metrics; returns `mismatch_metrics` of them, {} where
+    there are none.
+    """
+    if MISMATCH_SUMS[0] not in sums:
+        return {}
+    return mismatch_metrics(torch.tensor([sums.pop(n) for n in MISMATCH_SUMS], dtype=torch.float64))

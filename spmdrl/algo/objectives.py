@@ -16,7 +16,12 @@ from spmdrl_kernels.policy_loss_terms import ALIASES, CONSTANTS, Inputs, Terms
 from torch import Tensor
 
 from spmdrl.algo.advantages import PRIME_BETA, advantage_options, estimator_of, prime
-from spmdrl.algo.correction import correction_weights, rejection_keep
+from spmdrl.algo.correction import (
+    MISMATCH_SUMS,
+    correction_weights,
+    mismatch_sums,
+    rejection_keep,
+)
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import loss_of, loss_options, policy_loss_of, value_loss
 from spmdrl.config import AlgoConfig
@@ -35,18 +40,22 @@ def policy_objective(
     token_loss = policy_loss_of(algo)
     kl = kl_estimator_of(algo)
     terms = kernel_terms(algo, kl_coef, entropy_coef)
+    in_update = corrects_in_update(algo)
 
     def objective(logprobs: Tensor, entropy: Tensor, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
-        weights = mb.policy_weights
+        weights, further = mb.policy_weights, tokens_above_cut(logprobs, mb, algo)
         if algo.correction.bypass:
             mb, weights = with_bypass(logprobs.detach(), mb, algo)
+        elif in_update:
+            weights, sums = correction_of(logprobs.detach(), mb, algo)
+            further |= sums
         if terms is not None:  # on a GPU the rest is one pass over memory
             inputs = kernel_inputs(mb, weights)
             if policy_loss.fits(logprobs, entropy, inputs):
                 loss, sums = policy_loss.policy_loss(logprobs, entropy, inputs, terms)
-                return loss, sums | tokens_above_cut(logprobs, mb, algo)
+                return loss, sums | further
         losses, metrics = token_loss(logprobs, old, mb)
         losses = losses if weights is None else losses * weights
         if kl_coef and algo.kl_in == "loss":
@@ -70,7 +79,7 @@ def policy_objective(
             sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
             sums["ratio_max"] = masked_max((logprobs - old).exp(), mb.loss_mask)
             sums["logprob_diff_max"] = masked_max((ours - mb.rollout_logprobs).abs(), mb.loss_mask)
-        return loss, sums | tokens_above_cut(logprobs, mb, algo)
+        return loss, sums | further
 
     return objective
 
@@ -111,10 +120,14 @@ def needs_old_logprobs(algo: AlgoConfig) -> bool:
     """Says whether a pass for old log-probabilities is needed: with one update per rollout the
     update's own forward pass has them (`policy_objective`).
     """
+    return asks_before_update(algo) or (corrects(algo) and not corrects_in_update(algo))
+
+
+def asks_before_update(algo: AlgoConfig) -> bool:
+    """Whether old log-probabilities are needed for anything but a rollout correction."""
     return (
         algo.epochs * algo.mini_batches > 1
         or (algo.kl_coef > 0 and algo.kl_in == "reward")
-        or corrects(algo)
         or algo.top_entropy_fraction < 1
         or selects(algo)
         or estimator_of(algo).token_sums
@@ -128,6 +141,22 @@ def selects(algo: AlgoConfig) -> bool:
 
 def corrects(algo: AlgoConfig) -> bool:
     return algo.correction.level != "off" or bool(algo.correction.reject)
+
+
+def corrects_before_update(algo: AlgoConfig) -> bool:
+    """Whether the correction's weights come from a pass of their own for old log-probabilities."""
+    return corrects(algo) and not algo.correction.bypass and not corrects_in_update(algo)
+
+
+def corrects_in_update(algo: AlgoConfig) -> bool:
+    """Whether the correction's weights come from the update's own log-probabilities.
+
+    That is so where nothing needs them before: weights that are divided by their mean, or tokens
+    that are rejected, and so change the loss's divisor, do.
+    """
+    correction = algo.correction
+    before = correction.normalize or correction.reject or correction.bypass
+    return correction.level != "off" and not before and not asks_before_update(algo)
 
 
 def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -163,6 +192,19 @@ def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, T
     if algo.correction.level != "off":
         weights = keep * correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
     return replace(mb, kept_mask=keep), weights
+
+
+def correction_of(
+    logprobs: Tensor, mb: Batch, algo: AlgoConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Correction by the policy at hand, which in the only update is the one the step starts from.
+
+    Returns the tokens' weights and the sums that `mismatch_metrics` wants, by name.
+    """
+    log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
+    weights = correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
+    sums = mismatch_sums(log_ratio, weights, mb.loss_mask, mb.loss_mask, mb.seq_lens)
+    return weights, dict(zip(MISMATCH_SUMS, sums, strict=True))
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

@@ -152,6 +152,17 @@ class BatchAssignment:
         """Ascending rows, reordered by mini-batch."""
         return rows[torch.argsort(self.mini_batch_ids[rows], stable=True)]
 
+    def repeated_prefixes(self, ranks: Ranks) -> Tensor:
+        """(m,) int64: the lengths of the prompts that no rank computes: those of all sequences of a
+        group on a rank but one.
+        """
+        rows = torch.stack([self.train_ranks[ranks], self.groups], dim=1)
+        units = rows.unique(dim=0, return_inverse=True)[1]
+        again = torch.ones(len(rows), dtype=torch.bool)
+        order = torch.argsort(units, stable=True)
+        again[order[torch.diff(units[order], prepend=units.new_full((1,), -1)) != 0]] = False
+        return self.prefix_lens[again]
+
     def imbalance(self, ranks: Ranks) -> float:
         """The heaviest rank's work over the mean, averaged over mini-batches."""
         where = self.train_ranks[ranks]

@@ -118,9 +118,12 @@ def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) ->
     peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
     if peak is None or not seconds:
         return {}
-    flops = run.config.algo.epochs * run.flops.of(batches.assignment.seq_lens)
-    gpus = len(run.roles.actor.topology.ranks)
-    return {"throughput/mfu": flops / (seconds * gpus * peak * 1e12)}
+    actor, assignment = run.roles.actor, batches.assignment
+    flops = run.flops.of(assignment.seq_lens, metrics["rollout/loss_tokens"])
+    if actor.shares_prefixes:
+        flops -= run.flops.of(assignment.repeated_prefixes(actor.ranks), 0)
+    gpus = len(actor.topology.ranks)
+    return {"throughput/mfu": run.config.algo.epochs * flops / (seconds * gpus * peak * 1e12)}
 
 
 def generate_and_score(run: RlRun, step: int) -> RolloutResult:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.algo.advantages import estimator_of
+from spmdrl.algo.correction import take_mismatch
 from spmdrl.algo.kl import next_entropy_coef, next_kl_coef
 from spmdrl.algo.objectives import (
-    corrects,
+    corrects_before_update,
     needs_old_logprobs,
     policy_objective,
     selects,
@@ -119,7 +120,7 @@ def compute_advantages(roles: Roles, batches: TrainBatches, step: int) -> None:
         with roles.phases("advantages", actor.topology):
             own, metrics = batches.of(actor), batches.metrics
             metrics |= staleness(roles, own, step)
-            if corrects(config.algo) and not config.algo.correction.bypass:
+            if corrects_before_update(config.algo):
                 metrics |= add_correction(own, config.algo, actor.topology)
             metrics |= add_advantages(own, config, roles.kl_coef, actor.topology)
     send_to_role(roles, batches, ("returns", "loss_weights"), actor, roles.critic)
@@ -147,6 +148,7 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
         loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
         select = selector(roles, step) if selects(algo) else None
         updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, select)
+        batches.metrics |= take_mismatch(updates)
         batches.metrics |= {f"actor/{name}": value for name, value in updates.items()}
         if config.strict:
             require_equal(batches.metrics, step)

@@ -10,7 +10,13 @@ from golden_batches import batch_of, flat, random_trajectories
 
 from spmdrl.algo import kl, losses, objectives, selection
 from spmdrl.algo.advantages import token_rewards
-from spmdrl.algo.correction import rejection_keep
+from spmdrl.algo.correction import (
+    correction_weights,
+    mismatch_metrics,
+    mismatch_sums,
+    rejection_keep,
+    take_mismatch,
+)
 from spmdrl.config import AlgoConfig, CorrectionConfig
 from spmdrl.data.packing import empty_batch
 from spmdrl.types import Batch
@@ -383,6 +389,52 @@ def test_rejected_tokens_have_no_part_in_a_sequence(name, bypass):
     (want_grad,) = torch.autograd.grad(want, new)
     torch.testing.assert_close(got_grad, want_grad)
     assert float(got_grad[keep == 0].abs().max()) == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "reinforce"])
+def test_the_only_update_weighs_by_its_own_pass(level, name):
+    """As if the weights were computed before, from a pass of their own."""
+    correction = CorrectionConfig(level=level, high=1.2)
+    algo = AlgoConfig(policy_loss=name, correction=correction)
+    assert objectives.corrects_in_update(algo) and not objectives.needs_old_logprobs(algo)
+    _, batch, logprobs = objective_batch(3)
+    entropy = torch.zeros_like(logprobs)
+    log_ratio = (logprobs.detach() - batch.rollout_logprobs) * batch.loss_mask
+    weights = correction_weights(log_ratio, batch.loss_mask, batch.seq_lens, correction)
+    before = replace(batch, policy_weights=weights, old_logprobs=logprobs.detach())
+    found = []
+    for given, of in ((batch, algo), (before, replace(algo, correction=CorrectionConfig()))):
+        given = replace(given, old_logprobs=None) if given is batch else given
+        leaf = logprobs.detach().clone().requires_grad_()
+        loss, sums = objectives.policy_objective(of)(leaf, entropy, given)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad, sums))
+    torch.testing.assert_close(found[0][:2], found[1][:2])
+    sums = {name: float(value) / 7 for name, value in found[0][2].items()}  # as an engine divides
+    metrics = take_mismatch(sums)
+    want = mismatch_metrics(
+        mismatch_sums(log_ratio, weights, batch.loss_mask, batch.loss_mask, batch.seq_lens)
+    )
+    assert metrics == pytest.approx(want) and sums.keys() == found[1][2].keys()
+    assert take_mismatch(sums) == {}
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [
+        AlgoConfig(correction=CorrectionConfig(level="token", normalize=True)),
+        AlgoConfig(correction=CorrectionConfig(level="token", reject={"token_k1": (0.5, 2.0)})),
+        AlgoConfig(correction=CorrectionConfig(reject={"token_k1": (0.5, 2.0)})),
+        AlgoConfig(correction=CorrectionConfig(level="token"), mini_batches=2),
+        AlgoConfig(correction=CorrectionConfig(level="token"), top_entropy_fraction=0.5),
+        AlgoConfig(correction=CorrectionConfig(level="token"), kl_coef=0.1, kl_in="reward"),
+        AlgoConfig(correction=CorrectionConfig(level="token"), advantage="optimal_token_baseline"),
+    ],
+)
+def test_a_correction_that_is_needed_before_the_update_takes_a_pass(algo):
+    assert objectives.needs_old_logprobs(algo) and objectives.corrects_before_update(algo)
+    assert not objectives.corrects_in_update(algo)
 
 
 def test_bypass_takes_the_engines_logprobs_as_the_old_ones():

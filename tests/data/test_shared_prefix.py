@@ -86,6 +86,14 @@ def computed(found, ranks, prompt):
     ]
 
 
+def test_prompts_that_are_not_computed_again():
+    table = table_of(4, 3, 50, (10, 11))
+    found = assign_to_ranks(table, 1, {(0, 1): True})
+    again = found.repeated_prefixes((0, 1))
+    assert 12 * 60 - int(again.sum()) == sum(computed(found, (0, 1), 50)) == 4 * (50 + 3 * 10)
+    assert len(assign_to_ranks(table[:0], 1, {(0, 1): True}).repeated_prefixes((0, 1))) == 0
+
+
 def test_a_deal_keeps_groups_together_where_ranks_stay_even():
     ranks = (0, 1, 2, 3)
     table = table_of(32, 8, 300, (20, 60))

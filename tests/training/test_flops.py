@@ -30,9 +30,12 @@ def test_it_is_what_a_pass_multiplies(kind: str, tied: bool) -> None:
         model(torch.randint(0, 200, (1, length))).logits.sum().backward()
     flops = Flops.of_model(config)
     # eager attention computes the masked half as well
-    whole = flops.per_token * length + flops.per_pair * length**2
+    whole = (flops.per_token + flops.per_prediction) * length + flops.per_pair * length**2
     assert counter.get_total_flops() == pytest.approx(whole, rel=0.02)
-    assert flops.of(torch.tensor([length])) == pytest.approx(whole - flops.per_pair * length**2 / 2)
+    of_update = flops.of(torch.tensor([length]), length)
+    assert of_update == pytest.approx(whole - flops.per_pair * length**2 / 2)
+    assert flops.per_prediction == 6 * 200 * 64
+    assert flops.of(torch.tensor([length]), 10) == of_update - 30 * flops.per_prediction
     assert Flops.of_model(config, frozen=True).per_token == flops.per_token * 2 / 3
 
 
@@ -42,7 +45,7 @@ def test_sequences_and_windows() -> None:
     assert flops.window == 16
     lens = torch.tensor([10, 40])
     pairs = 10 * 10 / 2 + 16 * (40 - 16 / 2)  # the first 16 as a triangle, then 16 each
-    assert flops.of(lens) == pytest.approx(flops.per_token * 50 + flops.per_pair * pairs)
+    assert flops.of(lens, 0) == pytest.approx(flops.per_token * 50 + flops.per_pair * pairs)
 
 
 def test_peaks_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 A token costs 6 operations per weight that it is multiplied with, 2 of them forward, and each pair
 of a token and one that it attends to costs 12 per head and head dimension, of which causal
-attention has half of the square of the length. What is computed again (activation checkpointing)
-does not count. Source: PaLM, arXiv 2204.02311, appendix B.
+attention has half of the square of the length. The LM head is computed of tokens in the loss alone.
+What is computed again (activation checkpointing) does not count, nor does what is not computed
+because sequences share it. Source: PaLM, arXiv 2204.02311, appendix B.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Flops:
     not count.
     """
 
-    per_token: float
+    per_token: float  # of the layers
+    per_prediction: float  # of the LM head
     per_pair: float  # of a token and one that it attends to
     window: int | None  # tokens that a layer attends to at most, where all layers have one
 
@@ -53,37 +55,45 @@ class Flops:
         text: Any = hf.get_text_config()
         heads = text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // heads
-        each, backward = 2.0, 2.0 if frozen else 4.0
+        each = 2.0 + (2.0 if frozen else 4.0)
+        layers, head = active_weights(hf)
         window = getattr(text, "sliding_window", None)
         kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
         return cls(
-            (each + backward) * active_weights(hf),
+            each * layers,
+            each * head,
             12.0 * text.num_hidden_layers * heads * width,
             window if kinds == {"sliding_attention"} else None,
         )
 
-    def of(self, seq_lens: Tensor) -> float:
-        """seq_lens: (n,) int64, tokens of each sequence."""
+    def of(self, seq_lens: Tensor, num_predictions: float) -> float:
+        """seq_lens: (n,) int64, tokens of each sequence. num_predictions: of all, tokens in the
+        loss.
+        """
         lens = seq_lens.double()
         reach = lens if self.window is None else lens.clamp(max=self.window)
         pairs = reach * (lens - reach / 2)
-        return self.per_token * float(lens.sum()) + self.per_pair * float(pairs.sum())
+        layers = self.per_token * float(lens.sum()) + self.per_pair * float(pairs.sum())
+        return layers + self.per_prediction * num_predictions
 
 
-def active_weights(hf: PreTrainedConfig) -> float:
-    """Counts the weights that a token is multiplied with: of experts those that it is sent to, and
-    of two embeddings the one of the outputs, since that of the inputs is looked up.
+def active_weights(hf: PreTrainedConfig) -> tuple[float, float]:
+    """Counts the weights that a token is multiplied with, in the layers and in the LM head: of
+    experts those that it is sent to. The embedding of the inputs is looked up.
     """
     text: Any = hf.get_text_config()
     of_experts = experts_per_token(text)
-    count = 0.0
+    layers = head = 0.0
     for name, parameter in meta_model(hf).named_parameters():
-        looked_up = name.endswith("embed_tokens.weight") and not text.tie_word_embeddings
-        if looked_up or parameter.dim() < 2 or ".visual." in f".{name}":
+        embedding = name.endswith("embed_tokens.weight")
+        if parameter.dim() < 2 or ".visual." in f".{name}":
             continue
-        routed = ".experts." in name
-        count += prod(parameter.shape) * (of_experts if routed else 1.0)
-    return count
+        size = float(prod(parameter.shape))
+        if name.startswith("lm_head.") or (embedding and text.tie_word_embeddings):
+            head = size
+        elif not embedding:
+            layers += size * (of_experts if ".experts." in name else 1.0)
+    return layers, head
 
 
 def experts_per_token(text: Any) -> float:
