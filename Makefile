@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-algos bench-kernels gpu-session verdicts soak \
+.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels gpu-session verdicts soak \
 	clean
 
 help:  ## list the targets
@@ -41,8 +41,11 @@ test: lint  ## lint, then the whole test suite, two files at a time
 	$(BIN)/python -m pytest -m "not clock" --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1; \
 	exit $$failed
 
-bench: .venv  ## time the add2 workload on one and on two ranks
-	@$(BIN)/python examples/add2/bench.py
+bench: .venv  ## time a step: fixed, natural and short answers, one and two ranks; into runs/bench.jsonl
+	@$(BIN)/python examples/add2/bench.py --workload add2,natural,short
+
+bench-compare: .venv  ## BASE=<commit>: that commit and this one in turns, and what moved beyond the noise
+	@$(BIN)/python examples/add2/bench_compare.py $(BASE)
 
 bench-algos: .venv  ## train arithmetic with every estimator; table and plot into docs/
 	@$(BIN)/python examples/arithmetic/bench_algos.py

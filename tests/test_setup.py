@@ -186,18 +186,43 @@ def test_bench_figures_from_a_recorded_run() -> None:
     bench = load_module("examples/add2/bench.py")
     watch = bench.Watch(os.getpid(), Path("metrics.jsonl"))
     watch.line_times = [110.0, 114.0, 116.0, 119.0]  # ends of four steps
-    watch.trace = [(100.0, 0.0), (113.9, 20.0), (118.9, 30.0), (125.0, 99.0)]
+    watch.trace = [
+        (100.0, 0.0, 5.0), (113.9, 20.0, 30.0), (118.9, 30.0, 42.5), (125.0, 99.0, 199.0),
+    ]  # fmt: skip
     watch.peak_rss = 3 * 2**30
-    row = {"time/rollout_s": 1.0, "time/update_actor_s": 0.5, "time/sync_s": 0.25, "reward/mean": 0}
-    rows = [row, row, row | {"time/rollout_s": 2.0}, row | {"time/rollout_s": 4.0}]
+    row = {"time/rollout_s": 1.0, "time/update_actor_s": 0.5, "time/sync_s": 0.25,
+           "reward/mean": 0, "response/tokens": 9000}  # fmt: skip
+    rows = [row, row, row | {"time/rollout_s": 2.0, "response/tokens": 2000},
+            row | {"time/rollout_s": 4.0, "response/tokens": 3000}]  # fmt: skip
     figures = bench.summarise(rows, watch, launched=100.0)
     assert figures["step_s_median"] == 2.5  # of 2 and 3: the first two steps are dropped
-    assert figures["tokens_per_s"] == round(16384 / 2.5)
+    assert figures["tokens_per_step"] == 2500 and figures["tokens_per_s"] == 1000
+    assert figures["cpu_s_per_1k_tokens"] == 2.0
+    assert figures["foreign_cores"] == 0.5  # 2.5 s in the 5 s of the last two steps
     assert figures["gen_s"] == 3.0
     assert figures["logp_s"] == 0.0
     assert figures["cpu_s_per_step"] == 5.0  # from the end of the second step to that of the last
     assert figures["startup_s"] == 7.5  # 110 - 100 - 2.5
     assert figures["peak_rss_gb"] == 3.0
+
+
+def test_bench_compare_tells_noise_from_a_change() -> None:
+    compare = load_module("examples/add2/bench_compare.py")
+    assert compare.verdict([1.0, 1.2, 1.1], [1.15, 1.3, 1.25]) == "the same"
+    assert compare.verdict([1.0, 1.2, 1.1], [1.21, 1.3, 1.25]) == "rose"
+    assert compare.verdict([1.0, 1.2, 1.1], [0.9, 0.8, 0.99]) == "fell"
+    assert compare.verdict([1.0], [2.0]) == "one run says nothing"
+    record = dict.fromkeys(compare.FIGURES, 2.0) | {"logp_s": 0.0, "foreign_cores": 0.1}
+    about = {"processor": "P, 2 cores"}
+    before = [record | about | {"commit": "a"}] * 2
+    after = [record | about | {"commit": "b", "train_s": 1.0, "foreign_cores": 0.7}] * 2
+    first, *lines = compare.table("add2 on 1 ranks", before, after)
+    assert first == "add2 on 1 ranks, a -> b, P, 2 cores, other programs took 0.7 cores"
+    told = {line.split()[0]: line for line in lines}
+    assert told.keys() == set(compare.FIGURES)
+    assert "ratio  0.500  fell" in told["train_s"] and told["gen_s"].endswith("the same")
+    with pytest.raises(SystemExit, match="'no-such' is no commit"):
+        compare.check_out("no-such")
 
 
 GRANDCHILD = """

@@ -24,7 +24,6 @@ LIMIT_S = 300
 DROPPED_STEPS = 2
 ENV = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }  # fmt: skip
 
 
@@ -45,7 +44,7 @@ def main(steps: int = 10, async_steps: int = 1, rounds: int = 2) -> None:
 
 def measure(ahead: int, steps: int) -> dict[str, float]:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node", "2",
         "-m", "spmdrl.ppo", "--config", "examples/add2/config.py", "--steps", str(steps),
         "--run_dir", f"runs/add2/ahead_{ahead}", "--async_steps", str(ahead),
         "--placement", '{"actor":"0","rollout":"1"}', "--rollout.dtype", "float32",

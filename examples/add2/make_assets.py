@@ -1,6 +1,7 @@
 """Model and data of the add2 workload, which the benchmark runs: python make_assets.py OUT
 
-A Qwen3 of 3.2 million random weights (seed 0), one character a token, and 512 prompts "{a}+{b}=".
+A Qwen3 of 3.2 million random weights (seed 0), one character a token, 512 prompts "{a}+{b}=",
+and as many of 60 characters, in which worked additions stand before the question.
 """
 
 from __future__ import annotations
@@ -49,15 +50,23 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def write_prompts(path: Path) -> None:
+def write_prompts(path: Path, length: int = 0) -> None:
+    """length: of every prompt, in characters, filled up with worked additions before the question;
+    0: the question alone.
+    """
     draw = random.Random(0)
     rows = []
     for _ in range(512):
         a, b = draw.randint(1, 99), draw.randint(1, 99)
+        question = f"{a}+{b}="
+        while len(question) < length:
+            c, d = draw.randint(1, 99), draw.randint(1, 99)
+            question = f"{c}+{d}={c + d}, {question}"
+        question = question[-length:]
         rows.append(
             {
                 "data_source": "add2",
-                "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+                "prompt": [{"role": "user", "content": question}],
                 "reward_model": {"style": "rule", "ground_truth": str(a + b)},
             }
         )
@@ -70,3 +79,4 @@ if __name__ == "__main__":
     save_model(out / "model")
     save_tokenizer(out / "model")
     write_prompts(out / "train.parquet")
+    write_prompts(out / "long_prompts.parquet", length=60)

@@ -159,7 +159,7 @@ def make_start() -> None:
 
 def torchrun(*words: str) -> list[str]:
     """One rank; --standalone picks a free port, or two runs could not go side by side."""
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
+    launch = ["spmdrl.launch", "--standalone", "--nproc-per-node", "1", "-m"]
     return [sys.executable, "-m", *launch, *words]
 
 
@@ -209,7 +209,6 @@ def launch(words: list[str], output: Path) -> int:
     env = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with output.open("w") as file:
         process = subprocess.Popen(

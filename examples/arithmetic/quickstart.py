@@ -51,7 +51,7 @@ def run_stages(algo: str, seed: int, run_dir: Path) -> dict[str, float]:
     """Seconds of each stage. Exits the process where one fails."""
     python = sys.executable
     gpus = torch.cuda.device_count()
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun = [python, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node"]
     torchrun += [str(min(gpus, 2) or 2), "-m"]
     configs = "configs/qwen3_tiny_arithmetic_{}_cpu.py"
     make_assets = [python, "examples/arithmetic/make_assets.py", "--out", str(ASSETS)]
@@ -74,7 +74,6 @@ def run_stage(name: str, command: list[str]) -> float:
     env = {
         "OMP_NUM_THREADS": "1",  # the model is too small for more
         "HF_HUB_OFFLINE": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     start = time.monotonic()
     process = subprocess.Popen(command, env=os.environ | env)

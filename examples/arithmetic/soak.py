@@ -127,7 +127,7 @@ def make_model() -> None:
     if Path("runs/arithmetic/sft_model/config.json").exists():
         return
     python = sys.executable
-    sft = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m",
+    sft = ["-m", "spmdrl.launch", "--standalone", "--nproc-per-node", str(RANKS), "-m",
            "spmdrl.sft", "--config", "configs/qwen3_tiny_arithmetic_sft_cpu.py"]  # fmt: skip
     for words in (["examples/arithmetic/make_assets.py", "--out", "runs/arithmetic"], sft):
         subprocess.run([python, *words], check=True, timeout=600, env=environment())

@@ -123,7 +123,7 @@ def main(
         path = f"{root}:{root / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
         given = [word for name, value in more.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            [sys.executable, "-m", "spmdrl.launch", "--standalone", "--nproc-per-node",
              str(ranks), "-m", "spmdrl.ppo", "--config", "cfg.py", *options, *given],
             cwd=folder, timeout=LIMIT_S, stdout=output.open("w"), stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
