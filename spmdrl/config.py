@@ -106,7 +106,9 @@ class RolloutConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine
-    enforce_eager: bool = False  # no CUDA graphs; always so on a CPU
+    # vLLM's and SGLang's: compile nothing, capture no CUDA graphs. auto: True on CPUs, where False
+    # makes vLLM compile: some 20 s, then 0.7 of the time of a token; docs/placement.md
+    enforce_eager: bool | Literal["auto"] = "auto"
     gpu_memory_utilization: float = 0.5  # vLLM's, on a GPU
     # vLLM's, per rank. None: on a CPU CPU_KV_CACHE_MIB, on a GPU what gpu_memory_utilization leaves
     kv_cache_mib: int | None = None
@@ -197,6 +199,11 @@ class TrainConfig:
     lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def is_eager(rollout: RolloutConfig, on_gpu: bool, strict: bool = False) -> bool:
+    """Returns what enforce_eager means where the engine runs. strict: of the run."""
+    return strict or (not on_gpu if rollout.enforce_eager == "auto" else rollout.enforce_eager)
 
 
 def checkpointing_of(role: TrainConfig, on_gpu: bool) -> bool | Literal["selective"]:

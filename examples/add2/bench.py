@@ -1,7 +1,7 @@
 """`make bench`: the add2 workload on one rank and on two, two threads in all; one JSON line each.
 
     python examples/add2/bench.py [--workload add2,natural,short] [--ranks 1,2]
-        [--correction off,on] [--steps 12] [--peers DIR] [--out FILE]
+        [--correction off,on] [--steps 12] [--options "..."] [--peers DIR] [--out FILE]
 
 --peers DIR runs TRL too, through DIR/bench_peers.py where DIR/venv exists, in turn with spmdrl and
 with the same correction, and ends with one line of ratios (spmdrl's figure over TRL's) for each
@@ -77,7 +77,7 @@ def main() -> None:
     for name, ranks, correction in product(
         args.workload.split(","), map(int, args.ranks.split(",")), args.correction.split(",")
     ):
-        own = measure(name, ranks, correction, args.steps)
+        own = measure(name, ranks, correction, args.steps, args.options)
         report(own, out)
         if peers:
             theirs = run_peer(peers, name, ranks, correction, args.steps)
@@ -91,6 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of a comparison of commits too."""
     parser.add_argument("--workload", default="add2", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--ranks", default="1,2", help="comma separated")
+    parser.add_argument("--options", type=str.split, default=[],
+                        help="further ones of spmdrl.ppo, in quotes: '--actor.fsdp 1'")  # fmt: skip
     parser.add_argument("--steps", type=int, default=12, help="two of them are dropped")
     parser.add_argument("--out", type=Path, default=Path("runs/bench.jsonl"),
                         help="file that the JSON lines are appended to")  # fmt: skip
@@ -109,8 +111,9 @@ def report(record: Record, out: Path) -> None:
 
 
 def measure(
-    name: str, ranks: int, correction: str = "off", steps: int = 12, root: Path = ROOT
-) -> Record:
+    name: str, ranks: int, correction: str = "off", steps: int = 12,
+    options: Sequence[str] = (), root: Path = ROOT,
+) -> Record:  # fmt: skip
     """One run of spmdrl, of the checkout `root`. Exits the process where it fails; its output is
     then on stderr.
     """
@@ -119,7 +122,7 @@ def measure(
     command = [sys.executable, "-m", "spmdrl.launch", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "spmdrl.ppo", "--config", CONFIG]
     command += ["--run_dir", str(run_dir), "--steps", str(steps)]
-    command += [*WORKLOADS[name].options(), *CORRECTIONS[correction]]
+    command += [*WORKLOADS[name].options(), *CORRECTIONS[correction], *options]
     own_code = os.pathsep.join([str(root), str(root / "kernels")])
     threads = {"OMP_NUM_THREADS": str(max(THREADS // ranks, 1)), "PYTHONPATH": own_code}
     log = root / ASSETS / f"log_{name}_{ranks}.txt"
@@ -142,6 +145,7 @@ def measure(
         sys.exit(f"bench: spmdrl on {ranks} ranks ended with exit code {code}")
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     about = {"peer": f"spmdrl-vllm-{ranks}", "workload": name, "correction": correction}
+    about |= {"options": " ".join(options)} if options else {}
     return about | where(root) | summarise(rows, watch, launched)
 
 

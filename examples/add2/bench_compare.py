@@ -42,7 +42,7 @@ def main() -> None:
         after: list[Record] = []
         for _ in range(args.rounds):
             for found, root in ((before, base), (after, ROOT)):
-                found.append(measure(name, ranks, steps=args.steps, root=root))
+                found.append(measure(name, ranks, "off", args.steps, args.options, root))
                 report(found[-1], out)
         print("\n".join(table(f"{name} on {ranks} ranks", before, after)), flush=True)
 

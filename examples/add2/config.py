@@ -39,9 +39,17 @@ config = PpoConfig(
     rewards=RewardConfig(workers=1),
     steps=12,
     algo=AlgoConfig(aggregation="seq_mean_token_mean"),
-    rollout=RolloutConfig(n=8, max_tokens=64, ignore_eos=True, dtype="bfloat16", sleep=False),
+    rollout=RolloutConfig(
+        n=8,
+        max_tokens=64,
+        ignore_eos=True,
+        dtype="bfloat16",
+        sleep=False,
+        enforce_eager=False,  # compiled, as vLLM is in other frameworks; also on a CPU
+    ),
     actor=TrainConfig(
         dtype="float32",
+        fsdp=1,  # replicas, as DistributedDataParallel has them: quicker for so small a model
         micro_batch_tokens=4480,  # 64 sequences of at most 6 + 64 tokens
         optim=OptimConfig(lr=1e-4, weight_decay=0.0, clip_norm=1.0),
     ),

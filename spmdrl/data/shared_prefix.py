@@ -19,7 +19,7 @@ from spmdrl.types import Batch
 
 # A batch is shared where it saves this part of its tokens; for less, the attention's further
 # copies cost what the shorter row saves.
-WORTH = 0.1
+WORTH = 0.05
 # Keys and values of a prefix are copied for each sequence: a micro-batch has at most so many times
 # its budget of tokens, prefixes counted in each sequence.
 MOST_COPIES = 4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -107,3 +108,16 @@ def nccl_version() -> tuple[int, int, int] | None:
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))  # 10000 * major + 100 * minor + patch
     return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def require_compiler(what: str, remedy: str) -> None:
+    """Raises ConfigError where torch.compile finds no C++ compiler.
+
+    what: the option that wants one; remedy: how to do without.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            f"{what}: torch.compile wants a C++ compiler, and there is no {compiler!r} on the "
+            f"path: install g++, set CXX, or {remedy}"
+        )

@@ -58,6 +58,32 @@ def test_what_else_vllm_is_told_changes_no_answer(
         told.shutdown()
 
 
+@pytest.mark.compiles
+def test_a_compiled_engine_samples_by_the_weights_that_are_pushed(
+    qwen3: Path, model: Any, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from copy import deepcopy
+
+    compiled = replace(CONFIG, enforce_eager=False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"enforce_eager=False: torch.compile wants a C\+\+"):
+        VllmEngine(str(qwen3), compiled, MAX_MODEL_LEN, topology)
+    monkeypatch.undo()
+    engine = VllmEngine(str(qwen3), compiled, MAX_MODEL_LEN, topology)
+    try:
+        assert engine.core.vllm_config.compilation_config.mode != 0
+        changed = deepcopy(model)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        for weights in (model, changed):
+            engine.load_weights(weights.named_parameters())
+            assert worst_error(engine, weights, SamplingParams(max_tokens=16), n=20) < 1e-5
+        flip_every_parameter(engine, dict(changed.named_parameters()))
+    finally:
+        engine.shutdown()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

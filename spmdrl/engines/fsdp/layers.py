@@ -13,8 +13,6 @@ and rollout engines share: that is put back, and the model's attention gets a fo
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +29,7 @@ from torch.nn.functional import linear, silu
 from transformers import AttentionInterface, PreTrainedModel
 
 from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
@@ -58,12 +57,8 @@ def check_here(config: TrainConfig, device: torch.device) -> None:
             raise ConfigError("attention='flash_attn': pip install flash-attn, or use 'torch'")
     if config.activation_offload and not on_gpu:
         raise ConfigError("activation_offload: the activations are on the CPU already; turn it off")
-    compiler = os.environ.get("CXX", "g++")
-    if config.compile and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"compile: torch.compile wants a C++ compiler, and there is no {compiler!r} on the "
-            "path: install g++, set CXX, or turn it off"
-        )
+    if config.compile:
+        require_compiler("compile", "turn it off")
 
 
 def use_kernels(hf: PreTrainedModel, config: TrainConfig, device: torch.device) -> None:

@@ -24,6 +24,11 @@ def build(
 def check(config: RolloutConfig) -> None:
     tp = config.tensor_parallel
     require(tp == 1, f"rollout.engine='hf' has no tensor parallelism: tensor_parallel={tp}")
+    require(
+        config.enforce_eager is not False,
+        "rollout.enforce_eager=False has no effect with rollout.engine='hf', which compiles "
+        "nothing: leave it out",
+    )
 
 
 def check_strict(hf: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, RolloutConfig
+from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, RolloutConfig, is_eager
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.hf_folder import load_hf_config
@@ -377,7 +377,7 @@ def engine_args(
         "max_running_requests": config.max_num_seqs,
         "mem_fraction_static": config.gpu_memory_utilization,
         "max_total_tokens": None if mib is None else (mib << 20) // bytes_per_token(hf, config),
-        "disable_cuda_graph": on_cpu or config.enforce_eager,
+        "disable_cuda_graph": is_eager(config, not on_cpu),
         "disable_overlap_schedule": True,
         "enable_memory_saver": config.sleep and not on_cpu,
         "load_format": "auto" if load_weights else "dummy",

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig
+from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig, is_eager
 from spmdrl.data.images import ImageLimits
+from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.rollout.vllm import compat
@@ -78,6 +79,9 @@ def build_core(
     from vllm import EngineArgs
 
     on_cpu = device.type == "cpu"
+    eager = is_eager(config, not on_cpu, strict)
+    if on_cpu and not eager:
+        require_compiler("rollout.enforce_eager=False", "leave it out")
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
     args = EngineArgs(
@@ -91,7 +95,7 @@ def build_core(
         distributed_executor_backend="external_launcher",
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        enforce_eager=on_cpu or config.enforce_eager or strict,
+        enforce_eager=eager,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
         enable_sleep_mode=config.sleep and not on_cpu,

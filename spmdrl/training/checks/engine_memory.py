@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig
+from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig, is_eager
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks.model_shape import ModelShape, shape_of
@@ -60,7 +60,7 @@ def vllm_on_gpu(
     one: GiB of keys and values of the longest sequence.
     """
     rollout = config.rollout
-    graphs = 0.0 if rollout.enforce_eager or config.strict else GRAPHS_GIB
+    graphs = 0.0 if is_eager(rollout, on_gpu=True, strict=config.strict) else GRAPHS_GIB
     beside = weights + working_gib(config, shape) + graphs + BUFFERS_GIB
     if rollout.kv_cache_mib is None:
         cache, awake = None, rollout.gpu_memory_utilization * gpu_gib

@@ -46,6 +46,11 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
             value == default,
             f"strict=True does not go with rollout.{name}={value}: {reason}; leave it {default}",
         )
+    require(
+        rollout.enforce_eager is not False,
+        "strict=True does not go with rollout.enforce_eager=False: compiled layers have sums in "
+        "another order; leave it out",
+    )
     for field, usual in (("kernels", "spmdrl"), ("attention", "auto"), ("compile", False),
                           ("ulysses", 1), ("lora", None)):  # fmt: skip
         require(
