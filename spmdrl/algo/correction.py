@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import CorrectionConfig
-from spmdrl.types import segment_expand, segment_sum
+from spmdrl.types import segment_expand, segment_sum, to_device
 
 Bound = float | tuple[float, float]
 
@@ -91,8 +91,8 @@ def rejection_keep(
         elif level == "mean":
             value = segment_expand(segment_sum(value * mask, seq_lens) / counts, seq_lens)
         elif level == "max":
-            largest = torch.segment_reduce(value * mask, "max", lengths=seq_lens.to(value.device),
-                                           unsafe=True)  # fmt: skip
+            (lengths,) = to_device([seq_lens], value.device)
+            largest = torch.segment_reduce(value * mask, "max", lengths=lengths, unsafe=True)
             value = segment_expand(largest, seq_lens)
         if isinstance(bound, tuple | list):
             low, high = torch.tensor(bound).log().tolist()

@@ -25,7 +25,7 @@ from spmdrl.algo.correction import (
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
 from spmdrl.algo.losses import loss_of, loss_options, policy_loss_of, value_loss
 from spmdrl.config import AlgoConfig
-from spmdrl.types import Batch, segment_expand, segment_sum
+from spmdrl.types import Batch, segment_expand, segment_sum, to_device
 
 
 def policy_objective(
@@ -110,8 +110,9 @@ def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> Terms
 def kernel_inputs(mb: Batch, weights: Tensor | None) -> Inputs:
     """weights: of the policy loss, (num_tokens,)."""
     assert mb.advantages is not None and mb.loss_weights is not None
+    (cu_seqlens,) = to_device([mb.cu_seqlens], mb.loss_mask.device)
     return Inputs(
-        mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, mb.cu_seqlens,
+        mb.advantages, mb.loss_mask, mb.rollout_logprobs, mb.loss_weights, cu_seqlens,
         mb.old_logprobs, mb.ref_logprobs, weights, mb.kept_mask, mb.nll_weights, mb.selected_mask,
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from spmdrl.data.shared_prefix import spans
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, to_heads, to_tokens
 from spmdrl.hub.hf_folder import sees_images
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
+from spmdrl.types import to_device
 
 NAME = "spmdrl_packed"
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
@@ -62,14 +63,16 @@ class Packing:
     @cached_property
     def varlen(self) -> VarlenRow:
         """What the varlen kernels are told."""
-        cu_queries, longest = self._cumulated(self.seq_lens), int(self.seq_lens.max())
+        longest = int(self.seq_lens.max())
         if self.prefixes is None:
+            (cu_queries,) = to_device([cumulated(self.seq_lens)], self.device)
             return VarlenRow(cu_queries, longest, cu_queries, longest, None)
         tokens, key_lens = self.seen_tokens(torch.arange(len(self.seq_lens)))
         copies = Copies.of(tokens, torch.arange(len(tokens)), self.device)
-        return VarlenRow(
-            cu_queries, longest, self._cumulated(key_lens), int(key_lens.max()), copies
+        cu_queries, cu_keys = to_device(
+            [cumulated(self.seq_lens), cumulated(key_lens)], self.device
         )
+        return VarlenRow(cu_queries, longest, cu_keys, int(key_lens.max()), copies)
 
     @cached_property
     def groups(self) -> tuple[PaddedGroup, ...]:
@@ -93,8 +96,10 @@ class Packing:
         sizes = torch.stack([shared, self.seq_lens[seqs]], dim=1)
         return spans(pieces, sizes.flatten()), sizes.sum(1)
 
-    def _cumulated(self, lens: Tensor) -> Tensor:
-        return pad(lens.cumsum(0), (1, 0)).to(self.device, torch.int32)
+
+def cumulated(lens: Tensor) -> Tensor:
+    """(n,) -> (n + 1,) int32: where each of so many runs begins, and the end."""
+    return pad(lens.cumsum(0), (1, 0)).to(torch.int32)
 
 
 class VarlenRow(NamedTuple):
@@ -122,12 +127,13 @@ class Copies:
         """sources, places: (n,) int64 on the CPU, places ascending: where each copy lies."""
         order = torch.argsort(sources, stable=True)
         rows, counts = sources[order].unique_consecutive(return_counts=True)
-        by_number = []
-        for number in counts.unique().tolist():
+        parts, numbers = [sources], counts.unique().tolist()
+        for number in numbers:
             chosen = counts == number
             lying = places[order][torch.repeat_interleave(chosen, counts)].view(-1, number)
-            by_number.append((rows[chosen].to(device), lying.to(device)))
-        return cls(sources.to(device), tuple(by_number))
+            parts += [rows[chosen], lying]
+        sources, *pairs = to_device(parts, device)
+        return cls(sources, tuple(zip(pairs[0::2], pairs[1::2], strict=True)))
 
     def summed(self, copies: Tensor, num_rows: int) -> Tensor:
         """copies: (places, ...), gradients -> (num_rows, ...): 0 for rows without a copy."""
@@ -214,7 +220,8 @@ def prefixed_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
         for members in by_length(like, before + lens, slack=64):
             tokens, key_lens = packing.seen_tokens(members)
             rows = padded(tokens, key_lens, packing.device, several=True)
-            keys = PrefixedKeys(rows, before[members].to(packing.device))
+            (shared,) = to_device([before[members]], packing.device)
+            keys = PrefixedKeys(rows, shared)
             own = spans(packing.starts[members], lens[members])
             groups.append(padded(own, lens[members], packing.device, keys=keys))
     return tuple(groups)
@@ -245,10 +252,11 @@ def padded(
     length = int(lens.max())
     inside = (torch.arange(length)[None, :] < lens[:, None]).flatten()  # (n * length,)
     slots = inside.nonzero().flatten()
+    placed = to_device([tokens, slots, (~inside).nonzero().flatten()], device)
     return PaddedGroup(
-        tokens=None if alone else tokens.to(device),
-        slots=slots.to(device),
-        holes=(~inside).nonzero().flatten().to(device),
+        tokens=None if alone else placed[0],
+        slots=placed[1],
+        holes=placed[2],
         num_seqs=len(lens),
         length=length,
         copies=Copies.of(tokens, slots, device) if several else None,

@@ -206,12 +206,13 @@ class FsdpEngine:
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
+        found: list[tuple[MicroBatch, Tensor]] = []  # on the device until all is computed
         with adapters_off(self.module) if self.without_adapters else nullcontext():
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
-                found = torch.stack(forward(self._inputs(mb))).cpu()
-                if own.num_tokens:  # this is the rank that asked
-                    rows = token_rows(own, mb.seqs)
-                    result[:, rows] = found[:, : len(rows)]
+                found.append((mb, torch.stack(forward(self._inputs(mb)))))
+        for mb, values in found if own.num_tokens else ():  # on the rank that asked
+            rows = token_rows(own, mb.seqs)
+            result[:, rows] = values.cpu()[:, : len(rows)]
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()  # the root keeps its full weights for a backward pass that never is
         return result

@@ -25,7 +25,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.micro_batches import scatter_rows
 from spmdrl.engines.sequence_sharing import SumForward, broadcast_batch
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
-from spmdrl.types import Batch
+from spmdrl.types import Batch, to_device
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def share_of(
     rows = rows[here]
     of_tokens = (pad(mb.token_ids[row.tokens], (0, padding))[mine], positions[mine], rows,
                  states[here], mb.token_ids[rows])  # fmt: skip
-    return TokenShard(lens, prefixes, *(each.to(device) for each in of_tokens))
+    return TokenShard(lens, prefixes, *to_device(of_tokens, device))
 
 
 def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:
