@@ -92,6 +92,49 @@ def test_flash_and_padded_attention_agree_in_value_and_gradient():
             torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_shared_prefix_changes_no_attention(window):
+    """Flash attention aligns the last query with the last key, as copies of a prefix want it."""
+    from spmdrl.engines.fsdp import attention
+
+    lens, prefixes = torch.tensor([40, 33, 1, 20, 64]), torch.tensor([-1, 0, 0, -1, 3])
+    packing = attention.Packing.build(lens, torch.device("cuda"), prefixes=prefixes)
+    tokens = int(lens.sum())
+    shapes = [(1, 8, tokens, 64), (1, 2, tokens, 64), (1, 2, tokens, 64)]
+    half = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+    full = [t.detach().float().requires_grad_() for t in half]
+    up = torch.randn(1, tokens, 8, 64, device="cuda")
+    module = torch.nn.Module()
+    got, _ = attention.packed_attention(module, *half, None, packing, sliding_window=window)
+    want, _ = attention.packed_attention(module, *full, None, packing, sliding_window=window)
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad((got.float() * up).sum(), half)
+    wants = torch.autograd.grad((want * up).sum(), full)
+    for a, b in zip(grads, wants, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
+
+
+def test_an_update_waits_for_the_gpu_as_often_whatever_the_micro_batches(topology, model):
+    import warnings
+
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.config import AlgoConfig
+
+    batch, found = batch_of([20, 33, 7, 120, 64, 18, 90, 31]), []
+    for budget in (1000, 64):
+        engine = engine_of(model, topology, micro_batch_tokens=budget)
+        engine.update(batch, policy_objective(AlgoConfig()), 1.0)  # compiles kernels
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                engine.update(batch, policy_objective(AlgoConfig()), 1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(sum("synchronizing" in str(each.message) for each in seen))
+    assert found[0] == found[1] <= 10, found
+
+
 def test_updates_with_offload_and_checkpointing_are_the_same(topology, model):
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig

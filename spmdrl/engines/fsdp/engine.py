@@ -226,7 +226,8 @@ class FsdpEngine:
         group = self.topology.group
         num_tokens = batch.loss_mask.sum(dtype=torch.float64)
         dist.all_reduce(num_tokens, group=group)
-        if float(num_tokens) == 0:
+        count = float(num_tokens)
+        if count == 0:
             return {}
         sums: dict[str, Tensor] = {}
         parts = self._micro_batches(batch)
@@ -259,7 +260,7 @@ class FsdpEngine:
         self.num_updates += 1
         result = {"loss": totals.pop("loss_sum"), "grad_norm": float(grad_norm), "lr": lr}
         for name, total in totals.items():
-            result[name] = total if name.endswith("_max") else total / float(num_tokens)
+            result[name] = total if name.endswith("_max") else total / count
         return result
 
     def _policy(
