@@ -170,6 +170,9 @@ class TrainConfig:
     engine: Literal["fsdp", "megatron"] = "fsdp"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute; main weights, Adam: float32
     fsdp: int = -1  # of fsdp: ranks that share one copy of the weights; -1: all
+    # of fsdp: give a layer's gathered weights back after its forward pass; False: keep them until
+    # its backward pass, as ZeRO-2 does, which gathers once and not twice
+    reshard_after_forward: bool = True
     ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1

@@ -22,7 +22,7 @@ from spmdrl.types import Batch
 WORTH = 0.05
 # Keys and values of a prefix are copied for each sequence: a micro-batch has at most so many times
 # its budget of tokens, prefixes counted in each sequence.
-MOST_COPIES = 4
+MOST_COPIES = 2
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {  # the same numbers with other means
     "ema": {"ema": 0.5},
     "offload policy": {"offload_policy": True},
     "whole prompts": {"shared_prefix": False},
+    "kept weights": {"reshard_after_forward": False},
 }
 REFUSED = {
     ("lora", "muon"), ("ulysses", "replicas"), ("muon", "offload policy"),

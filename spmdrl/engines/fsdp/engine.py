@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +153,12 @@ class FsdpEngine:
         if config.compile:
             layers.compile_layers(blocks)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
-        shard(self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy)
+        # layers keep what was gathered from their forward pass to their backward pass
+        self.keeps_gathered = not (config.reshard_after_forward or frozen)
+        shard(
+            self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
+            not self.keeps_gathered,
+        )  # fmt: skip
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
             self.offloaded = offloading(self.module, pinned=topology.device.type == "cuda")
@@ -207,7 +212,10 @@ class FsdpEngine:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
         found: list[tuple[MicroBatch, Tensor]] = []  # on the device until all is computed
-        with adapters_off(self.module) if self.without_adapters else nullcontext():
+        with (
+            adapters_off(self.module) if self.without_adapters else nullcontext(),
+            layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
+        ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
                 found.append((mb, torch.stack(forward(self._inputs(mb)))))
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
@@ -433,10 +441,10 @@ def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
 
 def shard(
     module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology,
-    offload: bool = False,
+    offload: bool = False, reshard_after_forward: bool = True,
 ) -> None:  # fmt: skip
     """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
-    shards stay on the CPU (FSDP2's CPUOffloadPolicy).
+    shards stay on the CPU (FSDP2's CPUOffloadPolicy). reshard_after_forward: of the layers.
 
     The root is gathered from the first layer's forward pass to the end of the backward pass, which
     begins with the head's: an embedding that is not tied to the head is a unit of its own, so that
@@ -453,12 +461,27 @@ def shard(
         pinned = topology.device.type == "cuda"
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
     for unit in [*layers, *untied_embedding(module.hf)]:
-        fully_shard(unit, **settings)
+        fully_shard(unit, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(module, **settings)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
             part.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def layers_resharded(module: nn.Module) -> Iterator[None]:
+    """Meanwhile layers that keep their gathered weights for a backward pass give them back after
+    their forward pass.
+    """
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit != module]
+    for unit in units:
+        unit.set_reshard_after_forward(True, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
 
 
 def untied_embedding(hf: Any) -> list[nn.Module]:

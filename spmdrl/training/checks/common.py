@@ -113,8 +113,8 @@ def check_places(config: RunConfig) -> None:
 # what only one engine reads, and what it is where nobody sets it
 LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
-        "fsdp": -1, "ulysses": 1, "kernels": "spmdrl", "attention": "auto", "compile": False,
-        "shared_prefix": "auto",
+        "fsdp": -1, "reshard_after_forward": True, "ulysses": 1, "kernels": "spmdrl",
+        "attention": "auto", "compile": False, "shared_prefix": "auto",
         "activation_offload": False, "offload_policy": False, "ema": 0.0,
     },
     "megatron": {

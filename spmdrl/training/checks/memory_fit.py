@@ -228,6 +228,8 @@ def role_changes(
     trained, on_fsdp = name != "ref", role.engine == "fsdp"
     if on_fsdp and role.fsdp != -1:
         yield 0, "fsdp", -1
+    if trained and not role.reshard_after_forward:
+        yield 1, "reshard_after_forward", True
     half = role.micro_batch_tokens // 2
     while half >= LEAST_TOKENS:
         yield 1, "micro_batch_tokens", half

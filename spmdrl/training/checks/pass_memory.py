@@ -52,6 +52,8 @@ def fsdp_pass(
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
     root = shape.matrix * width  # the head; an embedding of its own is a unit that is given back
+    if trained and not role.reshard_after_forward:  # all layers beside it, until they are passed
+        root += (shape.count - shape.matrix) * width
     end = 0.0
     if learns:  # gradients in the dtype of compute, and in float32 to be reduced
         both = shape.matrices * shape.matrix

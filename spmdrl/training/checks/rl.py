@@ -164,7 +164,7 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
     config.
     """
     names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-             "freeze_vision"]  # fmt: skip
+             "freeze_vision", "reshard_after_forward"]  # fmt: skip
     reason = "the reference is not trained"
     if reference_is_base(config, placement):
         names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
