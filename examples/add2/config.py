@@ -49,7 +49,6 @@ config = PpoConfig(
     ),
     actor=TrainConfig(
         dtype="float32",
-        fsdp=1,  # replicas, as DistributedDataParallel has them: quicker for so small a model
         micro_batch_tokens=4480,  # 64 sequences of at most 6 + 64 tokens
         optim=OptimConfig(lr=1e-4, weight_decay=0.0, clip_norm=1.0),
     ),

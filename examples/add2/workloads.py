@@ -26,14 +26,14 @@ class Workload:
 
     def options(self) -> list[str]:
         """Of spmdrl.ppo, beside the config's. A micro-batch has 64 sequences of the longest, of
-        natural lengths as many tokens as add2's.
+        natural lengths as many tokens as add2's. Ranks hold replicas of the weights, as peers' do.
         """
         tokens = 64 * (70 if self.ends else self.longest)
         return [
             "--data.train", str(ASSETS / self.prompts), "--rollout.max_tokens", str(self.answer),
             "--data.max_prompt_tokens", str(self.longest - self.answer),
             "--rollout.ignore_eos", str(not self.ends), "--actor.micro_batch_tokens", str(tokens),
-            "--actor.optim.lr", str(self.lr),
+            "--actor.optim.lr", str(self.lr), "--actor.fsdp", "1",
         ]  # fmt: skip
 
     def trl_options(self, correction: bool) -> dict[str, object]:
