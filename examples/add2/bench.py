@@ -1,4 +1,4 @@
-"""`make bench`: the add2 workload on one rank and on two, two threads in all; one JSON line each.
+"""`make bench`: the workloads on one rank and on two, two threads in all; one JSON line each.
 
     python examples/add2/bench.py [--workload add2,natural,short] [--ranks 1,2]
         [--correction off,on] [--steps 12] [--options "..."] [--peers DIR] [--out FILE]
@@ -98,9 +98,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="file that the JSON lines are appended to")  # fmt: skip
 
 
-def make_assets(root: Path = ROOT) -> None:
+def make_assets() -> None:
     command = [sys.executable, "examples/add2/make_assets.py", str(ASSETS)]
-    subprocess.run(command, cwd=root, check=True, timeout=120, stderr=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120, stderr=subprocess.DEVNULL)
 
 
 def report(record: Record, out: Path) -> None:
@@ -258,7 +258,7 @@ class Watch(threading.Thread):
         self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, pss)
         self.peak_procs = max(self.peak_procs, procs)
         busy = psutil.cpu_times()
-        everything = sum(busy) - busy.idle - busy.iowait - busy.guest - busy.guest_nice
+        everything = sum(busy) - busy.idle - busy.iowait - busy.steal - busy.guest - busy.guest_nice
         self.trace.append((time.time(), sum(self.cpu_s.values()), everything))
 
     def tree(self) -> list[psutil.Process]:

@@ -99,7 +99,7 @@ def main(mib: float = 92.0, runs: int = 15, seed: int = 0) -> None:
 
 
 def made_here(mib: float, seed: int, topology: Topology) -> tuple[torch.Tensor, Batch]:
-    """Table (n, 4) and Batch of this rank's part: every world-th sequence."""
+    """Table (n, 5) and Batch of this rank's part: every world-th sequence."""
     generator = torch.Generator().manual_seed(seed)
     lens = (2000 * torch.randn(100_000, generator=generator).mul(0.6).exp()).long().clamp(min=16)
     lens = lens[: int((lens.cumsum(0) * 24 < mib * 2**20).sum())]
@@ -112,7 +112,8 @@ def made_here(mib: float, seed: int, topology: Topology) -> tuple[torch.Tensor, 
     )
     batch.groups, batch.indices = mine // 8, mine % 8
     makers = torch.full_like(mine, topology.rank)
-    return torch.stack([batch.groups, batch.indices, lens[mine], makers], dim=1), batch
+    prompts = torch.zeros_like(mine)  # none is shared
+    return torch.stack([batch.groups, batch.indices, lens[mine], prompts, makers], dim=1), batch
 
 
 def in_order(batch: Batch, dealt, topology: Topology) -> Batch:

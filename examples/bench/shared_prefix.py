@@ -33,7 +33,7 @@ from spmdrl.distributed.topology import Topology, train_degrees  # noqa: E402
 from spmdrl.engines.fsdp.engine import FsdpEngine  # noqa: E402
 from spmdrl.types import Batch  # noqa: E402
 
-SHAPES = "60:10:8:32,256:512:8:2,20:64:8:16,1000:50:8:2"
+SHAPES = "60:10:8:32,256:512:8:2,20:64:8:16,1000:50:8:2,200:2000:4:1,500:2500:2:1"
 SMALL = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

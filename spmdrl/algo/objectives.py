@@ -46,11 +46,10 @@ def policy_objective(
         # with one update per rollout the policy that sampled is the policy at hand
         old = logprobs.detach() if mb.old_logprobs is None else mb.old_logprobs
         weights, further = mb.policy_weights, tokens_above_cut(logprobs, mb, algo)
-        if algo.correction.bypass:
-            mb, weights = with_bypass(logprobs.detach(), mb, algo)
-        elif in_update:
-            weights, sums = correction_of(logprobs.detach(), mb, algo)
-            further |= sums
+        if algo.correction.bypass or in_update:
+            mb, weights, log_ratio = with_correction(logprobs.detach(), mb, algo)
+            if in_update:
+                further |= mismatch_of(log_ratio, weights, mb)
         if terms is not None:  # on a GPU the rest is one pass over memory
             inputs = kernel_inputs(mb, weights)
             if policy_loss.fits(logprobs, entropy, inputs):
@@ -153,11 +152,23 @@ def corrects_in_update(algo: AlgoConfig) -> bool:
     """Whether the correction's weights come from the update's own log-probabilities.
 
     That is so where nothing needs them before: weights that are divided by their mean, or tokens
-    that are rejected, and so change the loss's divisor, do.
+    that are rejected, and so change the loss's divisor, do, and so may functions of the user's that
+    see tokens.
     """
     correction = algo.correction
     before = correction.normalize or correction.reject or correction.bypass
-    return correction.level != "off" and not before and not asks_before_update(algo)
+    return (
+        correction.level != "off"
+        and not before
+        and not asks_before_update(algo)
+        and not users_see_tokens(algo)
+    )
+
+
+def users_see_tokens(algo: AlgoConfig) -> bool:
+    """Whether a loss or an estimator of the user's may look at the weights of a correction."""
+    of_tokens = estimator_of(algo).sees == "tokens" and not isinstance(algo.advantage, str)
+    return of_tokens or not isinstance(algo.policy_loss, str)
 
 
 def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -181,31 +192,27 @@ def has_cut(algo: AlgoConfig) -> bool:
     return isinstance(algo.kl_estimator, str) and algo.kl_estimator in ("k3", "k3+")
 
 
-def with_bypass(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, Tensor]:
-    """Correction by the policy at hand, where no pass was spent on the one the step starts from.
+def with_correction(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> tuple[Batch, Tensor, Tensor]:
+    """Correction by the policy at hand, where no pass was spent on the one the step starts from; in
+    a step's only update it is the same one.
 
-    Returns the micro-batch with what is kept of it and the tokens' weights. A level's weight is for
-    losses without a ratio of their own; the loss's divisor stays that of all tokens.
+    Returns the micro-batch with what is kept of it, the tokens' weights, and log rho. With bypass a
+    level's weight is for losses without a ratio of their own; the loss's divisor stays that of all
+    tokens.
     """
     log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
     keep = rejection_keep(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction.reject)
     weights = keep
     if algo.correction.level != "off":
         weights = keep * correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
-    return replace(mb, kept_mask=keep), weights
+    return replace(mb, kept_mask=keep), weights, log_ratio
 
 
-def correction_of(
-    logprobs: Tensor, mb: Batch, algo: AlgoConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Correction by the policy at hand, which in the only update is the one the step starts from.
-
-    Returns the tokens' weights and the sums that `mismatch_metrics` wants, by name.
-    """
-    log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
-    weights = correction_weights(log_ratio, mb.loss_mask, mb.seq_lens, algo.correction)
-    sums = mismatch_sums(log_ratio, weights, mb.loss_mask, mb.loss_mask, mb.seq_lens)
-    return weights, dict(zip(MISMATCH_SUMS, sums, strict=True))
+def mismatch_of(log_ratio: Tensor, weights: Tensor, mb: Batch) -> dict[str, Tensor]:
+    """Returns the sums that `mismatch_metrics` wants, by name."""
+    assert mb.kept_mask is not None
+    sums = mismatch_sums(log_ratio, weights, mb.kept_mask, mb.loss_mask, mb.seq_lens)
+    return dict(zip(MISMATCH_SUMS, sums, strict=True))
 
 
 def rollout_difference(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

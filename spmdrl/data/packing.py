@@ -163,19 +163,19 @@ class BatchAssignment:
         again[order[torch.diff(units[order], prepend=units.new_full((1,), -1)) != 0]] = False
         return self.prefix_lens[again]
 
-    def imbalance(self, ranks: Ranks) -> float:
-        """The heaviest rank's work over the mean, averaged over mini-batches."""
-        where = self.train_ranks[ranks]
-        rows = torch.stack([self.mini_batch_ids, where, self.groups], dim=1)
-        parts, units = rows.unique(dim=0, return_inverse=True)
-        work = shared_work(
-            sequence_work(self.seq_lens), sequence_work(self.prefix_lens), units
-        )  # of what each rank has of a group
+    def imbalance(self, ranks: Ranks, shares: bool) -> float:
+        """The heaviest rank's work over the mean, averaged over mini-batches. shares: whether these
+        ranks compute a shared prompt once.
+        """
+        prefix_lens = self.prefix_lens if shares else torch.zeros_like(self.prefix_lens)
+        parts = torch.searchsorted(torch.tensor(ranks), self.train_ranks[ranks])
         found = []
         for mini in range(self.num_mini_batches):
-            mine = parts[:, 0] == mini
-            loads = [float(work[mine & (parts[:, 1] == rank)].sum()) for rank in ranks]
-            found.append(max(loads) * len(ranks) / max(sum(loads), 1e-9))
+            mine = self.mini_batch_ids == mini
+            loads = part_loads(
+                parts[mine], self.groups[mine], self.seq_lens[mine], prefix_lens[mine], len(ranks)
+            )
+            found.append(float(loads.max()) * len(ranks) / max(float(loads.sum()), 1e-9))
         return sum(found) / max(len(found), 1)
 
 
@@ -228,7 +228,7 @@ def deal(groups: Tensor, seq_lens: Tensor, prefix_lens: Tensor, num_parts: int) 
     as light as it can be found to be.
 
     All are (n,) int64, sorted by group. Sequences are dealt one by one and, where prefixes are
-    shared, also in runs of 2, 4, ... of a group; the heaviest part decides which of these it is.
+    shared, also in chunks of 2, 4, ... of a group; the heaviest part decides which of these it is.
     """
     if len(groups) == 0:
         return groups
@@ -236,21 +236,33 @@ def deal(groups: Tensor, seq_lens: Tensor, prefix_lens: Tensor, num_parts: int) 
     counts = groups.unique_consecutive(return_counts=True)[1]
     within = torch.arange(len(groups)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     largest = int(counts.max()) if bool(prefix_lens.any()) else 1
-    best, lightest, run = torch.zeros(len(groups), dtype=torch.int64), float("inf"), 1
-    while run < 2 * largest:
-        keys = torch.stack([groups, within // run], dim=1)
+    best, lightest, chunk = torch.zeros(len(groups), dtype=torch.int64), float("inf"), 1
+    while chunk < 2 * largest:
+        keys = torch.stack([groups, within // chunk], dim=1)
         units = keys.unique_consecutive(dim=0, return_inverse=True)[1]
         items = shared_work(work, prefix_work, units)
-        parts = partition(items.tolist(), num_parts)
-        heaviest = max(float(items[torch.tensor(p, dtype=torch.int64)].sum()) for p in parts)
+        of_unit = torch.empty(len(items), dtype=torch.int64)
+        for number, part in enumerate(partition(items.tolist(), num_parts)):
+            of_unit[torch.tensor(part, dtype=torch.int64)] = number
+        parts = of_unit[units]
+        # chunks of a group that meet in a part have their prefix once
+        heaviest = float(part_loads(parts, groups, seq_lens, prefix_lens, num_parts).max())
         if heaviest < lightest:
-            lightest = heaviest
-            of_unit = torch.empty(len(items), dtype=torch.int64)
-            for number, part in enumerate(parts):
-                of_unit[torch.tensor(part, dtype=torch.int64)] = number
-            best = of_unit[units]
-        run *= 2
+            best, lightest = parts, heaviest
+        chunk *= 2
     return best
+
+
+def part_loads(
+    parts: Tensor, groups: Tensor, seq_lens: Tensor, prefix_lens: Tensor, num_parts: int
+) -> Tensor:
+    """(num_parts,) float64: each part's work, where it has the prefix of a group's sequences once.
+
+    parts, groups, seq_lens, prefix_lens: (n,) int64, of each sequence.
+    """
+    keys, units = torch.stack([parts, groups], dim=1).unique(dim=0, return_inverse=True)
+    work = shared_work(sequence_work(seq_lens), sequence_work(prefix_lens), units)
+    return torch.zeros(num_parts, dtype=torch.float64).index_add_(0, keys[:, 0], work)
 
 
 def address_order(table: Tensor) -> Tensor:

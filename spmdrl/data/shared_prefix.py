@@ -55,10 +55,10 @@ def units_by_prefix(batch: Batch, max_tokens: int) -> list[Unit]:
     sequence at least one token of its own.
     """
     found = [Unit(tuple(members), common_prefix(batch, members)) for members in by_group(batch)]
-    if not worth_sharing(sum((len(u.seqs) - 1) * u.prefix for u in found), batch.num_tokens):
-        return single_units(batch)
     lens = batch.seq_lens.tolist()
     parts = [part for unit in found for part in divide(unit, lens, max_tokens)]
+    if not worth_sharing(sum((len(u.seqs) - 1) * u.prefix for u in parts), batch.num_tokens):
+        return single_units(batch)
     return [part if len(part.seqs) > 1 else Unit(part.seqs) for part in parts]
 
 
@@ -70,7 +70,9 @@ def by_group(batch: Batch) -> list[list[int]]:
 
 
 def common_prefix(batch: Batch, seqs: Sequence[int]) -> int:
-    """How many tokens all of these sequences begin with, less than the shortest has; 0 for one."""
+    """Counts the tokens that all of these sequences begin with: fewer than the shortest has; 0 for
+    one.
+    """
     chosen = torch.tensor(seqs)
     most = int(batch.seq_lens[chosen].min()) - 1
     if len(seqs) == 1 or most < 1:

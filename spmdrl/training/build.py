@@ -22,7 +22,7 @@ from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
-from spmdrl.engines.fsdp.attention import shares_prefixes
+from spmdrl.engines.fsdp.prefix_sharing import shares_prefixes
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
@@ -243,7 +243,7 @@ def build_trainers(
         if name == "ref" and reference_is_base(config, placement):
             actor = trainers["actor"]
             base = actor.engine.base() if actor.engine is not None else None
-            trainers[name] = replace(actor, name=name, engine=base)
+            trainers[name] = Trainer(name, actor.topology, base, images, actor.shares_prefixes)
             continue
         with runtime.phases(f"build {name}"):
             ranks = topologies.trainers[name]

@@ -155,7 +155,9 @@ def assign_and_pack(
     makers = torch.full((len(rows), 1), roles.post.rank)
     table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))
     assignment = assign_to_ranks(table, algo.mini_batches, roles.trainer_ranks)
-    metrics["balance/imbalance"] = assignment.imbalance(roles.actor.ranks)
+    metrics["balance/imbalance"] = assignment.imbalance(
+        roles.actor.ranks, roles.trainer_ranks[roles.actor.ranks]
+    )
     if batch is None:  # packed in the order in which it is sent: no copy on the way
         mine = (assignment.sample_ranks == roles.post.rank).nonzero().flatten()
         order = torch.searchsorted(

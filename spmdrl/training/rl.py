@@ -116,10 +116,11 @@ def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) ->
     """Model FLOP/s of the actor's updates over what its GPUs can do; {} where that is not known, as
     on a CPU, or nothing was updated."""
     peak, seconds = peak_tflops(run.runtime.topology.device), metrics.get("time/update_actor_s")
-    if peak is None or not seconds:
+    num_predictions = metrics.get("rollout/loss_tokens")  # on ranks that have the actor's metrics
+    if peak is None or not seconds or num_predictions is None:
         return {}
     actor, assignment = run.roles.actor, batches.assignment
-    flops = run.flops.of(assignment.seq_lens, metrics["rollout/loss_tokens"])
+    flops = run.flops.of(assignment.seq_lens, num_predictions)
     if actor.shares_prefixes:
         flops -= run.flops.of(assignment.repeated_prefixes(actor.ranks), 0)
     gpus = len(actor.topology.ranks)

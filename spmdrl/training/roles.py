@@ -128,11 +128,11 @@ class Roles:
     @property
     def trainer_ranks(self) -> dict[Ranks, bool]:
         """The different sets of ranks that sequences are dealt to, the actor's first, and whether
-        a role there computes shared prefixes once.
+        all roles there compute shared prefixes once.
         """
         found: dict[Ranks, bool] = {}
         for trainer in self.trainers:
-            found[trainer.ranks] = found.get(trainer.ranks, False) or trainer.shares_prefixes
+            found[trainer.ranks] = found.get(trainer.ranks, True) and trainer.shares_prefixes
         return found
 
 

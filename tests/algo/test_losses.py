@@ -9,7 +9,7 @@ import torch
 from golden_batches import batch_of, flat, random_trajectories
 
 from spmdrl.algo import kl, losses, objectives, selection
-from spmdrl.algo.advantages import token_rewards
+from spmdrl.algo.advantages import Estimator, token_rewards
 from spmdrl.algo.correction import (
     correction_weights,
     mismatch_metrics,
@@ -404,14 +404,14 @@ def test_the_only_update_weighs_by_its_own_pass(level, name):
     weights = correction_weights(log_ratio, batch.loss_mask, batch.seq_lens, correction)
     before = replace(batch, policy_weights=weights, old_logprobs=logprobs.detach())
     found = []
-    for given, of in ((batch, algo), (before, replace(algo, correction=CorrectionConfig()))):
-        given = replace(given, old_logprobs=None) if given is batch else given
+    in_update = replace(batch, old_logprobs=None)
+    for given, of in ((in_update, algo), (before, replace(algo, correction=CorrectionConfig()))):
         leaf = logprobs.detach().clone().requires_grad_()
         loss, sums = objectives.policy_objective(of)(leaf, entropy, given)
         loss.backward()
         found.append((loss.detach(), leaf.grad, sums))
     torch.testing.assert_close(found[0][:2], found[1][:2])
-    sums = {name: float(value) / 7 for name, value in found[0][2].items()}  # as an engine divides
+    sums = {name: float(value) / 7 for name, value in found[0][2].items()}  # any factor
     metrics = take_mismatch(sums)
     want = mismatch_metrics(
         mismatch_sums(log_ratio, weights, batch.loss_mask, batch.loss_mask, batch.seq_lens)
@@ -430,6 +430,12 @@ def test_the_only_update_weighs_by_its_own_pass(level, name):
         AlgoConfig(correction=CorrectionConfig(level="token"), top_entropy_fraction=0.5),
         AlgoConfig(correction=CorrectionConfig(level="token"), kl_coef=0.1, kl_in="reward"),
         AlgoConfig(correction=CorrectionConfig(level="token"), advantage="optimal_token_baseline"),
+        # functions of the user's, which may look at the weights
+        AlgoConfig(correction=CorrectionConfig(level="token"), policy_loss=losses.ppo),
+        AlgoConfig(
+            correction=CorrectionConfig(level="token"),
+            advantage=Estimator(lambda t: t.weights, sees="tokens"),
+        ),
     ],
 )
 def test_a_correction_that_is_needed_before_the_update_takes_a_pass(algo):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from training_batches import LENS, whole_batch, with_shared_prompts
+from transformers import BloomConfig, Qwen2VLConfig, Qwen3Config
 
-from spmdrl.data.packing import assign_to_ranks, deal, prompt_lens, sequence_work
-from spmdrl.data.shared_prefix import SharedRow, Unit, shared_work, single_units, units_by_prefix
+from spmdrl.config import ConfigError, PreferenceDataConfig, RewardTrainingConfig, TrainConfig
+from spmdrl.data.packing import (
+    assign_to_ranks,
+    deal,
+    empty_batch,
+    micro_batches,
+    part_loads,
+    prompt_lens,
+    sequence_work,
+)
+from spmdrl.data.shared_prefix import SharedRow, Unit, single_units, units_by_prefix
+from spmdrl.engines.fsdp.prefix_sharing import prefix_obstacle, shares_prefixes, units_for
+from spmdrl.training.checks.supervised import check_reward_training
 
 GROUPS = [(3, 6), (2, 11), (4, 2)]  # sequences, and tokens that they begin with
 
@@ -100,9 +114,9 @@ def test_a_deal_keeps_groups_together_where_ranks_stay_even():
     together = assign_to_ranks(table, 1, {ranks: True})
     apart = assign_to_ranks(table, 1, {ranks: False})
     tokens = computed(together, ranks, 300)
-    assert max(tokens) < 1.05 * sum(tokens) / 4 and together.imbalance(ranks) < 1.05
+    assert max(tokens) < 1.05 * sum(tokens) / 4 and together.imbalance(ranks, True) < 1.05
     assert max(tokens) < 0.45 * max(computed(apart, ranks, 300))
-    assert not apart.prefix_lens.any() and apart.imbalance(ranks) < 1.01
+    assert not apart.prefix_lens.any() and apart.imbalance(ranks, False) < 1.01
 
 
 def test_a_group_is_divided_where_there_are_more_ranks_than_groups():
@@ -113,20 +127,93 @@ def test_a_group_is_divided_where_there_are_more_ranks_than_groups():
         assert len(found.groups[found.train_ranks[ranks] == rank].unique()) == 1
 
 
+@pytest.mark.parametrize(
+    ("role", "strict", "hf", "reason"),
+    [
+        (TrainConfig(), False, Qwen3Config(), None),
+        (TrainConfig(engine="megatron"), False, Qwen3Config(), "counts a token's position"),
+        (TrainConfig(), True, Qwen3Config(), "strict=True"),
+        (TrainConfig(), False, Qwen2VLConfig(), "'qwen2_vl' sees images"),
+        (TrainConfig(), False, BloomConfig(), "'bloom' compute attention by themselves"),
+    ],
+)
+def test_who_can_share(role, strict, hf, reason):
+    found = prefix_obstacle(role, strict, hf)
+    assert found is None if reason is None else reason in found
+    assert shares_prefixes(role, strict, hf) == (reason is None)
+    assert not shares_prefixes(replace(role, shared_prefix=False), strict, hf)
+
+
+def test_a_reward_model_is_not_told_to_share(tmp_path):
+    config = RewardTrainingConfig(
+        model=str(tmp_path), data=PreferenceDataConfig(train="pairs.jsonl"), out=str(tmp_path),
+        actor=TrainConfig(shared_prefix=True),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="shared_prefix=True has no effect on a reward model"):
+        check_reward_training(config, 1)
+
+
+def heaviest(parts, table, num_parts):
+    """By a loop: of each part every sequence's own work, and each group's prefix once."""
+    work, seen = [0.0] * num_parts, set()
+    whole, prefix = sequence_work(table[:, 2]).tolist(), sequence_work(table[:, 3]).tolist()
+    for part, group, all_of_it, shared in zip(
+        parts.tolist(), table[:, 0].tolist(), whole, prefix, strict=True
+    ):
+        work[part] += all_of_it - shared * ((part, group) in seen)
+        seen.add((part, group))
+    return max(work)
+
+
 def test_a_deal_is_never_worse_than_one_by_one():
-    for seed in range(5):
-        table = table_of(5, 6, 80, (1, 400), seed)
+    draw = torch.Generator().manual_seed(0)
+
+    def up_to(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=draw))
+
+    for seed in range(60):
+        num_parts, prompt, longest = up_to(2, 8), up_to(1, 1500), up_to(2, 1500)
+        table = table_of(up_to(1, 6), up_to(2, 9), prompt, (1, longest), seed)
         groups, lens = table[:, 0], table[:, 2]
-        shared = deal(groups, lens, table[:, 3], 3)
-        alone = deal(groups, lens, torch.zeros_like(lens), 3)
-        prefix = sequence_work(table[:, 3])
+        shared = deal(groups, lens, table[:, 3], num_parts)
+        alone = deal(groups, lens, torch.zeros_like(lens), num_parts)
+        most = heaviest(alone, table, num_parts)
+        assert heaviest(shared, table, num_parts) <= most * (1 + 1e-9), seed
+        loads = part_loads(alone, groups, lens, table[:, 3], num_parts)
+        assert float(loads.max()) == pytest.approx(most)
 
-        def heaviest(parts):
-            units = torch.stack([parts, groups], 1).unique(dim=0, return_inverse=True)  # noqa: B023
-            work = shared_work(sequence_work(lens), prefix, units[1])  # noqa: B023
-            return max(float(work[units[0][:, 0] == part].sum()) for part in range(3))
 
-        assert heaviest(shared) <= heaviest(alone) * (1 + 1e-9)
+def test_ranks_that_do_not_share_are_judged_without_it():
+    table = table_of(16, 8, 300, (20, 60))
+    alone = assign_to_ranks(table, 1, {(0, 1, 2, 3): False})
+    both = assign_to_ranks(table, 1, {(0, 1, 2, 3): False, (4, 5): True})
+    assert torch.equal(alone.train_ranks[0, 1, 2, 3], both.train_ranks[0, 1, 2, 3])
+    even = alone.imbalance((0, 1, 2, 3), shares=False)
+    assert both.imbalance((0, 1, 2, 3), shares=False) == even < 1.01
+    assert both.imbalance((4, 5), shares=True) < 1.05
+
+
+def test_groups_never_take_more_micro_batches_than_sequences():
+    """Groups a little over half the budget would each fill one."""
+    lens = [130 + answer for group in range(8) for answer in range(1000, 1200, 25)]
+    batch = empty_batch(torch.tensor(lens))
+    batch.token_ids = torch.arange(batch.num_tokens)
+    batch.groups = torch.arange(64) // 8
+    with_shared_prompts(batch, [(8, 130)] * 8)
+    units = units_by_prefix(batch, 16384)
+    assert len(units) == 8
+    assert len(micro_batches([u.num_tokens(lens) for u in units], 16384)) == 8
+    assert len(micro_batches(lens, 16384)) == 5
+    assert units_for(batch, 16384) == single_units(batch)
+    assert units_for(batch, 40_000) == units_by_prefix(batch, 40_000)
+
+
+def test_it_counts_what_is_saved_when_groups_are_divided():
+    batch = empty_batch(torch.full((8,), 300))
+    batch.token_ids = torch.arange(batch.num_tokens)
+    with_shared_prompts(batch, [(8, 28)])
+    assert units_by_prefix(batch, 10_000) == [Unit(tuple(range(8)), 28)]  # saves 8 %
+    assert units_by_prefix(batch, 580) == single_units(batch)  # two by two: 4.7 %
 
 
 def test_prompts_of_a_packed_batch():

@@ -20,7 +20,7 @@ from transformers import (
 
 from spmdrl.data.shared_prefix import SharedRow, Unit
 from spmdrl.engines.fsdp import attention
-from spmdrl.engines.fsdp.model import TokenPolicy
+from spmdrl.engines.fsdp.model import TokenPolicy, chosen_states
 
 SIZES = {
     "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -79,8 +79,10 @@ def test_packed_logprobs_and_gradients_match_transformers(name):
         torch.testing.assert_close(p.grad, want_grads[n], rtol=1e-4, atol=1e-4, msg=n)
 
 
+@pytest.mark.parametrize("most", [attention.MAX_MASK, 0], ids=["masks", "no mask"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name):
+def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name, most, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_MASK", most)
     torch.manual_seed(1)
     model = MODELS[name]().train()
     drawn = [torch.randint(3, len(CHARS), (n,)) for n in (14, 6, 3)]
@@ -107,6 +109,8 @@ def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name)
     packing = attention.Packing.build(
         row.run_lens, torch.device("cpu"), prefixes=row.prefixes
     )  # fmt: skip
+    behind = [group.keys.masked for group in packing.groups if group.keys is not None]
+    assert set(behind) == ({True, False} if most else {False})
     got, *_ = TokenPolicy(model)(
         tokens[row.tokens], positions[row.tokens], packing, row.places[rows - 1], tokens[rows], 1.0
     )
@@ -115,6 +119,33 @@ def test_a_prefix_that_is_computed_once_changes_no_logprob_and_no_gradient(name)
     for n, p in model.named_parameters():
         error = (p.grad - want_grads[n]).norm() / want_grads[n].norm().clamp(min=1e-6)
         assert error < 1e-5, (n, error)
+
+
+def test_long_answers_behind_a_prefix_have_no_mask():
+    lens, prefixes = (
+        torch.tensor([500, 4000, 3800, 200, 60, 50]),
+        torch.tensor([-1, 0, 0, -1, 3, 3]),
+    )
+    packing = attention.Packing.build(lens, torch.device("cpu"), prefixes=prefixes)
+    behind = [group for group in packing.groups if group.keys is not None]
+    assert [(g.keys.masked, g.num_seqs, g.length) for g in behind] == [
+        (False, 2, 4500), (True, 2, 60),
+    ]  # fmt: skip
+    assert all(len(g.slots) + len(g.holes) == g.num_seqs * g.length for g in packing.groups)
+
+
+@pytest.mark.parametrize("n", [1, 8, 64])
+def test_states_that_several_answers_ask_for_have_their_gradients_added_in_float32(n):
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 256).bfloat16().requires_grad_()
+    states = torch.tensor([0, *[1] * n])
+    up = torch.randn(n + 1, 256).bfloat16()
+    chosen = chosen_states(hidden, states)
+    assert torch.equal(chosen, hidden[states])
+    chosen.backward(up)
+    want = up[1:].double().sum(0)
+    assert (hidden.grad[1].double() - want).norm() / want.norm() < 0.002  # a rounding
+    assert torch.equal(hidden.grad[0], up[0]) and not hidden.grad[2].any()
 
 
 def test_the_varlen_row_has_each_prefix_before_every_answer():

@@ -1,8 +1,9 @@
-"""How often an update waits for the device: never within a micro-batch.
+"""How often an update waits for the device: never in the model, the loss and the backward pass.
 
 On a GPU a value that the host asks for stops it until all that was queued is computed. Here, on a
 CPU, the operators that would do so are counted wherever tensors of the device are at work: in the
-model, the loss and the backward pass. tests/gpu/test_gpu.py counts on a GPU, by its own warnings.
+model, the loss and the backward pass. tests/gpu/test_gpu.py counts on a GPU, by its own
+warnings, where what is done on the host to prepare a micro-batch counts too.
 """
 
 from __future__ import annotations

@@ -179,6 +179,38 @@ def test_an_untied_embedding_is_not_gathered_while_layers_compute(runs):
         assert tied == {(True, True)} and apart == {(False, True)}
 
 
+def kept_on(topology, model):
+    """By reshard_after_forward: whether the first layer is gathered while the last one computes, in
+    a pass without gradient, in an update, and in such a pass again; and whether all is given back.
+    """
+    from spmdrl.algo.objectives import policy_objective
+
+    found = {}
+    for reshard in (True, False):
+        config = replace(CONFIG, micro_batch_tokens=10_000, reshard_after_forward=reshard)
+        engine = engine_on(topology, "policy", model, config)
+        layers, seen = engine.module.hf.model.layers, []
+
+        def note(*_, layers=layers, seen=seen):
+            seen.append(not hasattr(layers[0].input_layernorm.weight, "full_tensor"))
+
+        layers[-1].register_forward_hook(note)
+        batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+        engine.logprobs(batch, 1.0)
+        engine.update(batch, policy_objective(AlgoConfig()), temperature=1.0)
+        engine.logprobs(batch, 1.0)
+        sharded = all(hasattr(p, "full_tensor") for p in engine.module.parameters())
+        found[reshard] = (seen, sharded)
+    return found
+
+
+def test_layers_keep_what_they_gathered_until_the_backward_pass(runs):
+    for found in runs[2, "kept"]:
+        assert found == {
+            True: ([False, False, False], True), False: ([False, True, False], True),
+        }  # fmt: skip
+
+
 def nan_on(topology, model):
     engine = engine_on(topology, "policy", model, CONFIG)
     before = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
@@ -269,7 +301,8 @@ def runs(qwen3, tmp_path_factory):
         calls[world, "on policy"] = (on_policy_on, (model,))
     calls |= {(3, "uneven"): (uneven_on, (model,)), (2, "nan"): (nan_on, (model,)),
               (2, "untouched"): (untouched_on, (model,)),
-              (2, "gathered"): (gathered_on, ([model, str(apart)],))}  # fmt: skip
+              (2, "gathered"): (gathered_on, ([model, str(apart)],)),
+              (2, "kept"): (kept_on, (model,))}  # fmt: skip
     found = {}
     for world in (1, 2, 3):
         here = {key: call for key, call in calls.items() if key[0] == world}

@@ -179,6 +179,9 @@ def test_what_cannot_be_strict_is_refused(qwen3: Path) -> None:
         ("Megatron", {"actor": TrainConfig(dtype="float32", engine="megatron")}),
         ("top_k=5", {"rollout": replace(rollout, top_k=5),
                      "algo": AlgoConfig(correction=CorrectionConfig(level="token"))}),
+        ("enforce_eager=False", {"rollout": replace(rollout, enforce_eager=False)}),
+        ("actor.shared_prefix=True cannot be: with strict=True", {
+            "actor": replace(good.actor, shared_prefix=True)}),
         ("and 2 updates", {"algo": AlgoConfig(mini_batches=2,
                                               correction=CorrectionConfig(bypass=True))}),
     ]  # fmt: skip

@@ -64,7 +64,7 @@ def balanced_on(topology, makers):
         for m, b in enumerate(batches[topology.ranks])
         for i in range(b.num_seqs) for one in [b.select([i])]
     ]  # fmt: skip
-    return rows, found.imbalance(topology.ranks)
+    return rows, found.imbalance(topology.ranks, shares=False)
 
 
 def results_on(topology, roles, makers):

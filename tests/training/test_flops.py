@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.training.logs.flops import PEAK_TFLOPS, Flops, peak_tflops
+from spmdrl.training.logs.flops import PEAK_TFLOPS, Flops, active_weights, peak_tflops
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200,
@@ -37,6 +37,14 @@ def test_it_is_what_a_pass_multiplies(kind: str, tied: bool) -> None:
     assert flops.per_prediction == 6 * 200 * 64
     assert flops.of(torch.tensor([length]), 10) == of_update - 30 * flops.per_prediction
     assert Flops.of_model(config, frozen=True).per_token == flops.per_token * 2 / 3
+
+
+def test_embeddings_of_any_name_are_no_layers() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200}
+    config = AutoConfig.for_model("gpt_neox", **shape, num_attention_heads=4)  # embed_in, embed_out
+    layers, head = active_weights(config)
+    assert head == 200 * 64
+    assert layers == 3 * (4 * 64 * 64 + 2 * 64 * 96)
 
 
 def test_sequences_and_windows() -> None:

@@ -187,6 +187,26 @@ CASES = [
         1,
         ["actor.attention=flash_attn", "'fsdp'"],
     ),
+    (
+        {"actor": TrainConfig(engine="megatron", shared_prefix=True)},
+        1,
+        ["actor.shared_prefix=True", "'fsdp'"],
+    ),
+    (
+        {"actor": TrainConfig(engine="megatron", reshard_after_forward=False)},
+        1,
+        ["actor.reshard_after_forward=False", "'fsdp'"],
+    ),
+    (
+        {"ref": TrainConfig(reshard_after_forward=False), "algo": AlgoConfig(kl_coef=0.1)},
+        1,
+        ["ref.reshard_after_forward=False", "not trained"],
+    ),
+    (
+        {"rollout": rollout_config(engine="hf", enforce_eager=False)},
+        1,
+        ["enforce_eager=False has no effect", "'hf'"],
+    ),
     ({"model": "/no/such/model"}, 1, ["no such folder", "/no/such/model"]),
     ({"model": "some/where"}, 1, ["no folder here"]),
     ({"data": data_config(eval="a\0b")}, 1, ["data file", "a\\x00b", "NUL"]),

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface
 
-from spmdrl.config import TrainConfig
 from spmdrl.data.shared_prefix import spans
+from spmdrl.engines.fsdp.prefix_sharing import CopyRows, PrefixCopies
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, to_heads, to_tokens
-from spmdrl.hub.hf_folder import sees_images
-from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 from spmdrl.types import to_device
 
 NAME = "spmdrl_packed"
 MAX_PADDING = 1.25  # padded length / own length inside one group of sequences
+MAX_MASK = 1 << 22  # elements: of a mask for the queries behind a prefix; each layer keeps one
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Packing:
             (cu_queries,) = to_device([cumulated(self.seq_lens)], self.device)
             return VarlenRow(cu_queries, longest, cu_queries, longest, None)
         tokens, key_lens = self.seen_tokens(torch.arange(len(self.seq_lens)))
-        copies = Copies.of(tokens, torch.arange(len(tokens)), self.device)
+        copies = PrefixCopies.of(tokens, torch.arange(len(tokens)), self.device)
         cu_queries, cu_keys = to_device(
             [cumulated(self.seq_lens), cumulated(key_lens)], self.device
         )
@@ -109,54 +108,7 @@ class VarlenRow(NamedTuple):
     max_queries: int
     cu_keys: Tensor  # (num_seqs + 1,) int32, on the device
     max_keys: int
-    copies: Copies | None  # makes the row of keys of the row of tokens; None: they are the same
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Copies rows, some of them several times. In the backward pass the gradients of a row's copies
-    are summed, in the copies' order.
-    """
-
-    sources: Tensor  # (n,) int64: which row each copy is of
-    # by the number of copies: the rows (m,) that have so many, and the copies' places (m, number)
-    by_number: tuple[tuple[Tensor, Tensor], ...]
-
-    @classmethod
-    def of(cls, sources: Tensor, places: Tensor, device: torch.device) -> Copies:
-        """sources, places: (n,) int64 on the CPU, places ascending: where each copy lies."""
-        order = torch.argsort(sources, stable=True)
-        rows, counts = sources[order].unique_consecutive(return_counts=True)
-        parts, numbers = [sources], counts.unique().tolist()
-        for number in numbers:
-            chosen = counts == number
-            lying = places[order][torch.repeat_interleave(chosen, counts)].view(-1, number)
-            parts += [rows[chosen], lying]
-        sources, *pairs = to_device(parts, device)
-        return cls(sources, tuple(zip(pairs[0::2], pairs[1::2], strict=True)))
-
-    def summed(self, copies: Tensor, num_rows: int) -> Tensor:
-        """copies: (places, ...), gradients -> (num_rows, ...): 0 for rows without a copy."""
-        out = copies.new_zeros(num_rows, *copies.shape[1:])
-        for rows, places in self.by_number:
-            found = copies.index_select(0, places.flatten())
-            if places.shape[1] > 1:
-                found = found.unflatten(0, places.shape).sum(1)
-            out.index_copy_(0, rows, found)
-        return out
-
-
-class _Copy(torch.autograd.Function):
-    """(num_tokens, ...) -> (num_keys, ...) by `Copies`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
-        ctx.copies, ctx.num_rows = copies, len(rows)
-        return rows.index_select(0, copies.sources)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.summed(grads[0], ctx.num_rows), None
+    copies: PrefixCopies | None  # make the keys of the row's tokens; None: they are the same
 
 
 @dataclass(frozen=True)
@@ -172,16 +124,22 @@ class PaddedGroup:
     holes: Tensor  # (num_seqs * length - n,) int64: the others
     num_seqs: int
     length: int
-    copies: Copies | None = None  # where tokens stand several times: how their gradients add up
+    copies: PrefixCopies | None = None  # where tokens stand several times: sum their gradients
     keys: PrefixedKeys | None = None  # what the queries see; None: the keys of the same tokens
 
 
 @dataclass(frozen=True)
 class PrefixedKeys:
-    """The keys of a group of sequences behind shared prefixes."""
+    """The keys of a group of sequences behind shared prefixes.
+
+    Few queries behind a long prefix are computed by themselves, with a mask. For others the
+    prefix's queries are computed with them, causally and without a mask, and thrown away: a mask
+    would grow with the square of the length.
+    """
 
     rows: PaddedGroup  # of each sequence its prefix, then its own tokens
     before: Tensor  # (num_seqs,) int64, on the device: tokens of the prefix
+    masked: bool
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window
 
     def mask(self, num_queries: int, window: int | None) -> Tensor:
@@ -205,7 +163,12 @@ def padded_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
     cut = by_length(seqs, lens, slack=8)
     alone = len(cut) == 1 and len(seqs) == len(lens)
     return tuple(
-        padded(spans(packing.starts[members], lens[members]), lens[members], packing.device, alone)
+        padded(
+            spans(packing.starts[members], lens[members]),
+            lens[members],
+            packing.device,
+            alone=alone,
+        )
         for members in cut
     )
 
@@ -221,9 +184,12 @@ def prefixed_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
             tokens, key_lens = packing.seen_tokens(members)
             rows = padded(tokens, key_lens, packing.device, several=True)
             (shared,) = to_device([before[members]], packing.device)
-            keys = PrefixedKeys(rows, shared)
+            queries = int(lens[members].max())
+            small = len(members) * queries * rows.length <= MAX_MASK
+            keys = PrefixedKeys(rows, shared, masked=small and 2 * queries <= rows.length)
             own = spans(packing.starts[members], lens[members])
-            groups.append(padded(own, lens[members], packing.device, keys=keys))
+            first = torch.zeros_like(members) if keys.masked else before[members]
+            groups.append(padded(own, lens[members], packing.device, keys=keys, first=first))
     return tuple(groups)
 
 
@@ -242,15 +208,18 @@ def by_length(seqs: Tensor, lens: Tensor, slack: int) -> list[Tensor]:
 
 
 def padded(
-    tokens: Tensor, lens: Tensor, device: torch.device, alone: bool = False, several: bool = False,
-    keys: PrefixedKeys | None = None,
+    tokens: Tensor, lens: Tensor, device: torch.device, *, alone: bool = False,
+    several: bool = False, keys: PrefixedKeys | None = None, first: Tensor | None = None,
 ) -> PaddedGroup:  # fmt: skip
     """tokens: (sum of lens,) int64 places in the row of the sequences with these lengths.
 
-    alone: they are the whole row, in order. several: one may be there more than once.
+    alone: they are the whole row, in order. several: one may be there more than once. first: (n,)
+    the place of each sequence's first token in its padded row; None: 0.
     """
-    length = int(lens.max())
-    inside = (torch.arange(length)[None, :] < lens[:, None]).flatten()  # (n * length,)
+    first = torch.zeros_like(lens) if first is None else first
+    length = int((first + lens).max())
+    places = torch.arange(length)[None, :] - first[:, None]
+    inside = ((places >= 0) & (places < lens[:, None])).flatten()  # (n * length,)
     slots = inside.nonzero().flatten()
     placed = to_device([tokens, slots, (~inside).nonzero().flatten()], device)
     return PaddedGroup(
@@ -259,31 +228,9 @@ def padded(
         holes=placed[2],
         num_seqs=len(lens),
         length=length,
-        copies=Copies.of(tokens, slots, device) if several else None,
+        copies=PrefixCopies.of(tokens, slots, device) if several else None,
         keys=keys,
     )
-
-
-def prefix_obstacle(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> str | None:
-    """Returns why a role cannot compute a shared prefix once; None where it can.
-
-    hf: of the role's model. strict: the role's log-probabilities are the engine's bit for bit.
-    """
-    if role.engine != "fsdp":
-        return f"engine {role.engine!r} counts a token's position from the begin of its own run"
-    if strict:
-        return "with strict=True a token has the same bits in any company, and is computed in each"
-    if sees_images(hf):
-        return f"model type {hf.model_type!r} sees images, whose places are those in whole prompts"
-    model: Any = model_class(AutoModelForCausalLM, type(hf))
-    if model is not None and not takes_attention_functions(model):
-        return f"the layers of model type {hf.model_type!r} compute attention by themselves"
-    return None
-
-
-def shares_prefixes(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> bool:
-    """Says whether a role computes a shared prefix once (TrainConfig.shared_prefix)."""
-    return role.shared_prefix is not False and prefix_obstacle(role, strict, hf) is None
 
 
 def packed_attention(
@@ -345,7 +292,7 @@ def varlen_inputs(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     row = packing.varlen
     if row.copies is not None:
-        k, v = (_Copy.apply(t, row.copies) for t in (k, v))
+        k, v = (CopyRows.apply(t, row.copies) for t in (k, v))
     return q.contiguous(), k.contiguous(), v.contiguous(), row
 
 
@@ -357,14 +304,15 @@ def _padded(
     outs = []
     for group in packing.groups:
         rows = group if group.keys is None else group.keys.rows
+        mask: Tensor | None
+        if group.keys is not None and group.keys.masked:
+            asked, mask = group, group.keys.mask(group.length, sliding_window)
+        else:
+            asked, mask = rows, _window_mask(group.length, sliding_window, q.device)
         # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
         gq, gk, gv = (
-            _Pad.apply(t, of).transpose(1, 2) for t, of in ((q, group), (k, rows), (v, rows))
+            _Pad.apply(t, of).transpose(1, 2) for t, of in ((q, asked), (k, rows), (v, rows))
         )
-        if group.keys is None:
-            mask = _window_mask(group.length, sliding_window, q.device)
-        else:
-            mask = group.keys.mask(group.length, sliding_window)
         if softcap is None:
             out = scaled_dot_product_attention(
                 gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,

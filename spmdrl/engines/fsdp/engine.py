@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +19,19 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
 from spmdrl.data.images import BatchImages, ImageInputs, ProcessorFiles
-from spmdrl.data.shared_prefix import Unit, units_by_prefix
+from spmdrl.data.shared_prefix import Unit
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
-from spmdrl.engines.fsdp.attention import Packing, shares_prefixes
+from spmdrl.engines.fsdp.attention import Packing
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
     Adapters,
@@ -49,6 +49,7 @@ from spmdrl.engines.fsdp.model import (
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
+from spmdrl.engines.fsdp.prefix_sharing import shares_prefixes, units_for
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
@@ -57,6 +58,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
     read_shards,
     scatter_weights,
 )
+from spmdrl.engines.fsdp.sharding import full_norm, layers_resharded, set_replica_sync, shard
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -207,7 +209,7 @@ class FsdpEngine:
         return self._per_token(batch, 1, lambda mb: (self._value(mb, images),))[0]
 
     def _per_token(
-        self, own: Batch, columns: int, forward: Callable[[Inputs], tuple[Tensor, ...]]
+        self, own: Batch, columns: int, forward: Callable[[ModelInputs], tuple[Tensor, ...]]
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
@@ -272,7 +274,7 @@ class FsdpEngine:
         return result
 
     def _policy(
-        self, inputs: Inputs, images: BatchImages | None, temperature: float,
+        self, inputs: ModelInputs, images: BatchImages | None, temperature: float,
         pi_squared: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked."""
@@ -284,25 +286,25 @@ class FsdpEngine:
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
 
-    def _value(self, inputs: Inputs, images: BatchImages | None) -> Tensor:
+    def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
         values = self.module(
             mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
-    def _inputs(self, mb: MicroBatch) -> Inputs:
+    def _inputs(self, mb: MicroBatch) -> ModelInputs:
         device = self.topology.device
         mine = share_of(mb.batch, mb.units, self.team, device)
         packing = Packing.build(mine.seq_lens, device, self.team, mine.prefixes)
-        return Inputs(mb.batch.to(device), mine, packing)
+        return ModelInputs(mb.batch.to(device), mine, packing)
 
     def _micro_batches(self, own: Batch) -> list[MicroBatch]:
         batch = shared(own, self.team, self.topology.device)
         budget = self.config.micro_batch_tokens * self.config.ulysses
         units: list[Unit] | None = None
         if self.shares_prefixes:
-            units = units_by_prefix(batch, budget)
+            units = units_for(batch, budget)
         elif self.unit > 1:
             numbers = range(0, batch.num_seqs, self.unit)
             units = [Unit(tuple(range(first, first + self.unit))) for first in numbers]
@@ -427,7 +429,7 @@ class FsdpEngine:
             ema.restart(self.average, self.trained)
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """A micro-batch as the model is given it."""
 
     batch: Batch  # on the device, all of its tokens
@@ -437,66 +439,3 @@ class Inputs(NamedTuple):
 
 def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
     return None if images is None else images.scene(mb)
-
-
-def shard(
-    module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology,
-    offload: bool = False, reshard_after_forward: bool = True,
-) -> None:  # fmt: skip
-    """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
-    shards stay on the CPU (FSDP2's CPUOffloadPolicy). reshard_after_forward: of the layers.
-
-    The root is gathered from the first layer's forward pass to the end of the backward pass, which
-    begins with the head's: an embedding that is not tied to the head is a unit of its own, so that
-    it is not gathered meanwhile.
-    """
-    settings: dict[str, Any] = {
-        "mesh": topology.copies,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if compute == torch.float32 else compute,
-            reduce_dtype=torch.float32,
-        ),
-    }
-    if offload:
-        pinned = topology.device.type == "cuda"
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
-    for unit in [*layers, *untied_embedding(module.hf)]:
-        fully_shard(unit, **settings, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, **settings)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
-            part.set_force_sum_reduction_for_comms(True)
-
-
-@contextmanager
-def layers_resharded(module: nn.Module) -> Iterator[None]:
-    """Meanwhile layers that keep their gathered weights for a backward pass give them back after
-    their forward pass.
-    """
-    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule) and unit != module]
-    for unit in units:
-        unit.set_reshard_after_forward(True, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
-
-
-def untied_embedding(hf: Any) -> list[nn.Module]:
-    """Returns the input embedding; nothing where its weight is the head's too."""
-    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    return [] if tied else [embedding]
-
-
-def set_replica_sync(module: nn.Module, last: bool) -> None:
-    """Shards' gradients are reduced in every micro-batch, replicas' once, in the last."""
-    assert isinstance(module, FSDPModule)
-    module.set_requires_all_reduce(last)
-
-
-def full_norm(norm: Tensor) -> Tensor:
-    """A plain tensor of a norm that may be a DTensor."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

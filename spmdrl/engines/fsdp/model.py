@@ -57,7 +57,7 @@ class TokenPolicy(nn.Module):
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         head: Any = self.hf.get_output_embeddings()
         return self.lm_head_logprobs(
-            hidden[states], head.weight, targets, temperature,
+            chosen_states(hidden, states), head.weight, targets, temperature,
             bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ class TokenValue(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Returns (n,) float32 values of the states after tokens `states`."""
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
-        return self.value_head(hidden[states]).float().squeeze(-1)
+        return self.value_head(chosen_states(hidden, states)).float().squeeze(-1)
 
 
 class TokenReward(nn.Module):
@@ -115,6 +115,30 @@ def backbone_hidden(
         input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip
     return out.last_hidden_state[0]
+
+
+def chosen_states(hidden: Tensor, states: Tensor) -> Tensor:
+    """(num_tokens, hidden_size) -> (n, hidden_size). The answers to a prompt ask for the state of
+    its last token each: such gradients are added in float32, also of states in half precision.
+    """
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        return _ChosenStates.apply(hidden, states)
+    return hidden[states]
+
+
+class _ChosenStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, states: Tensor) -> Tensor:
+        ctx.save_for_backward(states)
+        ctx.shape = hidden.shape
+        return hidden[states]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (states,), (grad,) = ctx.saved_tensors, grads
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        total.index_put_((states,), grad.float(), accumulate=True)
+        return total.to(grad.dtype), None
 
 
 def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:

@@ -377,7 +377,7 @@ def engine_args(
         "max_running_requests": config.max_num_seqs,
         "mem_fraction_static": config.gpu_memory_utilization,
         "max_total_tokens": None if mib is None else (mib << 20) // bytes_per_token(hf, config),
-        "disable_cuda_graph": is_eager(config, not on_cpu),
+        "disable_cuda_graph": on_cpu or is_eager(config, on_gpu=True),
         "disable_overlap_schedule": True,
         "enable_memory_saver": config.sleep and not on_cpu,
         "load_format": "auto" if load_weights else "dummy",

@@ -24,8 +24,8 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
-from spmdrl.engines.fsdp.attention import prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
+from spmdrl.engines.fsdp.prefix_sharing import prefix_obstacle
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of

@@ -81,17 +81,17 @@ def active_weights(hf: PreTrainedConfig) -> tuple[float, float]:
     """Counts the weights that a token is multiplied with, in the layers and in the LM head: of
     experts those that it is sent to. The embedding of the inputs is looked up.
     """
-    text: Any = hf.get_text_config()
-    of_experts = experts_per_token(text)
+    model = meta_model(hf)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    of_experts = experts_per_token(hf.get_text_config())
     layers = head = 0.0
-    for name, parameter in meta_model(hf).named_parameters():
-        embedding = name.endswith("embed_tokens.weight")
+    for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or ".visual." in f".{name}":
             continue
         size = float(prod(parameter.shape))
-        if name.startswith("lm_head.") or (embedding and text.tie_word_embeddings):
+        if output is not None and parameter is output.weight:
             head = size
-        elif not embedding:
+        elif parameter is not embedding.weight:
             layers += size * (of_experts if ".experts." in name else 1.0)
     return layers, head
 
