@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmdrl.config import AlgoConfig, DataConfig, PpoConfig
+from spmdrl.training import rl
 from spmdrl.training.logs.flops import PEAK_TFLOPS, Flops, active_weights, peak_tflops
 
 SHAPE: dict[str, Any] = {
@@ -54,6 +57,27 @@ def test_sequences_and_windows() -> None:
     lens = torch.tensor([10, 40])
     pairs = 10 * 10 / 2 + 16 * (40 - 16 / 2)  # the first 16 as a triangle, then 16 each
     assert flops.of(lens, 0) == pytest.approx(flops.per_token * 50 + flops.per_pair * pairs)
+
+
+def test_what_sequences_share_and_ranks_without_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl, "peak_tflops", lambda device: 1e-6)
+    prompts, lens = torch.tensor([30, 30]), torch.tensor([40, 50, 60])
+    assignment: Any = SimpleNamespace(seq_lens=lens, repeated_prefixes=lambda ranks: prompts)
+    flops = Flops(per_token=5.0, per_prediction=7.0, per_pair=0.0, window=None)
+    for shares, computed in ((True, 90), (False, 150)):
+        topology = SimpleNamespace(device=torch.device("cpu"), ranks=(0, 1))
+        actor = SimpleNamespace(shares_prefixes=shares, ranks=(0, 1), topology=topology)
+        run: Any = SimpleNamespace(
+            runtime=SimpleNamespace(topology=topology), roles=SimpleNamespace(actor=actor),
+            config=PpoConfig(model="m", data=DataConfig(train="t"), reward=len,
+                             algo=AlgoConfig(epochs=3)),
+            flops=flops,
+        )  # fmt: skip
+        batches: Any = SimpleNamespace(assignment=assignment)
+        metrics = {"time/update_actor_s": 2.0, "rollout/loss_tokens": 60.0}
+        found = rl.utilisation(run, batches, metrics)["throughput/mfu"]
+        assert found == pytest.approx(3 * (5 * computed + 7 * 60) / (2.0 * 2 * 1e6))
+        assert rl.utilisation(run, batches, {"time/update_actor_s": 2.0}) == {}
 
 
 def test_peaks_are_found_by_the_device_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
