@@ -11,7 +11,8 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels gpu-session verdicts soak \
+.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models gpu-session \
+	verdicts soak \
 	clean
 
 help:  ## list the targets
@@ -52,6 +53,9 @@ bench-algos: .venv  ## train arithmetic with every estimator; table and plot int
 
 bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs a GPU to say much
 	@$(BIN)/python kernels/bench/run.py --out runs/kernels
+
+models: .venv  ## try every family of models in every column; writes docs/models.md, 20 minutes
+	@$(BIN)/python tests/models/table.py
 
 gpu-session:  ## try on a GPU all that needs one, in 25 minutes; table into docs/gpu.md
 	@tests/gpu/session.sh

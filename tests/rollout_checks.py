@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,16 @@ def save_family(family: str, folder: Path, kv_heads: int = 1) -> Any:
 
 
 def rollout_difference(actor: Any, ranks: Any, rollout: Any) -> float:
-    """Of the engine's logprobs from the trainer's. Every engine answers the same."""
-    requests = some_requests(12)
+    """The largest of `rollout_gaps`."""
+    gaps = rollout_gaps(actor, ranks, rollout)
+    return gaps.max().item() if len(gaps) else 0.0
+
+
+def rollout_gaps(actor: Any, ranks: Any, rollout: Any) -> torch.Tensor:
+    """How far the engine's logprob of each sampled token is from the trainer's. Every engine
+    answers the same.
+    """
+    requests = [replace(r, max_tokens=2 + i % 11) for i, r in enumerate(some_requests(24))]
     answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
     both = list(zip(requests, answers, strict=True))
     batch = empty_batch(torch.tensor([len(r.prompt_ids) + len(a.token_ids) for r, a in both]))
@@ -163,4 +172,4 @@ def rollout_difference(actor: Any, ranks: Any, rollout: Any) -> float:
     assert batch.loss_mask.sum() > 100
     batch = on_data_ranks(ranks, batch)
     away = actor.logprobs(batch, 1.0).logprobs - batch.rollout_logprobs
-    return away.abs().max().item() if len(away) else 0.0
+    return away.abs()[batch.loss_mask.bool()]

@@ -27,7 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. x: (..., in), weight: (out, in), bias: (out,) -> (..., out)."""
     if ONEDNN and x.is_cpu and x.dtype == torch.float32 and x.numel():
         if torch.is_grad_enabled():
-            return _OneDnnLinear.apply(x, weight, bias)
+            rows = _OneDnnLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+            return rows.view(*x.shape[:-1], len(weight))  # here, or nobody could write into it
         return onednn(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
@@ -121,21 +122,23 @@ def use_fast_linear(model: nn.Module) -> None:
 
 
 class _OneDnnLinear(torch.autograd.Function):
+    """x: (rows, in) -> (rows, out)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return onednn(x, weight, bias)
+        return matmul_nt(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].reshape(-1, len(weight))
+        (grad,) = grads
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = matmul_nt(grad, weight.T).view(x.shape)
+            grad_x = matmul_nt(grad, weight.T)
         if ctx.needs_input_grad[1]:
-            grad_weight = matmul_nt(grad.T, x.reshape(-1, x.shape[-1]).T)
+            grad_weight = matmul_nt(grad.T, x.T)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias

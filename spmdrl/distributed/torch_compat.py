@@ -10,6 +10,7 @@ kernels/spmdrl_kernels/torch_compat.py.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,6 +40,7 @@ PRODUCTS = frozenset({
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
+VARLEN = "torch.nn.attention.varlen"  # registers the operators torch_attn::
 # (module, name) of the private names that the pickled index of torch.distributed.checkpoint holds
 CHECKPOINT_INDEX_NAMES = frozenset({
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
@@ -217,3 +219,36 @@ def adam_(**settings: Any) -> None:
 def has_amx_tiles() -> bool:
     """Returns whether the processor has AMX tiles. Calls torch.cpu._is_amx_tile_supported."""
     return torch.cpu._is_amx_tile_supported()
+
+
+# ---- flash attention over sequences of any length
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, row: Any, scale: float | None, window: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns output, log-sum-exp (heads, queries) in float32 and the state that the backward pass
+    wants. Calls torch.ops.torch_attn._varlen_attn, as torch.nn.attention.varlen.varlen_attn does.
+
+    q: (queries, heads, d); k, v: (keys, kv_heads, d); row: where the sequences begin, a VarlenRow;
+    window: tokens that a query sees to its left, -1 for all, and to its right.
+    """
+    importlib.import_module(VARLEN)
+    return torch.ops.torch_attn._varlen_attn(
+        q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys, window == (-1, 0),
+        scale, list(window), q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Tensor,
+    row: Any, scale: float | None, window: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of q, k and v. Calls torch.ops.torch_attn._varlen_attn_backward, which
+    makes the probabilities anew from `lse`.
+    """
+    importlib.import_module(VARLEN)
+    return torch.ops.torch_attn._varlen_attn_backward(
+        grad, q, k, v, out, lse, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,
+        window == (-1, 0), state, scale, list(window),
+    )  # fmt: skip

@@ -5,6 +5,7 @@ Every loader passes trust_remote_code=False; remote_code.py says what that refus
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 from spmdrl.cli.paths import check_model_path
 from spmdrl.config import ConfigError
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
+from spmdrl.hub.transformers_compat import model_class
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
@@ -50,7 +52,55 @@ def load_hf_config(model: str) -> PreTrainedConfig:
         size = getattr(hf.get_text_config(), name, None)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"model: {model!r}: its config.json has {name}={size!r}")
-    return hf
+    return language_config(hf)
+
+
+def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the language model alone, where a model has a tower for images or
+    sounds that is not understood here: it is trained and sampled without (language_model.py).
+    Every other config is returned as it is.
+    """
+    text: Any = whole.get_text_config()
+    if text is whole or sees_images(whole) or not has_language_model(text):
+        return whole
+    text = copy.deepcopy(text)
+    text.name_or_path, text.tie_word_embeddings = whole.name_or_path, whole.tie_word_embeddings
+    text.dtype = text.dtype or whole.dtype
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(whole, name, None) is not None:
+            setattr(text, name, getattr(whole, name))
+    if getattr(whole, "quantization_config", None) is not None:
+        text.quantization_config = whole.quantization_config
+    return text
+
+
+def has_language_model(config: PreTrainedConfig) -> bool:
+    """Says whether transformers has a class of language models for a config."""
+    return model_class(AutoModelForCausalLM, type(config)) is not None
+
+
+def has_tower(model: str) -> bool:
+    """Says whether a model's files have more than the language model that is trained of them."""
+    whole = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    return type(load_hf_config(model)) is not type(whole)
+
+
+def layer_size(text: Any, name: str) -> int | None:
+    """Returns a size of a language model's layers by the name of its field, the largest where
+    layers differ (Gemma 3n and 4); None where the config has none.
+    """
+    try:
+        found = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to give one of several
+        whole = text.to_dict()
+        own = (layer.get(name) for layer in whole.get("per_layer_config", {}).values())
+        found = [size for size in (whole.get(name), *own) if size is not None]
+    return max(found) if isinstance(found, list) else found
+
+
+def head_size(text: Any) -> int:
+    """Returns the width of a language model's attention heads, the largest where layers differ."""
+    return layer_size(text, "head_dim") or text.hidden_size // text.num_attention_heads
 
 
 def vocab_size_of(model: str) -> int:

@@ -70,3 +70,10 @@ def keeps_float32(model: PreTrainedModel) -> bool:
     dtype. Reads its _keep_in_fp32_modules and _keep_in_fp32_modules_strict.
     """
     return bool(model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
+
+
+def is_stateful(model_class: Any) -> bool:
+    """Returns whether the layers of a model class carry a state from token to token. Reads its
+    _is_stateful.
+    """
+    return bool(getattr(model_class, "_is_stateful", False))

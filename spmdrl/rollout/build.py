@@ -12,6 +12,7 @@ from spmdrl.distributed.placement import place
 from spmdrl.distributed.progress import model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
+from spmdrl.hub.quantized_weights import is_mxfp4, is_readable
 from spmdrl.hub.transformers_compat import keeps_float32
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.hf.spec import SPEC as HF
@@ -49,19 +50,17 @@ def build_engine(
 def is_filled_by_push(model: str, config: RolloutConfig) -> bool:
     """Whether the trainer's first push writes all that an engine keeps, so that it reads no weights
     from disk. Engines that cannot be built without weights read them; so do those that are
-    quantised, and those of a model that keeps buffers in its files, or weights in float32 beside
-    the others', which no trainer sends.
+    quantised, and engines that keep some weights in float32 beside the others' less, which they
+    know by their files.
     """
     spec = ENGINES[config.engine]
     if not spec.starts_blank:
         return False
     hf = load_hf_config(model)
-    shell = meta_model(hf)
-    parameters = dict(shell.named_parameters(remove_duplicate=False))
-    plain = config.quantization is None and getattr(hf, "quantization_config", None) is None
+    in_floats = getattr(hf, "quantization_config", None) is None or is_mxfp4(hf)
+    plain = config.quantization is None and (in_floats or (spec.keeps_floats and is_readable(hf)))
     plain = plain and not Path(model, "hf_quant_config.json").is_file()  # which vLLM reads too
-    mixed = spec.mixes_dtypes and keeps_float32(shell)
-    return plain and not mixed and shell.state_dict().keys() <= parameters.keys()
+    return plain and not (spec.mixes_dtypes and keeps_float32(meta_model(hf)))
 
 
 def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> None:

@@ -24,7 +24,7 @@ these go by the names of a language model alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +34,29 @@ from spmdrl_kernels.fp8 import BLOCK
 from torch import Tensor, nn
 
 from spmdrl.rollout.base import WeightMismatch
+from spmdrl.rollout.engine_names import kept_form, own_name, paired_rows, spellings
+from spmdrl.weights.buffers import persistent_buffers
+from spmdrl.weights.engine_layout import ByName
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 # of models that do not say it: SGLang's, in whose loaders it stands
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+FUSED_THERE = (
+    "gate_up_proj",
+    "qkv_proj",
+    "input_linear",
+    "c_attn",
+)  # what some checkpoints have fused too
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+
+
+def given_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters that a trainer gives: all but those that the engine makes of others."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        if not getattr(parameter, "is_absorbed", False):
+            yield name, parameter
 
 
 @torch.no_grad()
@@ -46,7 +64,7 @@ def clear_weights(model: nn.Module) -> None:
     """Overwrites the weights of a model that was built without them by NaN, which a checked
     trainer never sends: `require_written` then finds what a push has left out.
     """
-    for parameter in model.parameters():
+    for _, parameter in given_parameters(model):
         if parameter.is_floating_point():  # those of a model that is quantised may not be
             parameter.fill_(float("nan"))
 
@@ -57,7 +75,7 @@ def require_written(model: nn.Module, tp_rank: int) -> None:
     that pad a vocabulary become 0.
     """
     left: list[str] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in given_parameters(model):
         wide = parameter.element_size() > 1
         unwritten = parameter.isnan() if wide else parameter.float().isnan()
         count = int(unwritten.sum())
@@ -93,19 +111,21 @@ def compare_weights(
     """
     parameters = {
         own_name(name): parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in given_parameters(model, remove_duplicate=False)
     }
     unproven = {
         p.data_ptr(): p.numel() - padding_of(model, n, tp_rank) for n, p in parameters.items()
     }
     check_tied_head(model, parameters)
+    buffers = {own_name(name): buffer for name, buffer in persistent_buffers(model).items()}
     compared: set[int] = set()
     count = 0
     for name, tensor in weights:
-        place = find_place(model, parameters, own_name(name), tensor, tp_rank, tp_size)
+        place = find_place(model, buffers | parameters, name, tensor, tp_rank, tp_size)
         compare(name, place)
         count += 1
-        if place.held.data_ptr() not in compared:  # a tied lm_head may be given twice
+        mine = place.parameter in parameters  # else it is a buffer
+        if mine and place.held.data_ptr() not in compared:  # a tied lm_head may be given twice
             compared.add(place.held.data_ptr())
             unproven[parameters[place.parameter].data_ptr()] -= place.held.numel()
     for name, parameter in parameters.items():
@@ -118,10 +138,33 @@ def compare_weights(
     return count
 
 
+def compare_by_name(by_name: ByName, weights: Iterator[tuple[str, Tensor]]) -> int:
+    """Compares full tensors with an engine's model of full tensors, by the names of a checkpoint.
+
+    Returns how many. Raises WeightMismatch where one differs in a bit or in its shape, has no place
+    in the model, or was not given.
+    """
+    count = 0
+    try:
+        for name, tensor in weights:
+            owner, held = by_name.find(name)
+            if held.shape != tensor.shape:
+                raise WeightMismatch(f"{name} is of shape {tuple(tensor.shape)}, not {held.shape}")
+            compare(name, ExpectedSlice(owner, held, tensor))
+            count += 1
+        by_name.require_all()
+    except ValueError as error:
+        raise WeightMismatch(
+            f"no tensor accounts for a parameter, or has no place: {error}"
+        ) from error
+    return count
+
+
 def compare(name: str, place: ExpectedSlice) -> None:
     """Equal bits: NaN equals NaN, and -0 does not equal 0."""
-    held = place.held.contiguous()
+    held = torch.atleast_1d(place.held.contiguous())
     expected = place.expected.detach().to(device=held.device, dtype=held.dtype).contiguous()
+    expected = torch.atleast_1d(expected)
     differs = held.view(torch.uint8) != expected.view(torch.uint8)
     differs = differs.view(*held.shape, held.element_size()).any(-1)
     if differs.any():
@@ -135,35 +178,19 @@ def compare(name: str, place: ExpectedSlice) -> None:
 
 def find_place(
     model: nn.Module,
-    parameters: dict[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     name: str,
     tensor: Tensor,
     tp_rank: int,
     tp_size: int,
 ) -> ExpectedSlice:
     """Raises WeightMismatch where the engine has no parameter for `name` or not of its shape."""
-    owner, _, kind = name.rpartition(".")
-    prefix, _, leaf = owner.rpartition(".")
-    expert = EXPERT.fullmatch(name)
-    same = plain_name(parameters, name)
-    if same in parameters:
-        by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
-        cut = thirds if by_heads else split
-        held, expected = cut(parameters[same].data, tensor, tp_rank, tp_size)
-        place = ExpectedSlice(same, held, expected)
-    elif expert is not None:
-        stack, number, leaf = expert.groups()
-        place = find_expert(parameters, stack, int(number), leaf, tensor, tp_rank, tp_size)
+    for spelling in spellings(model, name):
+        place = place_of(model, parameters, spelling, name, tensor, tp_rank, tp_size)
+        if place is not None:
+            break
     else:
-        fused, parts = fused_module(model, leaf)
-        parameter = f"{prefix}.{fused}.{kind}"
-        if parameter not in parameters:
-            raise WeightMismatch(f"{name} has no place in the engine that can be proven")
-        module = module_of(model, f"{prefix}.{fused}")
-        unit = BLOCK if kind == "weight_scale_inv" else 1
-        start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
-        held = parameters[parameter].data[start : start + rows]
-        place = ExpectedSlice(parameter, held, tensor[part : part + rows])
+        raise WeightMismatch(f"{name} has no place in the engine that can be proven")
     if place.held.shape != place.expected.shape:
         raise WeightMismatch(
             f"{name} of shape {tuple(tensor.shape)} leaves {tuple(place.expected.shape)} for "
@@ -172,9 +199,59 @@ def find_place(
     return place
 
 
-def own_name(name: str) -> str:
-    """model.language_model.layers.0, language_model.model.layers.0: both are model.layers.0."""
-    return name.replace("language_model.", "", 1).replace("model.visual.", "visual.", 1)
+def place_of(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    spelling: str,
+    name: str,
+    tensor: Tensor,
+    tp_rank: int,
+    tp_size: int,
+) -> ExpectedSlice | None:
+    """Returns where a weight must be if the engine calls it `spelling`, alone or as a part of what
+    is fused; None where it has no such parameter. name: the checkpoint's.
+    """
+    owner, _, kind = spelling.rpartition(".")
+    prefix, _, leaf = owner.rpartition(".")
+    expert = EXPERT.fullmatch(spelling)
+    if spelling in parameters:
+        held = parameters[spelling].data
+        tensor = kept_form(name, spelling, tensor, held)
+        if tp_size > 1 and leaf in ("conv1d", "in_proj") and held.shape != tensor.shape:
+            mixer, module = module_of(model, prefix), module_of(model, owner)
+            sizes = outputs_of_mixer(mixer, module, leaf, len(tensor), tp_size)
+            return ExpectedSlice(spelling, held, rank_outputs(tensor, sizes, tp_rank, tp_size))
+        halved = hasattr(model, "permute_qk_weight_for_rotary") or ".input_linear." in name
+        if spelling.endswith("w13_weight") and halved:  # gpt-oss has gate and up by turns
+            return ExpectedSlice(spelling, held, halves_of(tensor, tp_rank, tp_size))
+        if tp_size > 1 and leaf in FUSED_THERE and held.shape != tensor.shape:
+            fused_sizes = outputs_of_fused(module_of(model, owner), len(tensor), tp_size)
+            expected = rank_outputs(tensor, fused_sizes, tp_rank, tp_size)
+            return ExpectedSlice(spelling, held, expected)
+        by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
+        cut = thirds if by_heads else split
+        return ExpectedSlice(spelling, *cut(held, tensor, tp_rank, tp_size))
+    if expert is not None:
+        stack, number, leaf = expert.groups()
+        return find_expert(parameters, stack, int(number), leaf, tensor, tp_rank, tp_size)
+    fused, parts = fused_module(model, leaf)
+    parameter = f"{prefix}.{fused}.{kind}"
+    if parameter not in parameters:
+        return None
+    module = module_of(model, f"{prefix}.{fused}")
+    if getattr(module, "tp_size", tp_size) == 1:  # every rank has all of it
+        tp_rank, tp_size = 0, 1
+    unit = BLOCK if kind == "weight_scale_inv" else 1
+    held = parameters[parameter].data
+    several = outputs_of(module, parts, leaf, len(tensor) * unit)
+    if several is not None:
+        sizes = module.output_sizes
+        cut_out = several_outputs(held, tensor, sizes, several, tp_rank, tp_size)
+        return ExpectedSlice(parameter, *cut_out)
+    if hasattr(module, "head_size"):
+        tensor = paired_rows(model, name, tensor, module.head_size)
+    start, rows, part = rows_in_fused(module, parts.index(leaf), tensor, tp_rank, tp_size, unit)
+    return ExpectedSlice(parameter, held[start : start + rows], tensor[part : part + rows])
 
 
 def module_of(model: nn.Module, name: str) -> Any:
@@ -186,23 +263,18 @@ def module_of(model: nn.Module, name: str) -> Any:
     raise KeyError(name)
 
 
-def plain_name(parameters: dict[str, nn.Parameter], name: str) -> str:
-    """transformers' models have mlp where the checkpoints of Mixtral have block_sparse_moe."""
-    if name not in parameters:
-        return name.replace(".block_sparse_moe.", ".mlp.")
-    return name
-
-
 def find_expert(
-    parameters: dict[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     stack: str,
     number: int,
     leaf: str,
     tensor: Tensor,
     rank: int,
     size: int,
-) -> ExpectedSlice:
-    """stack: what comes before the number of the expert in its name."""
+) -> ExpectedSlice | None:
+    """stack: what comes before the number of the expert in its name. Returns None where the engine
+    has no such experts.
+    """
     of_down = leaf in DOWN
     fused = "w2_weight" if of_down else "w13_weight"
     names = [
@@ -213,7 +285,7 @@ def find_expert(
     found = [name for name in names if name in parameters]
     known = leaf in (*GATE, *UP, *DOWN)
     if not known or not found or number >= len(parameters[found[0]]):
-        raise WeightMismatch(f"{stack}.{number}.{leaf} has no place in the engine's experts")
+        return None
     held, axis = parameters[found[0]].data[number], int(of_down)
     width = tensor.shape[axis] // size
     if not of_down:  # the gate's rows, then those of the up projection
@@ -257,6 +329,84 @@ def rows_in_fused(
         rows = [-(-full // size // unit) for full in module.output_sizes]
         ranks_per_part = [1] * len(rows)
     return sum(rows[:part]), rows[part], rank // ranks_per_part[part] * rows[part]
+
+
+def outputs_of(module: Any, parts: list[str], leaf: str, rows: int) -> tuple[int, int] | None:
+    """Returns which outputs of a fused layer, first and behind the last, one tensor of the
+    checkpoint is, where there are more of them than tensors: in_proj_qkvz has four outputs, and
+    in_proj_qkv is the first three. None: every tensor is one output.
+    """
+    sizes = getattr(module, "output_sizes", None) or []
+    if hasattr(module, "num_kv_heads") or len(sizes) <= len(parts):
+        return None
+    spans = [(i, j) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)]
+    fit = [span for span in spans if sum(sizes[slice(*span)]) == rows]
+    if leaf == parts[0]:
+        fit = [span for span in fit if span[0] == 0]
+    elif leaf == parts[-1]:
+        fit = [span for span in fit if span[1] == len(sizes)]
+    return fit[0] if len(fit) == 1 else None
+
+
+def several_outputs(
+    held: Tensor, tensor: Tensor, sizes: list[int], span: tuple[int, int], rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """(what is held, what must be held) of outputs span[0] to span[1]: of each the rank's part."""
+    first, last = span
+    own = [rows // size for rows in sizes]
+    start = sum(own[:first])
+    outputs = tensor.split(sizes[first:last])
+    mine = [output[rank * n :][:n] for output, n in zip(outputs, own[first:last], strict=True)]
+    return held[start : start + sum(own[first:last])], torch.cat(mine)
+
+
+def outputs_of_mixer(
+    mixer: Any, module: Any, leaf: str, rows: int, size: int
+) -> list[tuple[int, int]]:
+    """Returns (rows, ranks that share them) of each output of a recurrent layer's projection or
+    convolution, whose weight has so many rows.
+
+    A gated delta net's convolution has queries, keys and values. Mamba 2's projection has the gate,
+    the inputs, two matrices of the groups and the heads; its convolution all but gate and heads. A
+    group that cannot be shared is there on every rank. module: the layer of `mixer` called `leaf`.
+    """
+    if hasattr(mixer, "key_dim"):
+        return [(mixer.key_dim, size), (mixer.key_dim, size), (mixer.value_dim, size)]
+    if not hasattr(mixer, "ssm_state_size"):
+        return outputs_of_fused(module, rows, size)
+    inside, heads = mixer.intermediate_size, mixer.num_heads
+    gate = [(inside, size)] if leaf == "in_proj" else []
+    last = [(heads, size)] if leaf == "in_proj" else []
+    group = (rows - inside * (1 + len(gate)) - heads * len(last)) // 2
+    shared = size if group // mixer.ssm_state_size % size == 0 else 1
+    return [*gate, (inside, size), (group, shared), (group, shared), *last]
+
+
+def outputs_of_fused(module: Any, rows: int, size: int) -> list[tuple[int, int]]:
+    """Returns (rows, ranks that share them) of each output of a layer that a checkpoint has fused
+    too. Where there are fewer key-value heads than ranks, neighbours have the same one.
+    """
+    if not hasattr(module, "num_kv_heads"):
+        return [(output, size) for output in getattr(module, "output_sizes", [rows])]
+    queries = module.total_num_heads * module.head_size
+    keys = module.total_num_kv_heads * module.head_size
+    shared = min(size, module.total_num_kv_heads)
+    return [(queries, size), (keys, shared), (keys, shared)]
+
+
+def rank_outputs(tensor: Tensor, outputs: list[tuple[int, int]], rank: int, size: int) -> Tensor:
+    """Returns a rank's rows of each output, one output after the other."""
+    parts = tensor.split([rows for rows, _ in outputs])
+    return torch.cat([
+        part[rank * ranks // size * (rows // ranks) :][: rows // ranks]
+        for part, (rows, ranks) in zip(parts, outputs, strict=True)
+    ])  # fmt: skip
+
+
+def halves_of(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """(experts, 2 * width, hidden), gate and up: a rank's rows of each half."""
+    halves = tensor.unflatten(1, (2, size, -1))
+    return halves[:, :, rank].flatten(1, 2)
 
 
 def fused_module(model: Any, leaf: str) -> tuple[str, list[str]]:

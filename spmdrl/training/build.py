@@ -22,7 +22,7 @@ from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
-from spmdrl.engines.fsdp.prefix_sharing import shares_prefixes
+from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth

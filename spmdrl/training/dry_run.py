@@ -10,7 +10,7 @@ from spmdrl.config import ConfigError, PpoConfig, RewardConfig
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
-from spmdrl.distributed.placement import place
+from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner
@@ -19,6 +19,7 @@ from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample
 
@@ -59,6 +60,8 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         dialogue = Dialogue(config, tokenizer, len(sampling) // config.rollout.tensor_parallel)
         lines += dialogue.lines()
         dialogue.close()
+    trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]
+    lines += trial_lines([role.model or config.model for role in trained])
     if runtime.is_main:
         plan = describe(config, ranks, num_prompts, lengths, gpu_gib)
         PROGRESS.line("\n".join([shown_config(config, dry.show_config), *lines, plan]))

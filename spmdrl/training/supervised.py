@@ -35,6 +35,7 @@ from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
 from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
+from spmdrl.training.checks.packing import trial_lines
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
 from spmdrl.training.logs.metrics import RunLog
@@ -279,6 +280,7 @@ def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) 
     tokenizer = load_tokenizer(config.model)
     rows, held_out, _ = load_data(task, config, tokenizer, runtime.topology)
     lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
+    lines += trial_lines([config.model] if config.actor.engine == "fsdp" else [])
     if runtime.is_main:
         plan = describe_supervised(
             config, ranks, len(rows), task.kind, task.row_sequences, rows.measured.num_tokens,

@@ -6,8 +6,9 @@ import hashlib
 import pickle
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -48,22 +49,34 @@ class SyncStats:
 class PushRound:
     """Weights that are sent together; all of them, unless some are worked out first (derived.py).
 
-    Those in `opaque` go as full tensors, those of `fp8` are quantised on the way.
+    Those in `opaque` go as full tensors, those of `fp8` are quantised on the way. What the engine
+    keeps in float32 beside half-precision weights goes in a transfer of its own, `float32`, if the
+    trainer computes with it in float32 too; else it is rounded as the others are.
     """
 
     weights: list[Weight]
     once: bool  # of a base that stays as it is: sent with the first push alone
     transfer: Transfer
+    float32: Transfer | None = None
     fp8: Transfer | None = None  # of what the engine keeps in FP8, if anything
     scales: BlockScales | None = None
     scale_places: list[tuple[ParamView, Tensor]] = field(default_factory=list)  # in the engine, and
     # what belongs there
     opaque: list[Weight] = field(default_factory=list)
+    float32_opaque: list[Weight] = field(default_factory=list)
+    as_they_are: list[Weight] = field(default_factory=list)  # all that go in float32
     planned_bytes: int = -1  # worked out after the first push
 
     @property
     def transfers(self) -> list[Transfer]:
-        return [self.transfer] if self.fp8 is None else [self.transfer, self.fp8]
+        every = (self.transfer, self.float32, self.fp8)
+        return [transfer for transfer in every if transfer is not None]
+
+    @property
+    def rounded(self) -> list[Weight]:
+        """Those that go in the engine's dtype, or quantised."""
+        exact = {weight.name for weight in self.as_they_are}
+        return [weight for weight in self.weights if weight.name not in exact]
 
     @property
     def names(self) -> list[str]:
@@ -80,7 +93,8 @@ class PushRound:
     @property
     def opaque_bytes(self) -> int:
         itemsize = self.transfer.dtype.itemsize
-        return sum(numel(whole(w.shape)) for w in self.opaque) * itemsize
+        wide = sum(numel(whole(w.shape)) for w in self.float32_opaque) * torch.float32.itemsize
+        return sum(numel(whole(w.shape)) for w in self.opaque) * itemsize + wide
 
 
 class WeightSync:
@@ -145,21 +159,24 @@ class WeightSync:
         shapes = {w.name: w.shape for w in weights}
         layout = self.rollout.layout(shapes) if self.rollout else Layout()
         layouts = self.layouts_of_an_engine(layout)
-        opaque = {name for _, names, _, _ in layouts for name in names}
-        quantized = {name for _, _, names, _ in layouts for name in names}
-        found = [regions for regions, _, _, _ in layouts]
+        opaque = {name for mine in layouts for name in mine.opaque}
+        quantized = {name for mine in layouts for name in mine.quantized}
+        wide = {name for mine in layouts for name in mine.float32}
+        found = [mine.regions for mine in layouts]
         if quantized:
             self.slot_bytes = max(1, self.slot_bytes // 2)  # two transfers share the bucket
         for group, once in self.grouped(weights):
-            self.rounds.append(self.make_round(group, once, layout, found, opaque, quantized))
+            self.rounds.append(
+                self.make_round(group, once, layout, found, opaque, quantized, wide - quantized)
+            )
 
-    def layouts_of_an_engine(self, layout: Layout) -> list[tuple]:
-        """Returns (regions, opaque, quantized, scales) of each tensor-parallel rank, which is the
-        same in all engines; each is sent once, by the first engine. Collective.
+    def layouts_of_an_engine(self, layout: Layout) -> list[Layout]:
+        """Returns the layout of each tensor-parallel rank, without its places, which is the same in
+        all engines; each is sent once, by the first engine. Collective.
 
         Raises ValueError where two engines differ.
         """
-        mine = (layout.regions, layout.opaque, layout.quantized, layout.scales)
+        mine = replace(layout, places=[], scale_places=[])
         digest = hashlib.sha256(pickle.dumps(mine)).hexdigest()
         everyone = [""] * self.topology.world
         dist.all_gather_object(everyone, digest, group=self.topology.control)
@@ -200,11 +217,21 @@ class WeightSync:
         found: list[list[tuple[str, Box]]],
         opaque: set[str],
         quantized: set[str],
+        wide: set[str],
     ) -> PushRound:
         """found: the regions of each tensor-parallel rank."""
-        plain = [w for w in weights if w.name not in opaque | quantized]
+        wide = wide & {w.name for w in weights if w.exact}
+        if self.dtype == torch.float32:
+            wide = set()
+        plain = [w for w in weights if w.name not in opaque | quantized | wide]
         transfer = self.make_transfer(plain, layout, found, self.dtype)
-        made = PushRound(weights, once, transfer, opaque=[w for w in weights if w.name in opaque])
+        made = PushRound(weights, once, transfer)
+        made.opaque = [w for w in weights if w.name in opaque - wide]
+        made.float32_opaque = [w for w in weights if w.name in opaque & wide]
+        made.as_they_are = [w for w in weights if w.name in wide]
+        in_float32 = [w for w in weights if w.name in wide - opaque]
+        if in_float32:
+            made.float32 = self.make_transfer(in_float32, layout, found, torch.float32)
         in_fp8 = [w for w in weights if w.name in quantized]
         if in_fp8:
             made.scales = BlockScales(in_fp8, self.topology.device)
@@ -309,8 +336,13 @@ class WeightSync:
         if self.derived is not None:
             self.derived.compute(group.names)
         moved = group.transfer.run() + self.push_fp8(group)
-        if group.opaque:
-            tensors = self.full_tensors(group.opaque)
+        if group.float32 is not None:
+            moved += group.float32.run()
+        if group.opaque or group.float32_opaque:
+            tensors = chain(
+                self.full_tensors(group.opaque),
+                self.full_tensors(group.float32_opaque, torch.float32),
+            )
             try:
                 if self.rollout is not None:
                     self.rollout.load_opaque(tensors)
@@ -343,7 +375,8 @@ class WeightSync:
         for group in self.rounds:
             if self.derived is not None:
                 self.derived.compute(group.names)
-            yield from self.full_tensors(group.weights, dtype)
+            yield from self.full_tensors(group.rounded, dtype)
+            yield from self.full_tensors(group.as_they_are, torch.float32)
 
     def describe(self) -> list[str]:
         """Returns lines for a log about what the plan moves; [] outside both roles."""
@@ -355,8 +388,9 @@ class WeightSync:
             lines += describe(group.transfer.plan)
             if group.fp8 is not None:
                 lines += ["in FP8:", *describe(group.fp8.plan)]
-            if group.opaque:
-                lines.append(f"  as full tensors: {[w.name for w in group.opaque[:5]]} ...")
+            opaque = [*group.opaque, *group.float32_opaque]
+            if opaque:
+                lines.append(f"  as full tensors: {[w.name for w in opaque[:5]]} ...")
         return lines
 
 

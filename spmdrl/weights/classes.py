@@ -26,6 +26,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     holders: Holders
     derived: bool = False  # worked out by its holders before it is sent
+    exact: bool = False  # as of Shards
 
     def held(self, rank: int) -> list[Box]:
         return [box for box, ranks in self.holders if rank in ranks]

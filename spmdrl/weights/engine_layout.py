@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 from spmdrl.weights.boxes import Box, box_of, sizes, whole
+from spmdrl.weights.buffers import persistent_buffers
 
 if TYPE_CHECKING:
     from spmdrl.weights.checkpoint_names import SubTensor
@@ -44,14 +45,16 @@ class ParamView(NamedTuple):
 class Layout:
     """The part `regions[i]`, a (name, Box) of a full Hugging Face tensor, belongs at `places[i]`.
 
-    The weights in `opaque` are handed to the engine's loader as full tensors. Those in `quantized`
-    are kept in FP8 (spmdrl_kernels.fp8); `scales` says which of their blocks' scales belong where:
-    its names are the weights', its boxes are of their grids of blocks.
+    The weights in `opaque` are handed to the engine's loader as full tensors. Those in `float32`
+    are kept in float32, whatever the others are kept in (decays of a state, biases of a router).
+    Those in `quantized` are kept in FP8 (spmdrl_kernels.fp8); `scales` says which of their blocks'
+    scales belong where: its names are the weights', its boxes are of their grids of blocks.
     """
 
     regions: list[tuple[str, Box]] = field(default_factory=list)
     places: list[ParamView] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
+    float32: list[str] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     scales: list[tuple[str, Box]] = field(default_factory=list)
     scale_places: list[ParamView] = field(default_factory=list)
@@ -65,7 +68,8 @@ class ByName:
 
     def __init__(self, model: nn.Module, elsewhere: Mapping[str, tuple[str, SubTensor]]) -> None:
         self.elsewhere = elsewhere
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters |= persistent_buffers(model)
         self.missing = {p.data_ptr(): (name, p.numel()) for name, p in self.parameters.items()}
         self.found: set[str] = set()
 
@@ -108,6 +112,8 @@ def layout_by_name(
         offset = int(held.storage_offset() - by_name.parameters[owner].storage_offset())
         place = ParamView(model.get_submodule(path), leaf, offset, tuple(held.shape), held.stride())
         layout.places.append(place)
+        if held.dtype == torch.float32:
+            layout.float32.append(name)
     by_name.require_all()
     return layout
 
@@ -161,6 +167,7 @@ class _Recorder(TorchDispatchMode):
         self.current = ""
         self.opaque: set[str] = set()
         self.copies: list[tuple[str, Box, ParamView]] = []
+        self.float32: set[str] = set()  # those of the given that a float32 parameter takes
 
     def give(self, name: str, tensor: Tensor) -> None:
         self.current = name
@@ -173,12 +180,17 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self.note(args[0], args[1])
             return args[0]
+        if func is torch.ops.aten.copy_.default and self.is_parameter(args[0]):
+            self.opaque.add(self.current)  # a parameter is computed from what was copied to it
         result = func(*args, **(kwargs or {}))
         for tensor in without_data:
             outputs = result if isinstance(result, (tuple, list)) else [result]
             if any(_is_new(output, tensor) for output in outputs):
                 self.opaque.add(self.given.get(storage_id(tensor), (self.current,))[0])
         return result
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self.parameters
 
     def note(self, target: Tensor, source: Tensor) -> None:
         name, full = self.given.get(storage_id(source), (self.current, None))
@@ -188,13 +200,18 @@ class _Recorder(TorchDispatchMode):
             self.opaque.add(name)
             return
         module, leaf, parameter = owner
+        if parameter.dtype == torch.float32:
+            self.float32.add(name)
         offset = int(target.storage_offset() - parameter.storage_offset())
         target = target.view(sizes(box))
         place = ParamView(module, leaf, offset, tuple(target.shape), target.stride())
         self.copies.append((name, box, place))
 
     def layout(self, shapes: Mapping[str, Any]) -> Layout:
-        layout = Layout(opaque=[name for name in shapes if name in self.opaque])
+        layout = Layout(
+            opaque=[name for name in shapes if name in self.opaque],
+            float32=[name for name in shapes if name in self.float32],
+        )
         for name, box, place in self.copies:
             if name not in self.opaque:
                 layout.regions.append((name, box))

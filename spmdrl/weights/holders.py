@@ -29,6 +29,7 @@ class HeldParts(NamedTuple):
     shape: tuple[int, ...]  # of the full tensor
     boxes: tuple[Box, ...]
     derived: bool
+    exact: bool
 
 
 class ShardReport(NamedTuple):
@@ -62,7 +63,7 @@ def shard_report(named: Mapping[str, Shards]) -> ShardReport:
     layouts: dict[HeldParts, int] = {}
     numbers = [
         layouts.setdefault(
-            HeldParts(held.shape, held.boxes, held.derived is not None), len(layouts)
+            HeldParts(held.shape, held.boxes, held.derived is not None, held.exact), len(layouts)
         )
         for held in named.values()
     ]
@@ -90,7 +91,7 @@ def join(
     for (digest, numbers), number in columns.items():
         places = [place[name] for name in names[digest]]
         table[places, number] = 1 + np.frombuffer(zlib.decompress(numbers), dtype=np.int32)
-    known: dict[bytes, tuple[tuple[int, ...], Holders, bool]] = {}
+    known: dict[bytes, tuple[tuple[int, ...], Holders, bool, bool]] = {}
     weights = []
     for name, row in zip(order, table, strict=True):
         key = row.tobytes()
@@ -103,8 +104,11 @@ def join(
 
 def _holders_of(
     name: str, chosen: Sequence[int], everyone: Sequence[ShardReport], ranks: Sequence[int]
-) -> tuple[tuple[int, ...], Holders, bool]:
-    """Returns (shape, holders, derived). chosen: 1 + number of each rank's layout; 0: none."""
+) -> tuple[tuple[int, ...], Holders, bool, bool]:
+    """Returns (shape, holders, derived, exact).
+
+    chosen: 1 + the number of each rank's layout; 0: none.
+    """
     layouts = [
         (rank, report.layouts[number - 1])
         for rank, number, report in zip(ranks, chosen, everyone, strict=True)
@@ -117,4 +121,5 @@ def _holders_of(
     if not BoxIndex(list(parts)).fills(whole(shape)):
         raise ValueError(f"the shards of {name} {shape} do not make it up: {list(parts)[:8]}")
     holders = tuple((box, tuple(theirs)) for box, theirs in parts.items())
-    return shape, holders, any(layout.derived for _, layout in layouts)
+    derived = any(layout.derived for _, layout in layouts)
+    return shape, holders, derived, any(layout.exact for _, layout in layouts)

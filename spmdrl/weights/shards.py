@@ -30,6 +30,7 @@ class Shards(NamedTuple):
     # of the boxes' sizes, where they lie now; to be called under torch.no_grad()
     tensors: Callable[[], list[Tensor]]
     derived: Derived | None = None  # by which it is worked out before it is there
+    exact: bool = False  # the trainer computes with its float32 numbers, not with rounded ones
 
 
 def shards_of(weight: Tensor) -> Shards:

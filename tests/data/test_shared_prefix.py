@@ -20,7 +20,8 @@ from spmdrl.data.packing import (
     sequence_work,
 )
 from spmdrl.data.shared_prefix import SharedRow, Unit, single_units, units_by_prefix
-from spmdrl.engines.fsdp.prefix_sharing import prefix_obstacle, shares_prefixes, units_for
+from spmdrl.engines.fsdp.layer_kinds import prefix_obstacle, shares_prefixes
+from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.training.checks.supervised import check_reward_training
 
 GROUPS = [(3, 6), (2, 11), (4, 2)]  # sequences, and tokens that they begin with

@@ -163,6 +163,23 @@ def test_torch_still_has_the_products_that_are_computed_on_gpus_alone() -> None:
         assert hasattr(getattr(torch.ops, namespace), name), name
 
 
+def test_torch_still_has_flash_attention_whose_backward_pass_takes_an_output_and_a_sum() -> None:
+    """`varlen_forward` and `varlen_backward` run on GPUs alone: here their arguments are looked at,
+    and tests/gpu/test_gpu.py runs them.
+    """
+    from torch.nn.attention import varlen  # noqa: F401  registers both operators
+
+    schemas = {
+        torch_compat.varlen_forward: torch.ops.torch_attn._varlen_attn,
+        torch_compat.varlen_backward: torch.ops.torch_attn._varlen_attn_backward,
+    }
+    taken = [[a.name for a in op.default._schema.arguments] for op in schemas.values()]
+    common = ["cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"]
+    assert taken[0][:11] == ["query", "key", "value", *common, "scale", "window_size", "enable_gqa"]
+    assert taken[1] == ["grad_out", "query", "key", "value", "out", "lse", *common, "rng_state",
+                        "scale", "window_size"]  # fmt: skip
+
+
 def test_torch_still_keeps_parameters_and_children_in_dicts_of_a_module() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     ones, plain = nn.Parameter(torch.ones(2, 2)), nn.Identity()

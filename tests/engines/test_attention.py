@@ -1,5 +1,7 @@
 """Packed attention inside real models against transformers' own, one sequence at a time."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from spmdrl_kernels.linear import use_fast_linear
@@ -191,9 +193,60 @@ def test_groups_waste_little_padding():
 def test_what_it_cannot_do_is_refused():
     q = torch.zeros(1, 2, 3, 8)
     packing = attention.Packing.build(torch.tensor([3]), torch.device("cpu"))
-    with pytest.raises(ValueError, match="s_aux"):
-        attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, s_aux=q)
+    with pytest.raises(ValueError, match="do not hand on where the sequences"):
+        attention.packed_attention(torch.nn.Module(), q, q, q, None)
     with pytest.raises(ValueError, match=r"softcap=5\.0; flash-attn has it"):
-        attention._flash(q, q, q, packing, None, None, 5.0)
+        attention._flash(q, q, q, packing, None, None, 5.0, None)
     with pytest.raises(ValueError, match=r"dropout=0\.1"):
         attention.packed_attention(torch.nn.Module(), q, q, q, None, packing, dropout=0.1)
+
+
+def plain_varlen(q, k, v, row, scale, window):
+    """Stands in for the kernel that CPUs lack: output and log-sum-exp of each sequence."""
+    outs, sums = [], []
+    for first, last in pairwise(row.cu_queries.tolist()):
+        scores = torch.einsum("qhd,khd->hqk", q[first:last], k[first:last]) * scale
+        ones = torch.ones(scores.shape[1:], dtype=torch.bool)
+        seen = ones.tril() if window[0] < 0 else ones.tril() & ~ones.tril(-window[0] - 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[first:last]))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, dim=1), torch.zeros(2)
+
+
+def plain_varlen_backward(grad, q, k, v, out, lse, state, row, scale, window):
+    """The backward pass of flash attention: probabilities from lse, the correction from out."""
+    grads = [torch.zeros_like(t) for t in (q, k, v)]
+    for first, last in pairwise(row.cu_queries.tolist()):
+        mine = slice(first, last)
+        scores = torch.einsum("qhd,khd->hqk", q[mine], k[mine]) * scale
+        ones = torch.ones(scores.shape[1:], dtype=torch.bool)
+        seen = ones.tril() if window[0] < 0 else ones.tril() & ~ones.tril(-window[0] - 1)
+        p = (scores - lse[:, mine, None]).exp().masked_fill(~seen, 0.0)
+        dp = torch.einsum("qhd,khd->hqk", grad[mine], v[mine])
+        d = (grad[mine] * out[mine]).sum(-1).T[..., None]
+        ds = p * (dp - d) * scale
+        for total, part in zip(grads, (
+            torch.einsum("hqk,khd->qhd", ds, k[mine]), torch.einsum("hqk,qhd->khd", ds, q[mine]),
+            torch.einsum("hqk,qhd->khd", p, grad[mine]),
+        ), strict=True):  # fmt: skip
+            total[mine] = part
+    return tuple(grads)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_on_a_flash_kernel_are_those_of_the_plain_form(window, monkeypatch):
+    """On GPUs the kernel knows no sinks: they are put into what it returns and is given back."""
+    monkeypatch.setattr(attention, "varlen_forward", plain_varlen)
+    monkeypatch.setattr(attention, "varlen_backward", plain_varlen_backward)
+    torch.manual_seed(0)
+    packing = attention.Packing.build(torch.tensor([9, 1, 14]), torch.device("cpu"))
+    tensors = [torch.randn(1, 4, 24, 8, requires_grad=True) for _ in range(3)]
+    sinks = torch.randn(4, requires_grad=True)
+    up = torch.randn(1, 24, 4, 8)
+    results = []
+    for compute in (attention._padded, attention._flash):
+        out = compute(*tensors, packing, 0.3, window, None, sinks)
+        results.append([out, *torch.autograd.grad((out * up).sum(), [*tensors, sinks])])
+    for plain, flash in zip(*results, strict=True):
+        torch.testing.assert_close(flash, plain, rtol=1e-5, atol=1e-5)

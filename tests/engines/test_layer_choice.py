@@ -101,6 +101,9 @@ class Model:
     def set_attn_implementation(self, name):
         self.name = name
 
+    def named_parameters(self):
+        return iter(())
+
 
 def test_flash_attn_where_it_is_wanted_or_needed(monkeypatch):
     """Gemma 2's scores are soft-capped, which torch's own kernel has not."""

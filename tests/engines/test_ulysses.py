@@ -22,6 +22,10 @@ def save_models(folder):
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+        Llama4ForCausalLM,
+        Llama4TextConfig,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -43,13 +47,25 @@ def save_models(folder):
             "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None,
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4,
             "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}))),
+        "sinks": GptOssForCausalLM(GptOssConfig(
+            **small, head_dim=16, sliding_window=9, num_local_experts=4, num_experts_per_tok=2)),
+        "chunks": Llama4ForCausalLM(Llama4TextConfig(
+            **small, head_dim=16, attention_chunk_size=9, num_local_experts=4,
+            num_experts_per_tok=1, intermediate_size_mlp=64, no_rope_layers=[1, 0])),
     }  # fmt: skip
+    models["sinks"].apply(draw_sinks)
     for name, model in models.items():
         model.save_pretrained(folder / name)
     save_qwen3(folder / "gqa", num_hidden_layers=LAYERS)
     save_qwen3(folder / "mqa", num_key_value_heads=1, tie_word_embeddings=False)
     save_qwen3(folder / "odd", num_attention_heads=12, num_key_value_heads=4, head_dim=8)
     return str(folder)
+
+
+def draw_sinks(module):
+    """Sinks that matter, each head's another; they are near 0 at first."""
+    if hasattr(module, "sinks"):
+        module.sinks.data = torch.linspace(-1.0, 2.0, len(module.sinks))
 
 
 def batch_of(name):
@@ -88,6 +104,9 @@ CASES = [
     case("window", "policy", 2, ulysses=2),
     case("moe", "policy", 4, ulysses=4),
     case("mla", "policy", 2, ulysses=2, activation_checkpointing=True),
+    case("sinks", "policy", 4, ulysses=4),  # a sink belongs to a head, not to a rank
+    case("sinks", "policy", 2, "prompts", ulysses=2),
+    case("chunks", "policy", 2, "long", ulysses=2),
     case("gqa", "policy", 4, "prompts", ulysses=2, micro_batch_tokens=40),
     case("gqa", "value", 4, "prompts", ulysses=4, activation_checkpointing=True),
     case("window", "policy", 2, "prompts"),

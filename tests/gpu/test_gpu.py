@@ -95,6 +95,28 @@ def test_flash_and_padded_attention_agree_in_value_and_gradient(prefixes, window
         torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_flash_and_padded_attention_agree_about_sinks(window):
+    from spmdrl.engines.fsdp import attention
+
+    packing = attention.Packing.build(torch.tensor([40, 130, 1, 64]), torch.device("cuda"))
+    shapes = [(1, 8, 235, 64), (1, 2, 235, 64), (1, 2, 235, 64), (8,)]
+    half = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+    full = [t.detach().float().requires_grad_() for t in half]
+    up, module = torch.randn(1, 235, 8, 64, device="cuda"), torch.nn.Module()
+    outs = [
+        attention.packed_attention(module, *t[:3], None, packing, sliding_window=window, s_aux=t[3])
+        for t in (half, full)
+    ]
+    torch.testing.assert_close(outs[0][0].float(), outs[1][0], rtol=2e-2, atol=2e-2)
+    grads = [
+        torch.autograd.grad((out[0].float() * up).sum(), t)
+        for out, t in zip(outs, (half, full), strict=True)
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
+
+
 def test_an_update_waits_for_the_gpu_as_often_whatever_the_micro_batches(topology, model):
     import warnings
 

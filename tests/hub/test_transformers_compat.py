@@ -102,3 +102,15 @@ def test_liger_still_applies_its_kernels_to_one_model(model: Any) -> None:
     assert "Liger" in type(model.model.norm).__name__ + repr(model.model.norm.forward)
     assert CONFIG.model_type in fsdp_compat.liger_model_types()
     assert "Liger" not in repr(Qwen3ForCausalLM(CONFIG).model.norm.forward)
+
+
+def test_peft_still_takes_the_names_of_some_layers_for_those_of_experts() -> None:
+    assert fsdp_compat.taken_for_experts("deepseek_v3") >= {"gate_proj", "up_proj", "down_proj"}
+    assert fsdp_compat.taken_for_experts("qwen3") == set()
+
+
+def test_transformers_still_says_which_models_carry_a_state() -> None:
+    from transformers import Qwen3ForCausalLM, Zamba2ForCausalLM
+
+    assert transformers_compat.is_stateful(Zamba2ForCausalLM)
+    assert not transformers_compat.is_stateful(Qwen3ForCausalLM)

@@ -25,7 +25,7 @@ def hf_config(**options: Any) -> Any:
     [
         ({"quantization": "fp8"}, {}, "'fp8' is vLLM's: set rollout.engine='vllm'"),
         ({"engine_args": {"block_size": 16}}, {}, "are vLLM's: set rollout.engine='vllm'"),
-        ({}, {"kv_lora_rank": 512}, "multi-head latent attention.*use rollout.engine='hf'"),
+        ({}, {"kv_lora_rank": 512}, "multi-head latent attention.*or 'hf'"),
         ({}, {"quantization_config": {"bits": 4}}, "is quantised.*or rollout.engine='vllm'"),
         ({}, {"model_type": "qwen3_vl"}, "sees images.*use rollout.engine='vllm'"),
     ],

@@ -328,3 +328,48 @@ def test_vllm_still_has_its_tool_parsers_by_name(qwen3: Path) -> None:
     parser = parsers.get_tool_parser("pythonic")(AutoTokenizer.from_pretrained(qwen3))
     found = parser.extract_tool_calls("[add(a=1)]", asked)
     assert [call.function.name for call in found.tool_calls] == ["add"]
+
+
+# ---- families of models
+
+
+def test_vllm_still_changes_transformers_classes_in_one_method() -> None:
+    """Afterwards instances can be made and called that know nothing of vLLM."""
+    from vllm.model_executor.models.transformers import base
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    before, kind = Model(), Model.__init__
+    with compat.kept_transformers_classes():
+        base.Base._decorate_cls_for_torch_compile(
+            SimpleNamespace(), cls=Model, dynamic_arg_dims={"x": 0}, enable_if=lambda config: True,
+            is_encoder=False,
+        )  # fmt: skip
+        assert Model.__init__ is not kind
+    assert [float(model(torch.ones(1))) for model in (before, Model())] == [2.0, 2.0]
+
+
+def test_vllm_still_makes_its_latent_products_of_one_weight() -> None:
+    source = inspect.getsource(compat.latent_attention_class().process_weights_after_loading)
+    assert "prefer_copy=True" in source  # into the memory of the old ones
+    layer = SimpleNamespace(W_UV=1, W_UK_T=2, W_K=None)
+    assert compat.absorbed_weights(layer) == ["W_UV", "W_UK_T"]
+    assert all(f'"{name}"' in source for name in ("W_UV", "W_UK_T", "W_K_scale", "W_V_scale"))
+
+
+def test_vllm_still_convolves_by_two_functions_that_may_be_given_an_unpacked_weight() -> None:
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    compat.use_unpacked_convolutions()
+    for function in (gdn_attention._causal_conv1d_fwd_cpu, gdn_attention._causal_conv1d_update_cpu):
+        assert function.reads_unpacked
+        own = inspect.signature(function).parameters["own"].default
+        assert {"weight", "is_weight_packed"} <= {*inspect.signature(own).parameters}
+
+
+def test_vllm_still_says_which_models_it_runs_by_transformers_code() -> None:
+    assert compat.runs_transformers_code("Olmo2ForCausalLM")
+    assert compat.runs_transformers_code("NoSuchForCausalLM")
+    assert not compat.runs_transformers_code("Qwen3ForCausalLM")

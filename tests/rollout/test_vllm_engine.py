@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from rollout_checks import flip_every_parameter, load_hf, save_family, worst_error
+from transformers import DeepseekV3Config
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import SamplingParams
 from spmdrl.rollout.vllm.core import check_engine_args
 from spmdrl.rollout.vllm.engine import VllmEngine
+from spmdrl.rollout.vllm.model_types import check_model_type
 
 pytestmark = pytest.mark.vllm
 
@@ -120,10 +122,10 @@ def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:
         check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=True)
 
 
-def test_vllm_with_latent_attention_is_refused(tmp_path: Path, topology: Topology) -> None:
-    """vLLM multiplies with products of weights, made once."""
-    import tiny_megatron_models
-
-    tiny_megatron_models.save_model("deepseek_v3", tmp_path)
-    with pytest.raises(ConfigError, match="latent attention"):
-        VllmEngine(str(tmp_path), CONFIG, 64, topology)
+def test_no_other_backend_has_latent_attention_on_a_cpu() -> None:
+    """AMX's would free the weight that pushes write to."""
+    latent = DeepseekV3Config()
+    config = replace(CONFIG, engine_args={"attention_backend": "AMX_MLA"})
+    with pytest.raises(ConfigError, match="which a push would miss; leave it out"):
+        check_model_type(latent, config)
+    check_model_type(latent, replace(CONFIG, engine_args={"attention_backend": "CPU_MLA"}))

@@ -12,6 +12,7 @@ from spmdrl.config import (
     LoraConfig,
     OptimConfig,
     RewardConfig,
+    RolloutConfig,
     SftConfig,
     SftDataConfig,
     TrainConfig,
@@ -304,11 +305,14 @@ def test_models_that_cannot_share_attention_are_refused(tmp_path, text, words):
         check(ppo_config(tmp_path, actor=shared), 4)
 
 
-def test_layers_that_carry_state_are_refused(tmp_path):
-    text = '{"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}'
-    (tmp_path / "config.json").write_text(text.replace("}", ', "num_hidden_layers": 2}'))
-    with pytest.raises(ConfigError, match="linear_attention"):
-        check(ppo_config(tmp_path), 1)
+def test_ranks_cannot_share_the_tokens_of_layers_that_carry_state(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}')
+    sampled = RolloutConfig(dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"actor\.ulysses=2: Qwen3_5GatedDeltaNet .* ulysses=1"):
+        check(ppo_config(tmp_path, actor=TrainConfig(ulysses=2), rollout=sampled), 2)
+    shared = TrainConfig(shared_prefix=True)
+    with pytest.raises(ConfigError, match=r"shared_prefix=True cannot be: Qwen3_5GatedDeltaNet"):
+        check(ppo_config(tmp_path, actor=shared, rollout=sampled), 1)
 
 
 def test_sft_is_checked_too(qwen3):

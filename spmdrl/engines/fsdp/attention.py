@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from spmdrl.data.shared_prefix import spans
+from spmdrl.distributed.torch_compat import varlen_backward, varlen_forward
 from spmdrl.engines.fsdp.prefix_sharing import CopyRows, PrefixCopies
 from spmdrl.engines.fsdp.ulysses import SequenceParallelGroup, to_heads, to_tokens
 from spmdrl.types import to_device
@@ -58,6 +59,25 @@ class Packing:
     def starts(self) -> Tensor:
         """(num_seqs,) int64 on the CPU: where in the row each sequence begins."""
         return self.seq_lens.cumsum(0) - self.seq_lens
+
+    @cached_property
+    def in_chunks(self) -> dict[int, Packing]:
+        """By length of a chunk: `chunked` of it, made once for all layers."""
+        return {}
+
+    def chunked(self, size: int) -> Packing:
+        """The same row for attention within chunks: a token sees those of its own `size` tokens of
+        the sequence, counted from the sequence's begin. Shared prefixes cannot be chunked.
+        """
+        if int(self.seq_lens.max()) <= size:
+            return self
+        assert self.prefixes is None
+        if size not in self.in_chunks:
+            counts = (self.seq_lens + size - 1) // size
+            lens = torch.full((int(counts.sum()),), size)
+            lens[counts.cumsum(0) - 1] = self.seq_lens - (counts - 1) * size
+            self.in_chunks[size] = Packing(lens, self.device, self.team)
+        return self.in_chunks[size]
 
     @cached_property
     def varlen(self) -> VarlenRow:
@@ -239,48 +259,114 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     flash: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query: (1, heads, tokens, head_dim), key, value: (1, kv_heads, ...) -> (1, tokens, heads, d).
 
+    packing: None: it is `module.packed_by.packing` (per_sequence_layers.py).
+    s_aux: (heads,) sinks: what each head has in its softmax beside the scores, and gives nothing.
     flash: what computes it on GPUs in half precision instead of torch's own varlen attention.
 
-    Raises ValueError for what a model asks and this does not do: dropout, sinks, attention that is
-    not causal, and soft-capped scores in torch's varlen attention.
+    Raises ValueError for what a model asks and this does not do: dropout, attention that is not
+    causal, and soft-capped scores in torch's varlen attention.
     """
-    refused = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
-    if dropout or refused or not getattr(module, "is_causal", True):
-        raise ValueError(f"packed attention lacks dropout={dropout}, {refused}, or non-causal use")
+    if dropout or not getattr(module, "is_causal", True):
+        raise ValueError(f"packed attention lacks dropout={dropout} or non-causal use")
+    packing = packing or getattr(getattr(module, "packed_by", None), "packing", None)
+    if packing is None:
+        raise ValueError("its layers do not hand on where the sequences of a packed row begin")
+    chunk = chunk_of(module)
+    if chunk is not None:
+        packing = packing.chunked(chunk)
     team = packing.team
     if team is not None:
         query, key, value = to_heads(query, key, value, team)
+        if s_aux is not None:
+            s_aux = s_aux.chunk(team.size)[team.rank]
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    compute = (flash or _flash) if half else _padded
-    out = compute(query, key, value, packing, scaling, sliding_window, softcap)
+    size, width = query.shape[-1], value.shape[-1]
+    compute = (flash or _flash) if half and has_flash(size) else _padded
+    if compute is not _padded and width < size:  # the kernels have one width for all three
+        value = pad(value, (0, size - width))
+    out = compute(query, key, value, packing, scaling, sliding_window, softcap, s_aux)
+    out = out[..., :width]
     return out if team is None else to_tokens(out, team), None
+
+
+def has_flash(head_size: int) -> bool:
+    """Says whether the flash kernels have heads of this width: Gemma 4's wide ones have not."""
+    return head_size <= 256 and head_size % 8 == 0
+
+
+def chunk_of(module: Any) -> int | None:
+    """Returns how many tokens a chunk of this attention has; None where it is not in chunks."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    number = getattr(module, "layer_idx", None)
+    if config is None or number is None or number >= len(kinds):
+        return None
+    return config.attention_chunk_size if kinds[number] == "chunked_attention" else None
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
-    sliding_window: int | None, softcap: float | None,
+    sliding_window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap is not None:
         raise ValueError(f"torch's varlen attention lacks softcap={softcap}; flash-attn has it")
     q, k, v, row = varlen_inputs(query, key, value, packing)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    if sinks is not None:
+        return SinkAttention.apply(q, k, v, sinks, row, scaling, window)[None]
     out: Any = varlen_attn(
         q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,
-        scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[None]
+
+
+class SinkAttention(torch.autograd.Function):
+    """Flash attention with sinks: softmax([scores, sink]) without the sink's column.
+
+    The kernel's forward pass gives the output o and log-sum-exp l of the scores alone. With the
+    sink s in the sum, l' = log(e^l + e^s) and o' = o e^(l - l'). The kernel's backward pass makes
+    its probabilities from l' and its correction from o', so given these it returns the gradients of
+    o'; what is left is the sink's own, -e^(s - l') (do' . o') summed over the queries.
+    Source of sinks: gpt-oss, arXiv 2508.10925, section 2.2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, row: VarlenRow,
+        scale: float | None, window: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        """q: (queries, heads, d), k, v: (keys, kv_heads, d), sinks: (heads,) -> like q."""
+        out, lse, rng = varlen_forward(q, k, v, row, scale, window)  # lse: (heads, queries) float32
+        total = torch.logaddexp(lse, sinks.float()[:, None])
+        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total, rng)
+        ctx.row, ctx.scale, ctx.window = row, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        q, k, v, sinks, out, total, rng = ctx.saved_tensors
+        grad = grad.contiguous()
+        saved = (q, k, v, out, total, rng)
+        dq, dk, dv = varlen_backward(grad, *saved, ctx.row, ctx.scale, ctx.window)
+        shares = (sinks.float()[:, None] - total).exp()  # (heads, queries)
+        products = (grad.float() * out.float()).sum(-1).T
+        return dq, dk, dv, -(shares * products).sum(1).to(sinks.dtype), None, None, None
 
 
 def varlen_inputs(
@@ -298,7 +384,7 @@ def varlen_inputs(
 
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None,
-    sliding_window: int | None, softcap: float | None,
+    sliding_window: int | None, softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (tokens, heads, head_dim)
     outs = []
@@ -311,32 +397,39 @@ def _padded(
             asked, mask = rows, _window_mask(group.length, sliding_window, q.device)
         # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
         gq, gk, gv = (
-            _Pad.apply(t, of).transpose(1, 2) for t, of in ((q, asked), (k, rows), (v, rows))
+            Pad.apply(t, of).transpose(1, 2) for t, of in ((q, asked), (k, rows), (v, rows))
         )
-        if softcap is None:
+        if softcap is None and sinks is None:
             out = scaled_dot_product_attention(
                 gq, gk, gv, attn_mask=mask, is_causal=mask is None, scale=scaling,
                 enable_gqa=gq.shape[1] != gk.shape[1],
             )  # fmt: skip
         else:
-            out = _soft_capped(gq, gk, gv, mask, scaling, softcap)
-        outs.append(_Unpad.apply(out.transpose(1, 2), group, len(q)))
+            out = _plain(gq, gk, gv, mask, scaling, softcap, sinks)
+        outs.append(Unpad.apply(out.transpose(1, 2), group, len(q)))
     return sum(outs[1:], start=outs[0])[None]
 
 
-def _soft_capped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
-) -> Tensor:
-    """Attention with scores cap * tanh(scores / cap), in plain form. (n, heads, length, d) each.
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention with scores cap * tanh(scores / cap), with sinks, or with both, in plain form.
+    (n, heads, length, d) each; sinks: (heads,).
 
-    Source: Gemma 2, arXiv 2408.00118, section 2.
+    Source of the cap: Gemma 2, arXiv 2408.00118, section 2.
     """
     if mask is None:
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~mask, -torch.inf).float().softmax(-1).to(q.dtype) @ v
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf).float()
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(len(scores), -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -347,8 +440,8 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return ones.tril() & ~ones.tril(-window)
 
 
-class _Pad(torch.autograd.Function):
-    """(num_tokens, heads, d) -> (num_seqs, length, heads, d); `_Unpad` is its transpose.
+class Pad(torch.autograd.Function):
+    """(num_tokens, heads, d) -> (num_seqs, length, heads, d); `Unpad` is its transpose.
 
     Copies by index in both directions, where autograd's own backward would be a slow index_add.
     """
@@ -363,7 +456,7 @@ class _Pad(torch.autograd.Function):
         return from_padded(grads[0], ctx.group, ctx.num_tokens), None
 
 
-class _Unpad(torch.autograd.Function):
+class Unpad(torch.autograd.Function):
     """(num_seqs, length, heads, d) -> (num_tokens, heads, d), zero on tokens of other groups."""
 
     @staticmethod

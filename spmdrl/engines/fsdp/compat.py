@@ -32,3 +32,15 @@ def apply_liger(model: Any, **settings: bool) -> None:
     from liger_kernel.transformers import monkey_patch
 
     monkey_patch._apply_liger_kernel_to_instance(model, **settings)
+
+
+def taken_for_experts(model_type: str) -> set[str]:
+    """Returns the ends of layers' names that peft takes for those of routed experts, which
+    transformers keeps in one tensor: of such a model it adapts no other layer of that name, a
+    shared expert's for example. Reads _MODEL_TO_CONVERSION_PATTERN and _MOE_TARGET_MODULE_MAPPING
+    of peft.utils.transformers_weight_conversion.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type) or ""
+    return {*conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {})}

@@ -32,6 +32,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
     Adapters,
@@ -49,7 +50,8 @@ from spmdrl.engines.fsdp.model import (
 )
 from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
-from spmdrl.engines.fsdp.prefix_sharing import shares_prefixes, units_for
+from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
+from spmdrl.engines.fsdp.prefix_sharing import units_for
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
@@ -83,6 +85,7 @@ from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
+from spmdrl.weights.buffers import persistent_buffers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 from spmdrl.weights.shards import Shards, fill, shards_by_part
 from spmdrl.weights.transfer import gathered
@@ -124,6 +127,7 @@ class FsdpEngine:
         if not strict:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
+        run_per_sequence(hf)
         generation = [hf.generation_config] if kind != "reward" else []
         stored = stored_dtype(load_hf_config(model), model)
         self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
@@ -319,19 +323,28 @@ class FsdpEngine:
         return view
 
     def named_shards(self, merged: bool = True) -> dict[str, Shards]:
-        return self._shards_of(dict(self.module.named_parameters()), merged)
+        return self._shards_of(kept_tensors(self.module), merged)
 
     def _shards_of(self, parameters: dict[str, Any], merged: bool) -> dict[str, Shards]:
         weights = {n.removeprefix("hf."): p for n, p in parameters.items()}
         if self.adapters is not None:
-            return self.adapters.named_shards(weights, self.parts, merged)
-        return shards_by_part(weights, self.parts)
+            found = self.adapters.named_shards(weights, self.parts, merged)
+        else:
+            found = shards_by_part(weights, self.parts)
+        if self.config.dtype == "float32":
+            return {name: shards._replace(exact=True) for name, shards in found.items()}
+        # of half precision what is computed with: rounded weights, and buffers as they are
+        buffers = {n.removeprefix("hf."): b for n, b in persistent_buffers(self.module).items()}
+        return found | {
+            name: shards._replace(exact=True)
+            for name, shards in shards_by_part(buffers, self.parts).items()
+        }
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        weights = dict(self.module.named_parameters()) | self.average
+        weights = kept_tensors(self.module) | self.average
         shards = self._shards_of(weights, merged=True)
         yield from gathered(shards, dtype, bucket_bytes, self.topology)
 
@@ -427,6 +440,14 @@ class FsdpEngine:
             self.optimizer.set_step(self.num_updates)
         if "ema" not in state:
             ema.restart(self.average, self.trained)
+
+
+def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of a module, tied ones once, and the buffers that its checkpoints have
+    (the biases by which DeepSeek's routers balance experts).
+    """
+    parameters = dict(module.named_parameters())
+    return parameters | persistent_buffers(module)
 
 
 class ModelInputs(NamedTuple):

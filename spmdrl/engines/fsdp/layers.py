@@ -34,6 +34,7 @@ from spmdrl.distributed.torch_compat import copy_with
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.compat import apply_liger, liger_model_types
 from spmdrl.hub.hf_folder import sees_images
+from spmdrl.hub.tiny_config import FAILURES
 
 BACKEND = "inductor"  # of torch.compile
 ROTARY = "apply_rotary_pos_emb"  # the function's name in every modeling module that has one
@@ -89,11 +90,13 @@ def triton_runs(device: torch.device) -> bool:
 
 def use_triton(hf: nn.Module) -> None:
     """RMSNorm, SwiGLU and rotate-half RoPE by spmdrl_kernels, wherever the model computes these."""
-    offsets: dict[tuple[type, float], float | None] = {}
+    offsets: dict[tuple[type, float, bool], float | None] = {}
     gated: dict[tuple[type, type], bool] = {}
     for module in list(hf.modules()):
         if type(module).__name__.endswith("RMSNorm") and norm_eps(module) is not None:
-            kind = (type(module), norm_eps(module) or 0.0)
+            # Gemma 4 has norms of one class with and without a weight
+            weighted = getattr(module, "weight", None) is not None
+            kind = (type(module), norm_eps(module) or 0.0, weighted)
             if kind not in offsets:
                 offsets[kind] = norm_offset(module)
             if (offset := offsets[kind]) is not None:
@@ -119,7 +122,10 @@ def norm_offset(module: nn.Module) -> float | None:
         return None
     x, weight = draws((3, 8), (8,))
     probe = copy_with(module, parameters={"weight": nn.Parameter(weight)})
-    got = probe(x)
+    try:
+        got = probe(x)
+    except FAILURES:  # it takes other arguments: a gate, for example
+        return None
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (norm_eps(module) or 0.0))
     fits = [offset for offset in (0.0, 1.0) if close(got, normed * (weight + offset))]
     return fits[0] if fits else None
@@ -167,7 +173,12 @@ def rotates_halves(function: Callable[..., tuple[Tensor, Tensor]]) -> bool:
     """
     q, k, angles = draws((1, 2, 5, 8), (1, 1, 5, 8), (1, 5, 4))
     cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
-    got = function(q, k, cos, sin)
+    try:
+        got = function(q, k, cos, sin)
+    except FAILURES:  # it takes other arguments (Gemma 4), or other shapes (gpt-oss)
+        return False
+    if not isinstance(got, tuple) or len(got) != 2:
+        return False
     return all(close(mine, turned(x, cos, sin)) for mine, x in zip(got, (q, k), strict=True))
 
 
@@ -272,6 +283,12 @@ def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device
             "attention='torch' has no soft-capped scores on a GPU, which this model has: install "
             "flash-attn and use attention='auto', or dtype='float32'"
         )
+    sinks = any(name.endswith(".sinks") for name, _ in hf.named_parameters())
+    if wants and sinks:
+        raise ConfigError(
+            f"attention='flash_attn' has no attention sinks, which model type "
+            f"{hf.config.model_type!r} has: use attention='auto'"
+        )
     if wants and importlib.util.find_spec("flash_attn") is None:
         raise ConfigError(
             f"model type {hf.config.model_type!r} has soft-capped scores, which on a GPU are "
@@ -292,11 +309,13 @@ def use_attention(hf: PreTrainedModel, config: TrainConfig, device: torch.device
 
 def flash_attn_varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: attention.Packing, scaling: float | None,
-    sliding_window: int | None, softcap: float | None,
+    sliding_window: int | None, softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The flash-attn package (version 2.6 or later); shapes are those of packed_attention."""
     from flash_attn import flash_attn_varlen_func
 
+    if sinks is not None:
+        raise ValueError("flash-attn has no attention sinks; use attention='torch'")
     q, k, v, row = attention.varlen_inputs(query, key, value, packing)
     out = flash_attn_varlen_func(
         q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,

@@ -22,14 +22,15 @@ import torch
 import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import load_file
-from spmdrl_kernels.linear import use_fast_linear
+from spmdrl_kernels.linear import FastLinear, use_fast_linear
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp.compat import turn_adapter
+from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
+from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
@@ -100,8 +101,6 @@ def add_adapters(
     the layer's name alone. Without it the fingerprint is not known yet. fast_cpu: layers that are
     fast there will be used.
     """
-    from peft import inject_adapter_in_model
-
     lora = config.lora
     assert lora is not None
     layers = target_layers(hf, lora, config.freeze_vision)
@@ -113,8 +112,9 @@ def add_adapters(
             "which cannot be adapted: leave it out"
         )
     known = fingerprint(dict(hf.named_parameters())) if full else None
+    hf.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws an A of its own
-        inject_adapter_in_model(peft_config(lora, layers, model), hf)
+        adapt_layers(hf, layers, peft_config(lora, layers, model))
     if fast_cpu:
         use_fast_linear(hf)
     dtype = getattr(torch, config.dtype)
@@ -124,6 +124,21 @@ def add_adapters(
     if full:
         fill_adapters(hf, lora, layers)
     return Adapters(lora, model, config.dtype, layers, known)
+
+
+def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
+    """Puts peft's linear layer with an adapter around each of these, which are chosen by us.
+
+    config: peft's LoraConfig.
+    """
+    from peft.tuners.lora import Linear
+
+    for name in layers:
+        parent, _, leaf = name.rpartition(".")
+        base = hf.get_submodule(name)
+        # r and lora_alpha are read from its arguments alone
+        adapted = Linear(base, "default", config, r=config.r, lora_alpha=config.lora_alpha)
+        setattr(hf.get_submodule(parent), leaf, adapted)
 
 
 def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
@@ -168,7 +183,13 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
     others = {hf.get_output_embeddings()}
     if freeze_vision and sees_images(hf.config):
         others |= set(hf.base_model.visual.modules())
-    linear = [n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and m not in others]
+    outputs, renamed = fused_outputs(hf), taken_for_experts(hf.config.model_type)
+    fused = {name for name, module in hf.named_modules() if id(module) in outputs}
+    experts = {n for n, m in hf.named_modules() if is_plain(m) and n.rpartition(".")[2] in renamed}
+    linear = [
+        n for n, m in hf.named_modules()
+        if is_plain(m) and m not in others and n not in fused | experts
+    ]  # fmt: skip
     if not linear:
         raise ConfigError(f"lora: {type(hf).__name__} has no torch.nn.Linear to adapt")
     if lora.target_modules == "all-linear":
@@ -180,6 +201,17 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
             "'all-linear', or name layers, e.g. ('q_proj', 'v_proj')"
         )
     for target in targets:
+        if any(is_target(name, (target,)) for name in fused):
+            raise ConfigError(
+                f"lora.target_modules={target!r} is a projection of a Mamba layer, whose kernels "
+                "on GPUs read the weight itself and would ignore an adapter: leave it out"
+            )
+        if any(is_target(name, (target,)) for name in experts):
+            raise ConfigError(
+                f"lora.target_modules={target!r}: peft takes this name for the experts' of model "
+                f"type {hf.config.model_type!r} and would load the adapter without these layers: "
+                "leave it out"
+            )
         if not any(is_target(name, (target,)) for name in linear):
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(target, leaves, n=3) or leaves
@@ -188,6 +220,22 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
                 f"{', '.join(near)}. Embeddings, the head and a mixture's experts are not adapted"
             )
     return [name for name in linear if is_target(name, targets)]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Says whether a module is a linear layer and no more: Llama 4's routers are more."""
+    return isinstance(module, nn.Linear) and type(module).forward in (
+        nn.Linear.forward, FastLinear.forward,
+    )  # fmt: skip
+
+
+def fused_outputs(hf: nn.Module) -> set[int]:
+    """Returns the ids of the projections of Mamba layers whose weights are read by themselves: see
+    the error in target_layers.
+    """
+    layers = [m for m in hf.modules() if is_recurrent(m) and hasattr(m, "D")]
+    names = ("out_proj", "dt_proj")
+    return {id(getattr(m, name)) for m in layers for name in names if hasattr(m, name)}
 
 
 def is_target(name: str, targets: Sequence[str]) -> bool:

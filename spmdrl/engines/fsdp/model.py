@@ -24,11 +24,16 @@ from transformers.initialization import no_init_weights
 from spmdrl.config import ConfigError
 from spmdrl.data.images import ImageInputs
 from spmdrl.engines.fsdp import attention
-from spmdrl.hub.hf_folder import auto_class, check_files, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import auto_class, check_files, has_tower, load_hf_config, sees_images
+from spmdrl.hub.language_model import KEY_MAPPING
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
 logger = logging.getLogger(__name__)
+
+
+# what modules call it; Phi-MoE's router_jitter_noise is a threshold that also counts without noise
+NOISE = ("dropout", "layerdrop", "input_jitter_noise", "jitter_noise")
 
 
 class TokenPolicy(nn.Module):
@@ -40,9 +45,7 @@ class TokenPolicy(nn.Module):
         self.lm_head_logprobs = lm_head_logprobs  # strict.py has another
         text = hf.config.get_text_config()
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        for name in ("logit_scale", "logits_scaling"):
-            if getattr(text, name, None) not in (None, 1.0):
-                raise ConfigError(f"model {hf.config.name_or_path}: {name} is not supported")
+        self.logit_factor = logit_factor(text)
 
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, packing: attention.Packing, states: Tensor,
@@ -57,9 +60,21 @@ class TokenPolicy(nn.Module):
         hidden = backbone_hidden(self.hf, token_ids, position_ids, packing, scene)
         head: Any = self.hf.get_output_embeddings()
         return self.lm_head_logprobs(
-            chosen_states(hidden, states), head.weight, targets, temperature,
+            chosen_states(hidden, states), head.weight, targets, temperature / self.logit_factor,
             bias=getattr(head, "bias", None), softcap=self.softcap, pi_squared=pi_squared,
         )  # fmt: skip
+
+
+def logit_factor(text: Any) -> float:
+    """Returns by what a model multiplies its logits: the same as a temperature of 1 / factor.
+
+    Granite and MiniCPM call logits_scaling what they divide by, HyperCLOVA what it multiplies by.
+    """
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        factor *= getattr(text, name, None) or 1.0
+    scaling = getattr(text, "logits_scaling", None) or 1.0
+    return factor * scaling if text.model_type.startswith("hyperclovax") else factor / scaling
 
 
 class TokenValue(nn.Module):
@@ -111,10 +126,15 @@ def backbone_hidden(
         place_images(hf, scene.is_image[None])
         seen = {"position_ids": scene.positions[:, None], "pixel_values": scene.pixels,
                 "image_grid_thw": scene.grids}  # fmt: skip
-    out = hf.base_model(
+    out = backbone(hf)(
         input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip
     return out.last_hidden_state[0]
+
+
+def backbone(hf: Any) -> nn.Module:
+    """Returns the model without its head. Llama 4's own `base_model` is the model itself."""
+    return hf.model if hf.base_model is hf else hf.base_model
 
 
 def chosen_states(hidden: Tensor, states: Tensor) -> Tensor:
@@ -172,7 +192,7 @@ def build_model(
         with no_init_weights():
             hf = (auto or auto_class(config)).from_config(config, **settings)
         hf.tie_weights()
-    without_dropout(hf)
+    without_noise(hf)
     if sees_images(hf.config):  # the tower's is neither packed nor causal
         set_attention_name(hf.config.vision_config, "sdpa")
     return hf.train()  # activation checkpointing only works in train mode
@@ -189,7 +209,10 @@ def load_model(
     """
     if Path(model).is_dir():
         check_files(Path(model))
-    auto = auto or auto_class(load_hf_config(model))
+    config = load_hf_config(model)
+    auto = auto or auto_class(config)
+    if has_tower(model):
+        settings = {"config": config, "key_mapping": KEY_MAPPING} | settings
     try:
         loaded: Any = auto.from_pretrained(
             model, output_loading_info=True, ignore_mismatched_sizes=True,
@@ -267,13 +290,16 @@ def some_of(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def without_dropout(hf: PreTrainedModel) -> None:
-    """Old and new logprobs must differ by the update alone, so dropout is off in every pass."""
+def without_noise(hf: PreTrainedModel) -> None:
+    """Turns off dropout, the dropping of layers and the noise of routers in every pass: old and new
+    logprobs must differ by the update alone.
+    """
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name in NOISE or "dropout" in name):
+                setattr(module, name, 0.0)
 
 
 def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:

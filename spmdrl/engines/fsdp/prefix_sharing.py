@@ -1,5 +1,6 @@
-"""Prefixes that are computed once: who can, which sequences are computed together, and the copies
-of keys and values that the sequences behind a prefix are given (attention.py).
+"""Prefixes that are computed once: which sequences are computed together, and the copies of keys
+and values that the sequences behind a prefix are given (attention.py). layer_kinds.py says which
+models can.
 """
 
 from __future__ import annotations
@@ -9,36 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from spmdrl.config import TrainConfig
 from spmdrl.data.packing import micro_batches
 from spmdrl.data.shared_prefix import Unit, single_units, units_by_prefix
-from spmdrl.hub.hf_folder import sees_images
-from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 from spmdrl.types import Batch, to_device
-
-
-def prefix_obstacle(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> str | None:
-    """Returns why a role cannot compute a shared prefix once; None where it can.
-
-    hf: of the role's model. strict: the role's log-probabilities are the engine's bit for bit.
-    """
-    if role.engine != "fsdp":
-        return f"engine {role.engine!r} counts a token's position from the begin of its own run"
-    if strict:
-        return "with strict=True a token has the same bits in any company, and is computed in each"
-    if sees_images(hf):
-        return f"model type {hf.model_type!r} sees images, whose places are those in whole prompts"
-    model: Any = model_class(AutoModelForCausalLM, type(hf))
-    if model is not None and not takes_attention_functions(model):
-        return f"the layers of model type {hf.model_type!r} compute attention by themselves"
-    return None
-
-
-def shares_prefixes(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> bool:
-    """Says whether a role computes a shared prefix once (TrainConfig.shared_prefix)."""
-    return role.shared_prefix is not False and prefix_obstacle(role, strict, hf) is None
 
 
 def units_for(batch: Batch, max_tokens: int) -> list[Unit]:

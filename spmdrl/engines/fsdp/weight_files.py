@@ -32,7 +32,9 @@ from transformers.core_model_loading import (
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.model import output_names, require_loadable
-from spmdrl.hub.hf_folder import check_files
+from spmdrl.hub.hf_folder import check_files, has_tower
+from spmdrl.hub.language_model import language_key
+from spmdrl.hub.quantized_weights import Quantized, is_readable, quantized_weights
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import checkpoint_files
 
@@ -63,18 +65,35 @@ class Source:
 class WeightFiles:
     """The safetensors files of a model, read by the names of its parameters and buffers."""
 
-    def __init__(self, model: str, paths: list[str], shell: PreTrainedModel) -> None:
-        """shell: the model with weights of any value. Raises what safe_open does."""
+    def __init__(
+        self, model: str, paths: list[str], shell: PreTrainedModel, only_language: bool = False
+    ) -> None:
+        """shell: the model with weights of any value. only_language: it is the language model of
+        files that have a tower as well. Raises what safe_open does.
+        """
         self.model = model
         self.paths: dict[str, str] = {}  # of each tensor's file
+        self.keys: dict[str, str] = {}  # in the file, of each tensor
         shapes: dict[str, list[int]] = {}
         for path in paths:
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118  it is no mapping
-                    self.paths[key], shapes[key] = path, file.get_slice(key).get_shape()
+                    name = language_key(key) if only_language else key
+                    if name is not None:
+                        self.paths[name], self.keys[name] = path, key
+                        shapes[name] = file.get_slice(key).get_shape()
+        self.quantized: dict[str, Quantized] = {}
+        config: Any = copy.deepcopy(shell.config)
+        if is_readable(config):
+            self.quantized, parts = quantized_weights(shapes, config)
+            of_parts = {name: q.stored for name, q in self.quantized.items()}
+            self.paths |= {name: self.paths[part] for name, part in of_parts.items()}
+            kept = {name: shape for name, shape in shapes.items() if name not in parts}
+            shapes = kept | {name: list(q.shape) for name, q in self.quantized.items()}
+            del config.quantization_config  # they are read as floating-point tensors
         given = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         loaded: Any = type(shell).from_pretrained(
-            None, config=copy.deepcopy(shell.config), state_dict=given, device_map={"": "meta"},
+            None, config=config, state_dict=given, device_map={"": "meta"},
             dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
         self.meta: Any = loaded[0]  # the model without data
@@ -161,13 +180,19 @@ class WeightFiles:
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     def tensor(self, key: str, rows: slice | None = None) -> Tensor:
-        """Returns a tensor of the files, or rows of it. One file is open at a time, so that no
-        more of the files than one is mapped into memory.
+        """Returns a weight of the files, or rows of it; one that is quantised there in float32."""
+        if key in self.quantized:
+            return self.quantized[key].read(self.stored, rows)
+        return self.stored(key, rows)
+
+    def stored(self, key: str, rows: slice | None = None) -> Tensor:
+        """Returns a tensor as it is in the files, or rows of it. One file is open at a time, so
+        that no more of the files than one is mapped into memory.
         """
         path = self.paths[key]
         if self.opened[0] != path:
             self.opened = (path, safe_open(path, "pt"))
-        part = self.opened[1].get_slice(key)
+        part = self.opened[1].get_slice(self.keys[key])
         return part[...] if rows is None or not part.get_shape() else part[rows]
 
     def close(self) -> None:
@@ -185,13 +210,14 @@ def open_weights(model: str, shell: PreTrainedModel, has_head: bool) -> WeightFi
     if Path(model).is_dir():
         check_files(Path(model))
     adapter = Path(model, "adapter_config.json").is_file()  # transformers looks for its base
-    if adapter or getattr(config, "quantization_config", None) is not None:
+    quantized = getattr(config, "quantization_config", None) is not None
+    if adapter or (quantized and not is_readable(config)):
         return None
     try:
         paths = checkpoint_files(model, config)
         if not all(path.endswith(".safetensors") for path in paths):
             return None
-        files = WeightFiles(model, paths, shell)
+        files = WeightFiles(model, paths, shell, only_language=has_tower(model))
         if shell.can_generate():
             shell.generation_config = generation_config(model, shell)
     except (*UNREADABLE, SafetensorError) as error:

@@ -199,11 +199,14 @@ class Parts:
         shapes: dict[str, tuple[int, ...]] = {}
         boxes: dict[str, list[Box]] = {}
         views: dict[str, list[Callable[[], Tensor]]] = {}
+        exact: set[str] = set()
         with self.state.active():
             for chunk in self.raw:
                 for _, parameter, held in pieces(chunk, self.hf_config):
                     for piece in (p for p in held if not p.tied):
                         shapes[piece.name] = piece.shape
+                        if parameter.dtype == torch.float32:  # computed with as it is
+                            exact.add(piece.name)
                         boxes.setdefault(piece.name, []).append(piece.box)
                         views.setdefault(piece.name, []).append(
                             lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
@@ -213,6 +216,7 @@ class Parts:
                 shape,
                 tuple(boxes[name]),
                 lambda look=views[name]: [view() for view in look],  # type: ignore[misc]
+                exact=name in exact,
             )
             for name, shape in shapes.items()
         }

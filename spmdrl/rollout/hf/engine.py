@@ -32,7 +32,7 @@ from spmdrl.rollout.draw import draw
 from spmdrl.rollout.hf import strict as hf_strict
 from spmdrl.rollout.rng import mix, preserved_rng
 from spmdrl.rollout.stops import StopRule
-from spmdrl.rollout.weight_check import compare_weights
+from spmdrl.rollout.weight_check import compare_by_name
 from spmdrl.weights.checkpoint_names import by_checkpoint_name, checkpoint_parts
 from spmdrl.weights.engine_layout import ByName, Layout, layout_by_name
 
@@ -210,7 +210,7 @@ class HfEngine:
             cohort.ids = []
         elif len(going) <= len(cohort.ids) // 2:
             kept = torch.tensor(going, device=self.device)
-            cohort.cache.batch_select_indices(kept)
+            cohort.cache.reorder_cache(kept)  # selects rows of every kind of cache, states too
             cohort.tokens, cohort.mask = cohort.tokens[kept], cohort.mask[kept]
             cohort.seeds, cohort.ahead = cohort.seeds[kept], cohort.ahead[kept]
             cohort.ids = [cohort.ids[row] for row in going]
@@ -249,7 +249,7 @@ class HfEngine:
         self.forget_prefixes()
 
     def check_weights(self, weights: Iterator[tuple[str, Tensor]]) -> int:
-        return compare_weights(self.model, weights, tp_rank=0, tp_size=1)
+        return compare_by_name(ByName(self.model, self.elsewhere), weights)
 
     def sleep(self) -> None:
         if self.config.sleep:

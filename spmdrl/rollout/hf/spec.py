@@ -10,6 +10,8 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec
 
+OWN_CACHE = ("minimax",)  # model types; transformers gives them no cache of the usual kind
+
 
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
@@ -31,6 +33,14 @@ def check(config: RolloutConfig) -> None:
     )
 
 
+def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> None:
+    kind = hf.get_text_config().model_type
+    require(
+        kind not in OWN_CACHE,
+        f"rollout.engine='hf' does not sample model type {kind!r}, whose cache is one of its own",
+    )
+
+
 def check_strict(hf: Any) -> None:
     windows = "sliding_attention" in (getattr(hf.get_text_config(), "layer_types", None) or ())
     require(
@@ -46,7 +56,10 @@ SPEC = EngineSpec(
     library="transformers",
     build=build,
     starts_blank=True,
+    leaves_towers=True,
+    keeps_floats=True,
     mixes_dtypes=True,
     check=check,
+    check_model=check_model,
     check_strict=check_strict,
 )

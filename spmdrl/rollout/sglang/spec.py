@@ -42,7 +42,7 @@ def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> Non
     require(
         getattr(text, "kv_lora_rank", None) is None,
         f"{asked} has multi-head latent attention, for which SGLang computes from products of "
-        "weights that an update does not renew; use rollout.engine='hf'",
+        "weights that an update does not renew; use rollout.engine='vllm' or 'hf'",
     )
     require(
         getattr(hf, "quantization_config", None) is None,

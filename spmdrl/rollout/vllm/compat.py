@@ -78,6 +78,43 @@ def load_architecture(name: str) -> None:
         ModelRegistry.register_model(name, entry.load_model_cls())
 
 
+@contextmanager
+def kept_transformers_classes() -> Iterator[None]:
+    """While an engine is built: vLLM runs some models by transformers' own code, and changes their
+    class so that its instances compile themselves. Afterwards instances of the trainer can be made
+    and called again. Replaces Base._decorate_cls_for_torch_compile of
+    vllm.model_executor.models.transformers.base.
+    """
+    from vllm.model_executor.models.transformers import base
+
+    kind: Any = base.Base
+    decorate = kind._decorate_cls_for_torch_compile
+    changed: dict[Any, Any] = {}  # by class: the __init__ that it had
+
+    def note_and_decorate(self: Any, cls: Any, *args: Any, **kwargs: Any) -> None:
+        changed.setdefault(cls, cls.__init__)
+        decorate(self, cls, *args, **kwargs)
+
+    kind._decorate_cls_for_torch_compile = note_and_decorate
+    try:
+        yield
+    finally:
+        kind._decorate_cls_for_torch_compile = decorate
+        for cls, init in changed.items():
+            cls.__init__ = init
+            cls.do_not_compile = True  # the engine's instances have one of their own
+
+
+def runs_transformers_code(name: str) -> bool:
+    """Returns whether vLLM runs models of this class by transformers' code, or knows none of that
+    name. Reads ModelRegistry.models.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    entry = ModelRegistry.models.get(name)
+    return entry is None or getattr(entry, "module_name", "").endswith(".transformers")
+
+
 def destroy_groups() -> None:
     """Destroys vLLM's own process groups, made beside the caller's. Imports nothing: where vLLM
     could not be imported, that is what the user is to read. Reads and clears _WORLD and _NODE_COUNT
@@ -290,6 +327,26 @@ def loadable_scales(plain: Any) -> Any:
     )
 
 
+# ---- multi-head latent attention
+
+
+def latent_attention_class() -> Any:
+    """Returns the class of the layers that have multi-head latent attention: MLAAttention of
+    vllm.model_executor.layers.attention.mla_attention.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    return MLAAttention
+
+
+def absorbed_weights(layer: Any) -> list[str]:
+    """Returns the names of the parameters that such a layer's process_weights_after_loading makes
+    of kv_b_proj's weight.
+    """
+    names = ("W_UV", "W_UK_T", "W_K", "W_K_scale", "W_V", "W_V_scale")
+    return [name for name in names if getattr(layer, name, None) is not None]
+
+
 # ---- images
 
 
@@ -346,6 +403,26 @@ def cpu_operators() -> Any:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     return torch.ops._C
+
+
+def use_unpacked_convolutions() -> None:
+    """Has vLLM's gated delta nets read the weights of their convolutions as they are written; it
+    would pack them once, when a model is loaded. Replaces _causal_conv1d_fwd_cpu and
+    _causal_conv1d_update_cpu of vllm.model_executor.layers.mamba.ops.cpu.gdn_attention, for good.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    module: Any = gdn_attention
+    for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
+        own = getattr(module, name)
+        if not hasattr(own, "reads_unpacked"):
+
+            def unpacked(*, own: Any = own, weight: Tensor, **rest: Any) -> Any:
+                rest["is_weight_packed"] = False
+                return own(weight=weight.view(len(weight), -1), **rest)
+
+            unpacked.reads_unpacked = True  # type: ignore[attr-defined]
+            setattr(module, name, unpacked)
 
 
 def gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import gc
 import os
@@ -12,16 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig, is_eager
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.accelerator import require_compiler
-from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config
+from spmdrl.hub.quantized_weights import is_mxfp4, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.hub.transformers_compat import model_class
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
 from spmdrl.rollout.vllm import lora as vllm_lora
+from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is above 0 and below this
 # of vLLM's EngineArgs: what decides how fast an engine is and how much memory it has, and neither
@@ -82,6 +87,12 @@ def build_core(
     eager = is_eager(config, not on_cpu, strict)
     if on_cpu and not eager:
         require_compiler("rollout.enforce_eager=False", "leave it out")
+    hf = load_hf_config(model)
+    text = hf.get_text_config()
+    # of a model with a tower the language model alone is pushed, but all of it is read from disk
+    by_itself = has_tower(model) and not load_weights
+    name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
+    overrides: Any = config_of_engine if name is not None or is_mxfp4(hf) else {}
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
     args = EngineArgs(
@@ -103,8 +114,8 @@ def build_core(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         moe_backend=moe_backend(model, on_cpu),
-        # vLLM's 128 on a CPU is more than many a prompt, and only whole blocks are shared
-        **({"block_size": 32} if on_cpu else {}) | dict(config.engine_args) | blank,
+        hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
+        **(cpu_args(text) if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
@@ -115,13 +126,14 @@ def build_core(
     if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
-        register_architecture(model)
+        vllm_vision.import_without_torchvision()
+        register_architecture(model, name)
         executor = executor_of(group, device)
         gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
         try:
             vllm_config = args.create_engine_config()
-            check_attention(model, vllm_config.model_config.use_mla)
-            return compat.engine_core(vllm_config, executor)
+            with compat.kept_transformers_classes():
+                return compat.engine_core(vllm_config, executor)
         except (ValueError, TypeError) as error:
             if not config.engine_args or isinstance(error, ConfigError):
                 raise
@@ -129,19 +141,18 @@ def build_core(
             raise ConfigError(f"vLLM does not start with {given}: {error}") from error
 
 
+def cpu_args(text: Any) -> dict[str, Any]:
+    """vLLM's block of 128 tokens on a CPU is more than many a prompt has, and only whole blocks are
+    shared.
+    """
+    latent = {"attention_backend": CPU_BACKEND} if is_latent(text) else {}
+    return {"block_size": 32} | latent
+
+
 def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
     """None: vLLM measures what gpu_memory_utilization leaves beside weights and activations."""
     mib = config.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
     return mib << 20 if mib else None
-
-
-def check_attention(model: str, is_latent: bool) -> None:
-    if is_latent:
-        raise ConfigError(
-            f"rollout.engine='vllm': {model} has multi-head latent attention, for which vLLM "
-            "computes from products of weights that an update does not renew; use "
-            "rollout.engine='hf'"
-        )
 
 
 def moe_backend(model: str, on_cpu: bool) -> Any:
@@ -157,7 +168,7 @@ def moe_backend(model: str, on_cpu: bool) -> Any:
         getattr(text, name, None) for name in ("num_experts", "num_local_experts",
                                                "n_routed_experts")
     )  # fmt: skip
-    quantized = getattr(config, "quantization_config", None) is not None
+    quantized = bool(quantization_of(config)) and not is_mxfp4(config)
     return "triton" if has_experts and not quantized and not on_cpu else "auto"
 
 
@@ -173,9 +184,27 @@ def executor_of(group: dist.ProcessGroup, device: torch.device) -> type:
     return compat.rank_executor(f"spmdrl:{name[0]}", dist.get_rank(group), device.index or 0)
 
 
-def register_architecture(model: str) -> None:
-    """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s)."""
+def config_of_engine(whole: Any) -> Any:
+    """Gives vLLM the config of the language model alone with the name of its class, and leaves out
+    that weights are in MXFP4 on disk: those that are pushed are not. vLLM asks first with an empty
+    config, which is returned as it is.
+    """
+    text: Any = language_config(whole)
+    if text is not whole:
+        text.architectures = [model_class(AutoModelForCausalLM, type(text)).__name__]
+    if is_mxfp4(text):
+        text = copy.deepcopy(text)
+        del text.quantization_config
+    return text
+
+
+def register_architecture(model: str, name: str | None) -> None:
+    """Imports the model's class here; vLLM would inspect it in a process of its own (7-18 s).
+
+    name: of the class; None: those that the model's config.json names.
+    """
     from transformers import AutoConfig
 
-    for name in AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []:
-        compat.load_architecture(name)
+    own = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
+    for architecture in own if name is None else [name]:
+        compat.load_architecture(architecture)

@@ -60,10 +60,13 @@ def patched_construction() -> Iterator[None]:
     classes: Any = (kernels.CPUFp8BlockScaledMMKernel, kernels.CPUFp8W8A8BlockScaledMMKernel)
     pack, set_num_threads = utils.dispatch_cpu_unquantized_gemm, torch.set_num_threads
     library = compat.cpu_operators()
+    compat.use_unpacked_convolutions()
     bind_memory = library.init_cpu_memory_env
 
     def keep(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
+        if weight.ndim == 3 and weight.shape[1] == 1:  # of a convolution, which stays as it is too
+            return
         if weight.is_meta or weight.ndim != 2:
             pack(layer, remove_weight)
         else:
@@ -90,10 +93,12 @@ def patched_construction() -> Iterator[None]:
 
 
 def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, (num_rows, in) -> (num_rows, out), each row the same bits whatever the others are.
+    """x W^T + b, (..., in) -> (..., out), each row the same bits whatever the others are.
 
     oneDNN's products are so from two rows on; a single one takes another path, so it gets company.
     """
+    if x.ndim != 2:
+        return linear_by_row(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
     if x.shape[0] == 1:
         return linear(x.expand(2, -1).contiguous(), weight, bias)[:1]
     return linear(x, weight, bias)

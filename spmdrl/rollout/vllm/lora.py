@@ -20,6 +20,7 @@ from spmdrl.engines.fsdp.lora import target_layers
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.rollout.base import WeightMismatch
 from spmdrl.rollout.vllm import compat
+from spmdrl.rollout.vllm.model_types import untried_layers
 from spmdrl.rollout.weight_check import rows_in_fused
 from spmdrl.weights.boxes import Box, box_of, view, whole
 from spmdrl.weights.checkpoint_names import ADAPTER, is_adapter
@@ -38,6 +39,9 @@ def check_adapter(lora: LoraConfig, config: RolloutConfig, hf: Any) -> None:
             f"{asked} does not go with rollout.quantization={config.quantization!r}: the base "
             f"would be in FP8 and the adapter not; {remedy}"
         )
+    untried = untried_layers(hf)
+    if untried is not None:
+        raise ConfigError(f"{asked} was not tried with {untried}; {remedy}")
     if lora.rank > RANKS[-1]:
         raise ConfigError(f"{asked}: vLLM takes ranks up to {RANKS[-1]}, not {lora.rank}; {remedy}")
     if any(getattr(hf, name, None) for name in ("num_experts", "num_local_experts",

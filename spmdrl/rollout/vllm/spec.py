@@ -5,14 +5,20 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from spmdrl.config import LoraConfig, RolloutConfig, require
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
+from spmdrl.hub.hf_folder import has_tower
+from spmdrl.hub.transformers_compat import model_class
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec
-from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, check_attention, check_engine_args
+from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, check_engine_args
 from spmdrl.rollout.vllm.fp8 import check_fp8
+from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
+from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_model_type
 
 
 def build(
@@ -35,12 +41,37 @@ def check(config: RolloutConfig) -> None:
     )
 
 
+def check_strict(hf: Any) -> None:
+    """Raises ConfigError for a model that vLLM runs by transformers' code. Imports vLLM, which a
+    run does later anyway.
+    """
+    from spmdrl.rollout.vllm import compat
+
+    text = hf.get_text_config()
+    require(
+        text.model_type not in NOT_STRICT and not is_latent(text),
+        f"strict=True: vLLM's layers of model type {text.model_type!r} have no batch-invariant "
+        "form; use rollout.engine='hf', or strict=False",
+    )
+    alone = model_class(AutoModelForCausalLM, type(hf))
+    require(
+        alone is None or not compat.runs_transformers_code(alone.__name__),
+        f"strict=True: vLLM runs model type {text.model_type!r} by transformers' "
+        "code, whose layers have no batch-invariant form in it; use rollout.engine='hf'",
+    )
+
+
 def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> None:
     text = hf.get_text_config()
     if config.quantization is not None:
+        require(
+            not has_tower(model),
+            f"rollout.quantization={config.quantization!r} is not for the language model of files "
+            "with a tower for images or sounds: leave it out",
+        )
         check_fp8(text, config)
+    check_model_type(text, config)
     check_engine_args(config, strict)
-    check_attention(model, getattr(text, "kv_lora_rank", None) is not None)
 
 
 SPEC = EngineSpec(
@@ -54,8 +85,10 @@ SPEC = EngineSpec(
     has_kv_cache=True,
     least_temperature=LEAST_TEMPERATURE,
     quantizes=True,
+    leaves_towers=True,
     takes_engine_args=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,
+    check_strict=check_strict,
 )

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -24,26 +25,32 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
-from spmdrl.engines.fsdp.prefix_sharing import prefix_obstacle
+from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
-from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.training.checks.packing import check_packing
 
 MAX_RANKS = 2**20
 
 
 def check_sharing(name: str, role: TrainConfig, model: str, strict: bool = False) -> None:
-    """Checks what is shared: tokens between ranks, prefixes between sequences. model: the role's.
-    Raises ConfigError where it cannot be.
+    """Checks what is packed and shared: sequences in a row, tokens between ranks, prefixes between
+    sequences. model: the role's. Raises ConfigError where it cannot be.
     """
     hf = load_hf_config(model)
     try:
+        check_tokens_shared(hf, role.ulysses)
         check_ulysses(hf, role.ulysses)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from error
+    if role.engine == "fsdp":
+        with suppress(CannotShrink):  # nothing is known of it; --dry-run says so
+            check_packing(hf)
     reason = prefix_obstacle(role, strict, hf) if role.shared_prefix is True else None
     require(
         reason is None, f"{name}.shared_prefix=True cannot be: {reason}; leave it out, or set False"
@@ -78,6 +85,11 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
     )
     hf = load_hf_config(model)
+    require(
+        not has_tower(model),
+        f"{name}.engine='megatron' does not read the language model of {model!r} from files with a "
+        "tower for images or sounds: use engine 'fsdp'",
+    )
     require(
         not has_foreign_code(hf),
         f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
@@ -217,17 +229,6 @@ def check_pixels(hf: PreTrainedConfig, data: DataConfig | SftDataConfig) -> None
         require(
             sees_images(hf) or getattr(data, name) is None, f"data.{name}: the model sees no images"
         )
-
-
-def check_layers(hf: PreTrainedConfig) -> None:
-    """Packed sequences are kept apart in attention alone: no other layer may mix tokens."""
-    kinds = set(getattr(hf.get_text_config(), "layer_types", None) or ())
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    require(
-        not other and not getattr(hf, "is_stateful", False),
-        f"model type {hf.model_type!r} has layers {other} that carry state from token to token; "
-        "packed training supports full and sliding attention",
-    )
 
 
 MOST_LR = 0.01  # a slip, mostly; of models of some thousand weights it may be meant

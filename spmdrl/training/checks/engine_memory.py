@@ -7,6 +7,7 @@ from typing import Any
 
 from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig, is_eager
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks.model_shape import ModelShape, shape_of
 
@@ -87,9 +88,14 @@ def cached_tokens(text: Any, longest: int) -> float:
     layers: those with a sliding window keep the window and what is computed at once; those without
     attention, nothing that grows."""
     window = (getattr(text, "sliding_window", None) or longest) + BATCHED_TOKENS
-    kept = {"sliding_attention": min(longest, window), "linear_attention": 0}
-    layers = getattr(text, "layer_types", None) or ["full_attention"]
-    return sum(kept.get(kind, longest) for kind in layers) / len(layers)
+    chunk = (getattr(text, "attention_chunk_size", None) or longest) + BATCHED_TOKENS
+    kept = {
+        "full_attention": longest, "attention": longest, "hybrid": longest,
+        "sliding_attention": min(longest, window), "chunked_attention": min(longest, chunk),
+    }  # fmt: skip
+    layers = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    layers = layers or ["full_attention"]
+    return sum(kept.get(kind, 0) for kind in layers) / len(layers)
 
 
 def cache_bytes_per_token(shape: ModelShape, config: PpoConfig) -> float:
@@ -104,8 +110,8 @@ def cache_bytes_per_token(shape: ModelShape, config: PpoConfig) -> float:
         per_head = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
         numbers = text.num_attention_heads * per_head
     else:
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = layer_size(text, "num_key_value_heads") or text.num_attention_heads
+        size = head_size(text)
         numbers = 2 * max(heads / tensor, 1) * size
     return text.num_hidden_layers * numbers * width
 
@@ -115,7 +121,7 @@ def working_gib(config: PpoConfig, shape: ModelShape) -> float:
     sequence three times (as they are, processed, as log-probabilities)."""
     rollout, text = config.rollout, shape.text
     tokens = int(rollout.engine_args.get("max_num_batched_tokens") or BATCHED_TOKENS)
-    inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inside = layer_size(text, "intermediate_size") or 4 * text.hidden_size
     numbers = 4 * text.hidden_size + 3 * inside / rollout.tensor_parallel
     layer = tokens * numbers * DTYPES[rollout.dtype].itemsize
     return (layer + 12 * rollout.max_num_seqs * text.vocab_size) / GIB

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from spmdrl.config import TrainConfig, checkpointing_of
 from spmdrl.engines.megatron.layout import FAMILIES, moe_layers
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.training.checks.model_shape import ModelShape
 
 # of what a layer keeps of its forward pass; examples/bench/activations.py measures the ratios
@@ -139,7 +140,7 @@ def layer_sizes(hf: PreTrainedConfig, on_gpu: bool) -> LayerSizes:
     """
     text: Any = hf.get_text_config()
     factor = 3 if on_gpu else 4
-    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    width = layer_size(text, "intermediate_size") or 4 * text.hidden_size
     experts = getattr(text, "num_experts_per_tok", None) or 0
     inside = getattr(text, "moe_intermediate_size", None) or width
     apart = getattr(text, "n_shared_experts", None) or 0  # DeepSeek's shared experts
@@ -168,8 +169,8 @@ def attention_elements(text: Any, on_gpu: bool) -> int:
         query = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
         latent = 2 * (text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0))
         return 2 * query + 2 * heads * text.v_head_dim + latent
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
+    size = head_size(text)
+    groups = layer_size(text, "num_key_value_heads") or heads
     normed = "qwen3" in text.model_type
     if on_gpu and not normed:
         return (2 * heads + 2 * groups) * size

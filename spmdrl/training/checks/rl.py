@@ -29,7 +29,7 @@ from spmdrl.distributed.placement import (
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.fsdp.lora import check_lora
 from spmdrl.engines.megatron.layout import divisors
-from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
@@ -41,7 +41,6 @@ from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
-    check_layers,
     check_megatron,
     check_pixels,
     check_places,
@@ -378,7 +377,6 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"{config.rollout.max_tokens} = {longest} tokens, but the model's "
         f"max_position_embeddings is {limit}",
     )
-    check_layers(hf)
     wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization,
               "weights.lora='adapter'": config.weights.lora == "adapter"}  # fmt: skip
     check_vision(hf, training_roles(config), wanted)
@@ -389,11 +387,16 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         not unknown,
         f"rollout.stop_token_ids: the model has {text.vocab_size} tokens, but not {unknown}",
     )
+    engine = ENGINES[config.rollout.engine]
+    require(
+        engine.leaves_towers or not has_tower(config.model),
+        f"rollout.engine={engine.name!r}: {config.model} is a language model in files with a tower "
+        f"for images or sounds, which {engine.title} would build too; use 'vllm' or 'hf'",
+    )
     check_engine(config.model, hf, config.rollout, config.strict)
     for name, role in training_roles(config).items():
         if role.model is not None:
             other = load_hf_config(role.model)
-            check_layers(other)
             require(
                 getattr(hf, "image_token_id", None) == getattr(other, "image_token_id", None),
                 f"{name}.model and the model mark images by different tokens, or one sees none",

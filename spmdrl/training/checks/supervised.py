@@ -20,7 +20,6 @@ from spmdrl.hub.model_files import check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.training.checks.common import (
     check_checkpoint,
-    check_layers,
     check_megatron,
     check_pixels,
     check_places,
@@ -118,7 +117,6 @@ def check_supervised(
         )
     if config.trust_remote_code:
         allow_code(config.model)
-    check_layers(load_hf_config(config.model))
     check_sharing("actor", config.actor, config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),

