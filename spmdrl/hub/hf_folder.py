@@ -6,6 +6,7 @@ Every loader passes trust_remote_code=False; remote_code.py says what that refus
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,14 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_hf_config(model: str) -> PreTrainedConfig:
-    """Raises ConfigError where there is no such model, or only its own code could load it."""
+    """Returns the config of a model: of its language model alone where its tower is left out.
+    Raises ConfigError where there is no such model, or only its own code could load it.
+    """
+    return language_config(whole_config(model))
+
+
+def whole_config(model: str) -> PreTrainedConfig:
+    """Returns the config of all that a model's files have. Raises ConfigError as load_hf_config."""
     check_model_path("model", model)
     try:
         hf = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -52,7 +60,7 @@ def load_hf_config(model: str) -> PreTrainedConfig:
         size = getattr(hf.get_text_config(), name, None)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"model: {model!r}: its config.json has {name}={size!r}")
-    return language_config(hf)
+    return hf
 
 
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
@@ -81,8 +89,20 @@ def has_language_model(config: PreTrainedConfig) -> bool:
 
 def has_tower(model: str) -> bool:
     """Says whether a model's files have more than the language model that is trained of them."""
-    whole = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    return type(load_hf_config(model)) is not type(whole)
+    whole = whole_config(model)
+    return language_config(whole) is not whole
+
+
+def config_text(hf: PreTrainedConfig) -> str:
+    """Returns all of a config as text: the key of what is worked out once for each config."""
+    return json.dumps([hf.model_type, hf.to_dict()], sort_keys=True, default=str)
+
+
+def layer_types_of(text: Any) -> list[str]:
+    """Returns the kind of each layer of a language model, in the words of its config; [] where the
+    config does not say it.
+    """
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
 
 
 def layer_size(text: Any, name: str) -> int | None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from spmdrl.hub.remote_code import UNREADABLE
+
 # What a model's code may raise where it meets sizes or inputs that it was not made for.
-FAILURES = (
-    AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError,
-    ArithmeticError, AssertionError, ImportError, OSError, StrictDataclassError, StopIteration,
-)  # fmt: skip
+FAILURES = (*UNREADABLE, RuntimeError, AssertionError, StopIteration)
 VOCAB = 256
 HEADS, HEAD_DIM = 4, 32  # vLLM's kernels for CPUs take no head below 32
 LINEAR_DIM = 128  # of a head of linear attention, as vLLM's kernels have it
@@ -168,7 +166,9 @@ def lists_of_layers(text: Any, count: int) -> dict[str, list[Any]]:
 
 
 def decoder_layers_of(shell: PreTrainedModel, count: int) -> list[nn.Module]:
-    """Returns the modules of the longest list of so many in the model; [] where there is none."""
+    """Returns the modules of the first list of so many in the model: its layers. Where there is
+    none, all layers count as alike.
+    """
     for module in shell.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)

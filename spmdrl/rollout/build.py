@@ -49,9 +49,9 @@ def build_engine(
 
 def is_filled_by_push(model: str, config: RolloutConfig) -> bool:
     """Whether the trainer's first push writes all that an engine keeps, so that it reads no weights
-    from disk. Engines that cannot be built without weights read them; so do those that are
-    quantised, and engines that keep some weights in float32 beside the others' less, which they
-    know by their files.
+    from disk. Three kinds of engines read them: those that cannot be built without weights, those
+    that quantise or keep a checkpoint's quantised weights, and those that learn from the files
+    which weights they keep in float32 (EngineSpec.mixes_dtypes, for models that have such weights).
     """
     spec = ENGINES[config.engine]
     if not spec.starts_blank:

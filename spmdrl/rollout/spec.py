@@ -42,7 +42,7 @@ class EngineSpec:
     starts_blank: bool = False  # can be built without weights, its buffers right all the same
     share_has_passes: bool = True  # gpu_memory_utilization is of its passes and graphs too
     leaves_towers: bool = False  # samples the language model of files with a tower by itself
-    keeps_floats: bool = False  # of a checkpoint too that is quantised
+    keeps_floats: bool = False  # has floating-point weights also where a checkpoint is quantised
     mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept

@@ -41,12 +41,8 @@ from spmdrl.weights.engine_layout import ByName
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 # of models that do not say it: SGLang's, in whose loaders it stands
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-FUSED_THERE = (
-    "gate_up_proj",
-    "qkv_proj",
-    "input_linear",
-    "c_attn",
-)  # what some checkpoints have fused too
+# what some checkpoints have fused too
+FUSED_THERE = ("gate_up_proj", "qkv_proj", "input_linear", "c_attn")
 GATE, UP, DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 

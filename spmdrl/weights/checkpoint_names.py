@@ -24,7 +24,7 @@ from spmdrl.config import ConfigError
 from spmdrl.distributed.torch_compat import TorchDispatchMode, storage_id
 from spmdrl.hub.hf_folder import auto_class
 from spmdrl.weights.boxes import Box, box_of, view, whole
-from spmdrl.weights.buffers import persistent_buffers
+from spmdrl.weights.buffers import kept_tensors
 
 ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
 
@@ -82,7 +82,7 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
     """
     with torch.device("meta"), no_init_weights():
         model: Any = auto_class(config).from_config(copy.deepcopy(config))
-    kept = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    kept = kept_tensors(model)
     given = {name: torch.empty(tensor.shape, device="meta") for name, tensor in kept.items()}
     owners = {storage_id(tensor): name for name, tensor in given.items()}
     with _Views():

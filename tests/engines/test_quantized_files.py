@@ -16,6 +16,7 @@ from spmdrl.config import RolloutConfig
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.quantized_weights import BLOCKS, SCALES, is_readable, mxfp4_weight
 from spmdrl.rollout.build import is_filled_by_push
+from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
 
 BLOCK = 24  # divides no size of the tiny models
 
@@ -29,6 +30,14 @@ def weights_on(topology: Any, model: str) -> dict[str, torch.Tensor]:
     ranks = Topology.build(topology.device, **train_degrees(config))
     engine = FsdpEngine("policy", model, config, ranks)
     return {name: t.clone() for name, t in engine.named_weights(torch.float32, 1 << 20)}
+
+
+def vllm_from_disk(topology: Any, model: str) -> None:
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.build import build_engine
+
+    places = Topology.build(topology.device, dp=-1, tp=1)
+    build_engine(model, RolloutConfig(kv_cache_mib=8, dtype="bfloat16"), 32, places)
 
 
 def quantize(folder: Path, how: dict[str, Any], change: Any) -> None:
@@ -66,13 +75,14 @@ def test_ranks_read_their_rows_of_fp8_blocks(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.ranks
+@pytest.mark.vllm
 def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(0)
     config = GptOssConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2,
     )  # fmt: skip
     GptOssForCausalLM(config).save_pretrained(tmp_path)
@@ -92,8 +102,14 @@ def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
         return {name + BLOCKS: blocks, name + SCALES: scales}
 
     quantize(tmp_path, {"quant_method": "mxfp4"}, in_fp4)
-    assert is_readable(load_hf_config(str(tmp_path)))
     assert is_filled_by_push(str(tmp_path), RolloutConfig())  # in floats, whatever the files have
+    hf = load_hf_config(str(tmp_path))
+    backends = [moe_backend(hf, on_cpu=False, in_floats=pushed) for pushed in (True, False)]
+    assert backends == ["triton", "auto"]
+    assert not hasattr(config_of_engine(hf), "quantization_config") and is_readable(hf)
     for found in run_ranks(2, weights_on, str(tmp_path)):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    # without a trainer (spmdrl.evaluate) vLLM reads MXFP4 itself, for which it has GPUs alone
+    with pytest.raises(AssertionError, match="No MXFP4 MoE backend supports"):
+        run_ranks(1, vllm_from_disk, str(tmp_path))

@@ -22,6 +22,10 @@ from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.hub.hf_folder import has_tower, load_hf_config
 from spmdrl.training.checks.packing import check_packing
 
+KV_MIB = 32
+NEAR = {"float32": 5e-3, "bfloat16": 2e-2}  # of the engine's log-probabilities, in the median
+LONGEST = 64
+
 
 class Refused(Exception):
     """What a user is told before anything is loaded."""
@@ -34,11 +38,6 @@ def checks() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise Refused(str(error)) from error
-
-
-KV_MIB = 32
-NEAR = {"float32": 5e-3, "bfloat16": 2e-2}  # of the engine's log-probabilities, in the median
-LONGEST = 64
 
 
 def actor_of(topology: Topology, model: str, strict: bool = False, **fields: Any) -> Any:
@@ -80,6 +79,18 @@ def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Any) -> Any:
     return -(logprobs * batch.loss_mask).sum(), {}
 
 
+def trained(actor: Any, model: str) -> float:
+    """The largest difference of the trainer's log-probabilities from transformers', which is small;
+    then updates that make tokens likelier.
+    """
+    batch = batch_of(load_hf_config(model).get_text_config().vocab_size)
+    away = (actor.logprobs(batch, 1.0).logprobs - reference_logprobs(model, batch)).abs().max()
+    assert away < 1e-4, f"log-probabilities differ by {away:.2g}"
+    losses = [actor.update(batch, loss_of, 1.0)["loss"] for _ in range(3)]
+    assert losses[-1] < losses[0] and math.isfinite(losses[-1]), losses
+    return float(away)
+
+
 def fsdp(topology: Topology, model: str) -> dict[str, float]:
     """Log-probabilities of the engine against transformers', gradients of the packed pass, and an
     update that makes tokens likelier.
@@ -88,13 +99,7 @@ def fsdp(topology: Topology, model: str) -> dict[str, float]:
         trial = check_packing(load_hf_config(model))
     assert trial is not None
     actor, _ = actor_of(topology, model)
-    vocab = load_hf_config(model).get_text_config().vocab_size
-    batch = batch_of(vocab)
-    away = actor.logprobs(batch, 1.0).logprobs - reference_logprobs(model, batch)
-    assert away.abs().max() < 1e-4, f"log-probabilities differ by {away.abs().max():.2g}"
-    losses = [actor.update(batch, loss_of, 1.0)["loss"] for _ in range(3)]
-    assert losses[-1] < losses[0] and math.isfinite(losses[-1]), losses
-    return {"logprobs": float(away.abs().max()), "gradients": trial.gradients}
+    return {"logprobs": trained(actor, model), "gradients": trial.gradients}
 
 
 def rollout(
@@ -162,13 +167,7 @@ def megatron(topology: Topology, model: str) -> dict[str, float]:
     with checks():
         check_megatron("actor", config, model, 1)
     ranks = Topology.build(topology.device, **train_degrees(config))
-    actor: Any = build_engine("policy", model, config, ranks)
-    batch = batch_of(load_hf_config(model).get_text_config().vocab_size)
-    away = actor.logprobs(batch, 1.0).logprobs - reference_logprobs(model, batch)
-    assert away.abs().max() < 1e-4, f"log-probabilities differ by {away.abs().max():.2g}"
-    losses = [actor.update(batch, loss_of, 1.0)["loss"] for _ in range(3)]
-    assert losses[-1] < losses[0] and math.isfinite(losses[-1]), losses
-    return {"logprobs": float(away.abs().max())}
+    return {"logprobs": trained(build_engine("policy", model, config, ranks), model)}
 
 
 def strict(topology: Topology, model: str) -> dict[str, float]:

@@ -84,10 +84,8 @@ def try_cell(family: Family, column: str, folder: Path) -> Cell:
         given = [family.rollout_dtype] if column.startswith("vllm") else []
         ranks = proofs.RANKS.get(column, 1)
         try:
-            found = run_ranks(ranks, proofs.PROOFS[column], str(model), *given, timeout_s=LIMIT_S)[
-                0
-            ]
-            cell: Cell = {"proven": found}
+            found = run_ranks(ranks, proofs.PROOFS[column], str(model), *given, timeout_s=LIMIT_S)
+            cell: Cell = {"proven": found[0]}
         except AssertionError as error:
             cell = read_failure(str(error), place)
     return cell | {"seconds": round(time.monotonic() - start, 1)}
@@ -140,17 +138,19 @@ def shown_cell(family: Family, column: str, cell: Cell | None, sentences: dict[s
 def general(sentence: str, family: Family) -> str:
     """Returns a refusal without what only one family's has, so that like ones stand there once."""
     sentence = sentence.replace(repr(family.kind), "...")
+    sentence = re.sub(r"model type '\w+'", "model type ...", sentence)  # of its language model
     for mark in (" has layers without a batch-invariant form:", "'s config.json has",
                  " differ by "):  # fmt: skip
         if mark in sentence:
-            sentence = sentence[: sentence.index(mark) + len(mark)] + " ..."
+            sentence = sentence[: sentence.index(mark) + len(mark)].rstrip() + " ..."
     return sentence
 
 
 def letters(number: int) -> str:
-    return (
-        chr(ord("A") + number) if number < 26 else letters(number // 26 - 1) + letters(number % 26)
-    )
+    """Returns A, B, ... Z, AA, AB, ..."""
+    if number < 26:
+        return chr(ord("A") + number)
+    return letters(number // 26 - 1) + letters(number % 26)
 
 
 def main() -> None:

@@ -89,6 +89,15 @@ def test_the_page_has_every_family() -> None:
     assert len(rows) >= 70 and not any("unknown" in cell for row in rows.values() for cell in row)
 
 
+def test_the_page_says_what_is_proven() -> None:
+    """What a test tries here has a number or a "yes" there, not the letter of a refusal."""
+    rows, columns = rows_of_the_page(), [*table.TITLES]
+    for kind, mine in TRIED.items():
+        for column in mine:
+            cell = rows[kind][columns.index(column)]
+            assert cell == "yes" or float(cell.removesuffix(" b")) < 5e-3, (kind, column, cell)
+
+
 @pytest.mark.parametrize("kind", ["falcon", "bloom", "deepseek_v4", "phimoe"])
 def test_layers_that_mix_what_is_packed_are_refused(kind: str) -> None:
     """Phi-MoE's routers draw experts at random in training."""

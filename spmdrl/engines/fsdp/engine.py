@@ -85,7 +85,7 @@ from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config, sees_images
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
-from spmdrl.weights.buffers import persistent_buffers
+from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 from spmdrl.weights.shards import Shards, fill, shards_by_part
 from spmdrl.weights.transfer import gathered
@@ -128,11 +128,7 @@ class FsdpEngine:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         run_per_sequence(hf)
-        generation = [hf.generation_config] if kind != "reward" else []
-        stored = stored_dtype(load_hf_config(model), model)
-        self.pretrained = [as_stored(hf.config, stored), *generation, *code_files(hf.config)]
-        if sees_images(hf.config):
-            self.pretrained.append(ProcessorFiles(model))
+        self.pretrained = files_beside_weights(hf, kind, model)
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
@@ -442,12 +438,14 @@ class FsdpEngine:
             ema.restart(self.average, self.trained)
 
 
-def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters of a module, tied ones once, and the buffers that its checkpoints have
-    (the biases by which DeepSeek's routers balance experts).
+def files_beside_weights(hf: Any, kind: str, model: str) -> list[Any]:
+    """Returns what a checkpoint has beside its weights, each with save_pretrained: configs, code of
+    the model's own, and the processor of its images.
     """
-    parameters = dict(module.named_parameters())
-    return parameters | persistent_buffers(module)
+    config = as_stored(hf.config, stored_dtype(load_hf_config(model), model))
+    generation = [hf.generation_config] if kind != "reward" else []
+    processor = [ProcessorFiles(model)] if sees_images(hf.config) else []
+    return [config, *generation, *code_files(hf.config), *processor]
 
 
 class ModelInputs(NamedTuple):

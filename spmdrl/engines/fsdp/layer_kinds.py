@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines.fsdp.per_sequence_layers import per_sequence_classes
-from spmdrl.hub.hf_folder import meta_model, sees_images
+from spmdrl.hub.hf_folder import config_text, layer_types_of, meta_model, sees_images
 from spmdrl.hub.tiny_config import FAILURES, tiny_config
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
+
+FOUND: dict[str, list[str]] = {}  # in this process, by the whole config as text
 
 
 def per_sequence_layers(hf: PreTrainedConfig) -> list[str]:
     """Returns the class names of a model's layers that are given each sequence by itself. They are
     looked for in a tiny copy without data; of one that cannot be shrunk, in the model's own shell.
     """
-    return list(
-        _per_sequence_layers(hf.model_type, json.dumps(hf.to_dict(), sort_keys=True, default=str))
-    )
-
-
-@lru_cache(maxsize=32)
-def _per_sequence_layers(kind: str, text: str) -> tuple[str, ...]:
-    config = CONFIG_MAPPING[kind].from_dict(json.loads(text)).get_text_config()
-    try:
-        shell = meta_model(tiny_config(config), AutoModelForCausalLM)
-    except FAILURES:
-        shell = meta_model(config, AutoModelForCausalLM)
-    return tuple(per_sequence_classes(shell))
+    key = config_text(hf)
+    if key not in FOUND:
+        text = hf.get_text_config()
+        try:
+            shell = meta_model(tiny_config(text), AutoModelForCausalLM)
+        except FAILURES:
+            shell = meta_model(text, AutoModelForCausalLM)
+        FOUND[key] = per_sequence_classes(shell)
+    return FOUND[key]
 
 
 def prefix_obstacle(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> str | None:
@@ -48,7 +44,7 @@ def prefix_obstacle(role: TrainConfig, strict: bool, hf: PreTrainedConfig) -> st
     apart = per_sequence_layers(hf)
     if apart:
         return f"{apart[0]} is given each sequence of model type {hf.model_type!r} by itself"
-    if "chunked_attention" in (getattr(hf.get_text_config(), "layer_types", None) or ()):
+    if "chunked_attention" in layer_types_of(hf.get_text_config()):
         return f"model type {hf.model_type!r} has attention in chunks of a whole sequence"
     model: Any = model_class(AutoModelForCausalLM, type(hf))
     if model is not None and not takes_attention_functions(model):

@@ -24,16 +24,23 @@ from transformers.initialization import no_init_weights
 from spmdrl.config import ConfigError
 from spmdrl.data.images import ImageInputs
 from spmdrl.engines.fsdp import attention
-from spmdrl.hub.hf_folder import auto_class, check_files, has_tower, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import (
+    auto_class,
+    check_files,
+    language_config,
+    load_hf_config,
+    sees_images,
+    whole_config,
+)
 from spmdrl.hub.language_model import KEY_MAPPING
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
 logger = logging.getLogger(__name__)
 
-
-# what modules call it; Phi-MoE's router_jitter_noise is a threshold that also counts without noise
-NOISE = ("dropout", "layerdrop", "input_jitter_noise", "jitter_noise")
+# What modules call noise beside their dropouts. Phi-MoE's router_jitter_noise is a threshold, which
+# also counts without noise.
+NOISE = ("layerdrop", "input_jitter_noise", "jitter_noise")
 
 
 class TokenPolicy(nn.Module):
@@ -209,9 +216,10 @@ def load_model(
     """
     if Path(model).is_dir():
         check_files(Path(model))
-    config = load_hf_config(model)
+    whole = whole_config(model)
+    config = language_config(whole)
     auto = auto or auto_class(config)
-    if has_tower(model):
+    if config is not whole:
         settings = {"config": config, "key_mapping": KEY_MAPPING} | settings
     try:
         loaded: Any = auto.from_pretrained(

@@ -102,20 +102,25 @@ def _per_sequence(module: Any, layer_packing: LayerPacking) -> Callable[..., Any
         given = signature.bind(hidden_states, *args, **kwargs).arguments
         given.pop("kwargs", None)
         rows, outs, others = given.pop("hidden_states")[0], [], 0
-        for group in layer_packing.packing.groups:
-            own_args = {n: of_group(v, group, len(rows)) for n, v in given.items()} | empty
-            if masked:
-                ones = torch.ones(group.length, group.length, dtype=torch.bool, device=rows.device)
-                own_args["attention_mask"] = ones.tril().expand(group.num_seqs, 1, -1, -1)
-            with buffers_in(module, rows.dtype):
+        with buffers_in(module, rows.dtype):
+            for group in layer_packing.packing.groups:
+                own_args = {n: of_group(v, group, len(rows)) for n, v in given.items()} | empty
+                if masked:
+                    own_args["attention_mask"] = causal_mask(group, rows.device)
                 out = own(hidden_states=Pad.apply(rows, group), **own_args)
-            if isinstance(out, tuple):
-                out, others = out[0], len(out) - 1
-            outs.append(Unpad.apply(out, group, len(rows)))
+                if isinstance(out, tuple):
+                    out, others = out[0], len(out) - 1
+                outs.append(Unpad.apply(out, group, len(rows)))
         whole = sum(outs[1:], start=outs[0])[None]
         return (whole, *[None] * others) if others else whole
 
     return forward
+
+
+def causal_mask(group: PaddedGroup, device: torch.device) -> Tensor:
+    """Returns (num_seqs, 1, length, length): True where a query may see a key."""
+    ones = torch.ones(group.length, group.length, dtype=torch.bool, device=device)
+    return ones.tril().expand(group.num_seqs, 1, -1, -1)
 
 
 @contextmanager

@@ -24,8 +24,6 @@ LENGTHS = (37, 5, 20, 64, 2)  # beyond a window, a chunk and a block of the tiny
 # Right ones differ by 1e-5 and 1e-3 at most on CPUs, wrong ones by 2e-3 or more. On a GPU products
 # are rounded more.
 LIMITS = {"cpu": (1e-4, 1e-2), "cuda": (1e-3, 5e-2)}
-
-
 MOST_PARAMETERS = 50_000_000  # of a copy; one has about a million
 
 
@@ -35,7 +33,6 @@ class Trial:
 
     logprobs: float  # the largest difference of a log-probability
     gradients: float  # the largest of a gradient, as a part of the gradient's largest entry
-    weight: str  # whose gradient that is
     num_layers: int  # that were tried
 
 
@@ -73,7 +70,7 @@ def try_packing(hf: PreTrainedConfig) -> Trial:
     worst = max(gradients, key=lambda name: relative(found[name], gradients[name]))
     difference = float((packed - apart).detach().abs().max())
     layers = next(getattr(tiny.config, n) for n in LAYERS if getattr(tiny.config, n, None))
-    trial = Trial(difference, relative(found[worst], gradients[worst]), worst, layers)
+    trial = Trial(difference, relative(found[worst], gradients[worst]), layers)
     most_logprob, most_gradient = LIMITS[device.type]
     if not (trial.logprobs <= most_logprob and trial.gradients <= most_gradient):
         raise ConfigError(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig, is_eager
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.accelerator import require_compiler
-from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config
+from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, whole_config
 from spmdrl.hub.quantized_weights import is_mxfp4, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.hub.transformers_compat import model_class
@@ -88,18 +88,18 @@ def build_core(
     if on_cpu and not eager:
         require_compiler("rollout.enforce_eager=False", "leave it out")
     hf = load_hf_config(model)
-    text = hf.get_text_config()
     # of a model with a tower the language model alone is pushed, but all of it is read from disk
     by_itself = has_tower(model) and not load_weights
     name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
-    overrides: Any = config_of_engine if name is not None or is_mxfp4(hf) else {}
+    in_floats = is_mxfp4(hf) and not load_weights  # as a push has them; from disk in MXFP4
+    overrides: Any = config_of_engine if by_itself or in_floats else {}
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
     args = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
         # whoever was not to run code of the model's folder has been refused it before
-        trust_remote_code=has_foreign_code(load_hf_config(model)),
+        trust_remote_code=has_foreign_code(hf),
         dtype=config.dtype,
         seed=0,
         tensor_parallel_size=config.tensor_parallel,
@@ -113,9 +113,9 @@ def build_core(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        moe_backend=moe_backend(model, on_cpu),
+        moe_backend=moe_backend(hf, on_cpu, in_floats),
         hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
-        **(cpu_args(text) if on_cpu else {}) | dict(config.engine_args) | blank,
+        **(cpu_args(hf.get_text_config()) if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
@@ -142,8 +142,10 @@ def build_core(
 
 
 def cpu_args(text: Any) -> dict[str, Any]:
-    """vLLM's block of 128 tokens on a CPU is more than many a prompt has, and only whole blocks are
-    shared.
+    """Returns arguments of vLLM on CPUs. text: the language model's config.
+
+    Its own block of 128 tokens is more than many a prompt has, and only whole blocks are shared. Of
+    its backends of latent attention one alone keeps the weight that pushes write to.
     """
     latent = {"attention_backend": CPU_BACKEND} if is_latent(text) else {}
     return {"block_size": 32} | latent
@@ -155,20 +157,19 @@ def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
     return mib << 20 if mib else None
 
 
-def moe_backend(model: str, on_cpu: bool) -> Any:
+def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
     """Chooses, on a GPU, Triton's kernel for experts that are not quantised: the others keep the
     weights in an order of their own (FlashInfer swaps gate and up), which an update in place would
     miss.
-    """
-    from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    text = config.get_text_config()
+    in_floats: whatever the files have, the engine's weights are no quantised ones.
+    """
+    text = hf.get_text_config()
     has_experts = any(
         getattr(text, name, None) for name in ("num_experts", "num_local_experts",
                                                "n_routed_experts")
     )  # fmt: skip
-    quantized = bool(quantization_of(config)) and not is_mxfp4(config)
+    quantized = bool(quantization_of(hf)) and not in_floats
     return "triton" if has_experts and not quantized and not on_cpu else "auto"
 
 
@@ -203,8 +204,6 @@ def register_architecture(model: str, name: str | None) -> None:
 
     name: of the class; None: those that the model's config.json names.
     """
-    from transformers import AutoConfig
-
-    own = AutoConfig.from_pretrained(model, trust_remote_code=False).architectures or []
+    own = whole_config(model).architectures or []
     for architecture in own if name is None else [name]:
         compat.load_architecture(architecture)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import RolloutConfig, require
+from spmdrl.hub.hf_folder import layer_types_of
 from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
 
 REMEDY = "use rollout.engine='hf'"
@@ -55,7 +56,7 @@ def check_model_type(text: Any, config: RolloutConfig) -> None:
     """
     kind, on_cpu = text.model_type, runs_on_cpu()
     reason = NOWHERE.get(kind) or (ON_CPUS.get(kind) if on_cpu else None)
-    if on_cpu and kind == "nemotron_h" and "moe" in (text.layers_block_type or ()):
+    if on_cpu and kind == "nemotron_h" and "moe" in layer_types_of(text):
         reason = "its experts have no gate, which vLLM has on GPUs alone"
     require(
         reason is None,
@@ -92,8 +93,6 @@ def untried_layers(text: Any) -> str | None:
     """
     if is_latent(text):
         return "multi-head latent attention, whose kernels read products of its weights"
-    kinds = {*(getattr(text, "layer_types", None) or ())}
-    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
-    recurrent = bool(kinds & {"linear_attention", "mamba", "conv", "hybrid"})
-    recurrent = recurrent or getattr(text, "mamba_d_ssm", None) is not None  # Falcon-H1
+    kinds = {"linear_attention", "mamba", "conv", "hybrid"} & {*layer_types_of(text)}
+    recurrent = kinds or getattr(text, "mamba_d_ssm", None) is not None  # Falcon-H1
     return "layers that carry a state from token to token" if recurrent else None

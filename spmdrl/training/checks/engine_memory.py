@@ -7,7 +7,7 @@ from typing import Any
 
 from spmdrl.config import CPU_KV_CACHE_MIB, PpoConfig, is_eager
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.hub.hf_folder import head_size, layer_size
+from spmdrl.hub.hf_folder import head_size, layer_size, layer_types_of
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks.model_shape import ModelShape, shape_of
 
@@ -93,8 +93,7 @@ def cached_tokens(text: Any, longest: int) -> float:
         "full_attention": longest, "attention": longest, "hybrid": longest,
         "sliding_attention": min(longest, window), "chunked_attention": min(longest, chunk),
     }  # fmt: skip
-    layers = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    layers = layers or ["full_attention"]
+    layers = layer_types_of(text) or ["full_attention"]
     return sum(kept.get(kind, 0) for kind in layers) / len(layers)
 
 

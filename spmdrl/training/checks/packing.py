@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from spmdrl.config import ConfigError, require
 from spmdrl.engines.fsdp.per_sequence_layers import ATTENTION
 from spmdrl.engines.fsdp.trial import CannotShrink, Trial, try_packing
-from spmdrl.hub.hf_folder import has_language_model, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import (
+    config_text,
+    has_language_model,
+    layer_types_of,
+    load_hf_config,
+    sees_images,
+)
 from spmdrl.hub.transformers_compat import is_stateful, model_class, takes_attention_functions
 
 TRIED: dict[str, Trial] = {}  # in this process, by the whole config as text
@@ -32,7 +37,7 @@ def check_packing(hf: PreTrainedConfig) -> Trial | None:
         f"engine 'fsdp' has no model type {hf.model_type!r}: transformers has no class of its "
         "language model alone, and its images or sounds are not understood here",
     )
-    key = json.dumps([hf.model_type, hf.to_dict()], sort_keys=True, default=str)
+    key = config_text(hf)
     if key not in TRIED:
         try:
             TRIED[key] = try_packing(hf)
@@ -47,10 +52,9 @@ def require_attention(hf: PreTrainedConfig, reason: str) -> None:
     sequences: all but attention.
     """
     text: Any = hf.get_text_config()
-    kinds = {*(getattr(text, "layer_types", None) or ())}
-    kinds |= {*(getattr(text, "layers_block_type", None) or ())}
     own = model_class(AutoModelForCausalLM, type(text))
-    if is_stateful(own) or kinds - ATTENTION or not takes_attention_functions(own):
+    others = {*layer_types_of(text)} - ATTENTION
+    if is_stateful(own) or others or not takes_attention_functions(own):
         raise ConfigError(
             f"engine 'fsdp' cannot train model type {hf.model_type!r}: its layers may mix packed "
             f"sequences, or carry a state from one into the next, and it could not be tried: "
