@@ -36,6 +36,7 @@ LIBRARIES = "loading the libraries (PyTorch, transformers)"
 # phases of a run (spmdrl/distributed/phases.py) in plain words; others are shown by their name
 WORDS = {
     "check folders": "checking the folders of the run",
+    "download": "downloading models and data",
     "load data": "loading the data",
     "build actor": "loading the model",
     "build ref": "loading the reference model",
