@@ -67,18 +67,14 @@ class Hub:
     def user(self, headers: Any) -> str | None:
         return self.tokens.get(headers.get("Authorization", "").removeprefix("Bearer "))
 
-    def answer(
-        self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes
-    ) -> Answer:
+    def answer(self, path: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         raise NotImplementedError
 
 
 class HuggingFace(Hub):
     """https://huggingface.co/docs/hub/api, as huggingface_hub 2.4 calls it, without Xet."""
 
-    def answer(
-        self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes
-    ) -> Answer:
+    def answer(self, path: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         if path == "/api/whoami-v2":
             user = self.user(headers)
             return Answer(200, {"name": user, "type": "user"}) if user else Answer(401, {})
@@ -93,8 +89,8 @@ class HuggingFace(Hub):
             return self.batch(json.loads(body))
         if path.startswith(("/api/models/", "/api/datasets/")):
             kind, owner, name, action, *rest = [*path.removeprefix("/api/").split("/"), ""]
-            return self.repo_api(f"{kind}/{owner}/{name}", action, unquote("/".join(rest).rstrip("/")),
-                                 headers, body)  # fmt: skip
+            key, revision = f"{kind}/{owner}/{name}", unquote("/".join(rest).rstrip("/"))
+            return self.repo_api(key, action, revision, headers, body)
         if "/resolve/" not in path:
             return Answer(404)
         left, _, right = path.partition("/resolve/")
@@ -167,7 +163,8 @@ class HuggingFace(Hub):
             )
         key = f"models/{owner}/{asked['name']}"
         if key in self.repos:
-            return Answer(409, {"error": "You already created this model repo"})
+            url = f"{self.url}/{owner}/{asked['name']}"
+            return Answer(409, {"error": "You already created this model repo", "url": url})
         private = asked.get("private", False) or asked.get("visibility") == "private"
         self.repos[key] = Repo({"main": {}}, private=private)
         return Answer(200, {"url": f"{self.url}/{owner}/{asked['name']}"})
@@ -198,15 +195,15 @@ class HuggingFace(Hub):
 class ModelScope(Hub):
     """https://modelscope.cn/api/v1, as modelscope 1.40 and modelscope_hub 0.5 call it."""
 
-    def answer(
-        self, method: str, path: str, query: dict[str, str], headers: Any, body: bytes
-    ) -> Answer:
+    def answer(self, path: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         parts = path.removeprefix("/api/v1/").removeprefix("repos/").split("/")
         if path.startswith("/blobs/"):
             self.blobs[path.removeprefix("/blobs/")] = body
             return Answer(200)
+        if path == "/api/v1/models":
+            return self.create(json.loads(body), headers)
         if len(parts) < 3:
-            return self.create(path, body, headers)
+            return self.said(404, path)
         repo = self.repos.get("/".join(parts[:3]))
         if repo is None or (repo.private and not self.user(headers)):
             return self.said(404, "record not found")
@@ -224,15 +221,40 @@ class ModelScope(Hub):
                  "Sha256": hashlib.sha256(data).hexdigest()}
                 for path, data in files.items()
             ]  # fmt: skip
-            return Answer(200, {"Code": 200, "Success": True, "Data": {"Files": entries}})
+            return self.done({"Files": entries})
         if action == "repo":
             if repo.gated and not self.user(headers):
                 return self.said(403, "access denied")
             return Answer(200, files[query["FilePath"]])
-        return Answer(200, {"Code": 200, "Success": True, "Data": {"Private": repo.private}})
+        if action == "info/lfs/objects/batch":
+            objects = [
+                {**each, "actions": {"upload": {"href": f"{self.url}/blobs/{each['oid']}"}}}
+                for each in json.loads(body)["objects"]
+            ]
+            return self.done({"objects": objects})
+        if action.startswith("commit/"):
+            return self.commit(repo, json.loads(body))
+        return self.done({"Visibility": 1 if repo.private else 5})
 
-    def create(self, path: str, body: bytes, headers: Any) -> Answer:
-        return self.said(404, path)
+    def create(self, asked: dict[str, Any], headers: Any) -> Answer:
+        if self.user(headers) != asked["Path"]:
+            return self.said(403, "you cannot create a model there")
+        key = f"models/{asked['Path']}/{asked['Name']}"
+        if key in self.repos:
+            return self.said(409, "the model already exists")
+        self.repos[key] = Repo({"master": {}}, private=asked["Visibility"] == 1)
+        return self.done({})
+
+    def commit(self, repo: Repo, asked: dict[str, Any]) -> Answer:
+        for each in asked["actions"]:
+            is_large = each["type"] == "lfs"
+            content = self.blobs[each["sha256"]] if is_large else base64.b64decode(each["content"])
+            repo.branches["master"][each["path"]] = content
+        repo.messages.append(asked["commit_message"])
+        return self.done({})
+
+    def done(self, data: Any) -> Answer:
+        return Answer(200, {"Code": 200, "Success": True, "Data": data})
 
     def said(self, status: int, message: str) -> Answer:
         return Answer(status, {"Code": status, "Success": False, "Message": message})

@@ -159,7 +159,8 @@ def reason(name: HubName, error: BaseException) -> str:
     if isinstance(error, FileDownloadError) and error.failed_files:
         return reason(name, next(iter(error.failed_files.values())))
     kind, where = ("model" if name.kind == "model" else "data set"), endpoint()
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    answer = getattr(error, "response", None)  # of requests' errors; the package's have a status
+    status = getattr(error if answer is None else answer, "status_code", None)
     if status == 404:
         revision = f" with a revision {name.revision!r}" if name.revision else ""
         return (

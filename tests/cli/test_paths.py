@@ -166,7 +166,7 @@ EXPORTS = [
     (["--checkpoint", "run"], "no run.json; the newest in it is run/checkpoints/step_00000050"),
     (["--checkpoint", "whole"], "--out DIR is required"),
     (["--checkpoint", "whole", "--out", "/proc/x"], "--out='/proc/x': '/proc' cannot be written"),
-    (["--checkpoint", "whole", "--out", "o", "--base", "gone"], "--base='gone': no such folder"),
+    (["--checkpoint", "whole", "--out", "o", "--base", "gone"], "--base: no such folder: 'gone'"),
     (["--checkpoit", "whole"], "--checkpoit: there is no such flag; nearest: --checkpoint"),
 ]
 
