@@ -12,6 +12,7 @@ from huggingface_hub import (
     CommitOperationAdd,
     HfApi,
     constants,
+    errors,
     get_cached_repo_tree,
     get_token,
     snapshot_download,
@@ -25,7 +26,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    XetDownloadError,
 )
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
@@ -39,6 +39,8 @@ from spmdrl.config import ConfigError
 
 # weights in a folder below the model's own are another library's copy of them
 NEVER = ["*/*.safetensors", "*/*.bin", "consolidated*.safetensors", "training_args.bin"]
+# of downloads by Xet. huggingface_hub 1.33, which SGLang's environment has, has no name for them
+XET_ERROR: Any = getattr(errors, "XetDownloadError", RuntimeError)
 Report = Callable[[int, int], None]  # bytes that are there, bytes in all; so far as is known
 
 
@@ -156,7 +158,7 @@ def explained(name: HubName) -> Iterator[None]:
     """Raises ConfigError with the remedy for what the client raises."""
     try:
         yield
-    except (HTTPError, OSError, XetDownloadError) as error:
+    except (HTTPError, OSError, XET_ERROR) as error:
         raise ConfigError(f"{name}: {reason(name, error)}") from error
 
 
