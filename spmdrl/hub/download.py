@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +19,11 @@ from yaml import YAMLError
 from spmdrl.cli.hub_names import DATA_SUFFIXES, HubName, as_tuple, model_name
 from spmdrl.config import ConfigError
 from spmdrl.hub import huggingface, modelscope
-from spmdrl.hub.huggingface import Pending, Report
+from spmdrl.hub.huggingface import NEVER, Pending, Report
 from spmdrl.hub.model_files import INDEX, missing_shards
 
 CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]  # of a model
-WEIGHTS = ["*.safetensors"]
-PICKLED = ["*.bin"]  # where there are no safetensors
+WEIGHTS = ("*.safetensors", "*.bin")  # the first of them that a model has
 CARD = "README.md"
 # with a data set's card, a file that each repository has: where there is no card, the cache still
 # knows the commit offline
@@ -62,18 +62,28 @@ def fetch_model(name: HubName, weights: bool = True, report: Report = quiet) -> 
     weights: else without them: config, tokenizer and own code. Raises ConfigError, also where the
     cache lacks some of the weights and the hub is not to be asked.
     """
-    hub = hub_of(name)
-    folder = hub.snapshot(name, [*CONFIGS, *(WEIGHTS if weights else [])], report)
-    if weights and not any(folder.glob(WEIGHTS[0])):
-        folder = hub.snapshot(name, [*CONFIGS, *PICKLED], report)
-        if not any(folder.glob(PICKLED[0])):
-            raise ConfigError(f"{name} has no weights: no *.safetensors and no *.bin")
-    missing = missing_shards(str(name), folder) if weights else []
-    if missing:
-        raise ConfigError(f"{name} lacks {shown(missing)} in {folder}, which {INDEX} names")
+    folder = hub_of(name).snapshot(name, CONFIGS, report)
+    if weights:
+        kind = kind_of_weights(name, folder)
+        folder = hub_of(name).snapshot(name, [*CONFIGS, kind], report)
+        missing = missing_shards(str(name), folder)
+        if missing:
+            raise ConfigError(f"{name} lacks {shown(missing)} in {folder}, which {INDEX} names")
     if not any(Path(folder, f"{kind}config.json").is_file() for kind in ("", "adapter_")):
         raise ConfigError(f"{name} has no config.json: it is no model that transformers loads")
     return str(folder)
+
+
+def kind_of_weights(name: HubName, folder: Path) -> str:
+    """Returns the pattern of a model's weights: pickled ones only where there are no others.
+    Raises ConfigError where there are none.
+    """
+    files = hub_of(name).listing(name, folder)
+    wanted = [file for file in files if not any(fnmatch(file, never) for never in NEVER)]
+    for kind in WEIGHTS:
+        if matching(wanted, [kind]):
+            return kind
+    raise ConfigError(f"{name} has no weights: no *.safetensors and no *.bin")
 
 
 def pending_weights(name: HubName) -> Pending:
@@ -83,8 +93,8 @@ def pending_weights(name: HubName) -> Pending:
     if constants.HF_HUB_OFFLINE:
         fetch_model(name)
         return Pending(0, 0)
-    found = hub_of(name).pending(name, WEIGHTS)
-    return found if found.files else hub_of(name).pending(name, PICKLED)
+    hub = hub_of(name)
+    return hub.pending(name, [kind_of_weights(name, hub.snapshot(name, CONFIGS, quiet))])
 
 
 # ---- data sets

@@ -18,6 +18,7 @@ from huggingface_hub import (
     snapshot_download,
 )
 from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
     DryRunError,
     GatedRepoError,
     HfHubHTTPError,
@@ -65,10 +66,18 @@ def snapshot(name: HubName, patterns: Sequence[str], report: Report) -> Path:
 
 def listing(name: HubName, folder: Path) -> list[str]:
     """Returns the paths of all files of a repository. folder: what `snapshot` returned; with it
-    the list came along.
+    the list came along. A cache that was filled file by file has no list: then of those in it.
     """
-    tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=folder.name)
+    try:
+        tree = get_cached_repo_tree(name.repo, repo_type=name.kind, revision=folder.name)
+    except CachedRepoTreeNotFoundError:
+        return files_in(folder)
     return sorted(file.path for file in tree)
+
+
+def files_in(folder: Path) -> list[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in files)
 
 
 def pending(name: HubName, patterns: Sequence[str]) -> Pending:

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 
 from spmdrl.cli.hub_names import HubName
 from spmdrl.config import ConfigError
-from spmdrl.hub.huggingface import NEVER, Pending, Report, first_line
+from spmdrl.hub.huggingface import NEVER, Pending, Report, files_in, first_line
 
 BRANCH = "master"  # where no revision is named
 
@@ -42,10 +42,7 @@ def snapshot(name: HubName, patterns: Sequence[str], report: Report) -> Path:
 
 def listing(name: HubName, folder: Path) -> list[str]:
     """Returns the paths of all files of a repository; offline of those in the cache's folder."""
-    if constants.HF_HUB_OFFLINE:
-        files = (path for path in folder.rglob("*") if path.is_file())
-        return sorted(str(path.relative_to(folder)) for path in files)
-    return sorted(sizes(name))
+    return files_in(folder) if constants.HF_HUB_OFFLINE else sorted(sizes(name))
 
 
 def pending(name: HubName, patterns: Sequence[str]) -> Pending:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,6 +90,8 @@ def hub(tiny, tmp_path) -> Iterator[HuggingFace]:
     repos = {
         "models/tiny/qwen": Repo({"main": model, "v1": model | {"extra.json": b"{}"}}),
         "models/tiny/gated": Repo({"main": model}, gated=True),
+        "models/tiny/both": Repo({"main": model | {"pytorch_model.bin": b"old"}}),
+        "models/tiny/old": Repo({"main": {"config.json": b"{}", "pytorch_model.bin": b"old"}}),
         "models/tiny/bare": Repo({"main": {"config.json": b"{}", ".gitattributes": b""}}),
         "datasets/tiny/sums": Repo({"main": named}),
         "datasets/tiny/csv": Repo({"main": plain, "refs/convert/parquet": converted}),
@@ -122,9 +125,15 @@ def test_a_model_is_downloaded_once_and_read_from_the_cache_offline(hub, tiny, t
     adapter = peft_config(LoraConfig(), ["q_proj"], folder)  # of an export: peft's own names
     assert (adapter.base_model_name_or_path, adapter.revision) == ("tiny/qwen", commit)
     assert peft_config(LoraConfig(), ["q_proj"], str(tiny)).base_model_name_or_path == str(tiny)
+    assert "pytorch_model.bin" not in os.listdir(model_of("tiny/both"))
+    assert pending_weights(model_name("model", "tiny/both")) == (0, 0)
+    assert pending_weights(model_name("model", "tiny/old")) == (1, 3)
+    assert "pytorch_model.bin" in os.listdir(model_of("tiny/old"))
     assert "extra.json" in os.listdir(model_of("tiny/qwen@v1"))
     before = len(hub.asked)
+    shutil.rmtree(tmp_path / "cache/models--tiny--old/trees")  # as older clients leave a cache
     with client_of(hub.url, tmp_path / "cache", offline=True):
+        assert "pytorch_model.bin" in os.listdir(model_of("tiny/old"))
         assert fetch_model(name) == model_of(f"tiny/qwen@{commit}") == folder
         with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
             model_of("tiny/bare")
@@ -260,7 +269,7 @@ def test_modelscope_is_read_by_its_own_package(tiny, tmp_path, monkeypatch):
         size = (tiny / "model.safetensors").stat().st_size
         assert pending_weights(name) == (1, size)
         folder = fetch_model(name, report=lambda done, total: seen.append((done, total)))
-        assert seen[-1][0] == seen[-1][1] > size and files_of(Path(folder)) == files_of(tiny)
+        assert seen[-1] == (size, size) and files_of(Path(folder)) == files_of(tiny)
         assert name_of(folder) == "modelscope:tiny/qwen" and pending_weights(name) == (0, 0)
         assert name_of(model_of("modelscope:tiny/qwen@v1")) == "modelscope:tiny/qwen@v1"
         files = data_of("modelscope:tiny/sums:main:train")
