@@ -89,7 +89,8 @@ def main(engine: str = "vllm", dtype: str = "bfloat16", answer: int = 64) -> Non
     torch.set_num_threads(1)
     device = start_process_group(timedelta(seconds=600))
     kinds: Any = {"engine": engine, "dtype": dtype}
-    rollout = RolloutConfig(**kinds, sleep=False, kv_cache_mib=None if device.type == "cuda" else 64)
+    cache = None if device.type == "cuda" else 64
+    rollout = RolloutConfig(**kinds, sleep=False, kv_cache_mib=cache)
     for moe in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             save_model(folder, moe)
