@@ -97,7 +97,8 @@ def work(topology: Any, folder: Path, settings: dict[str, Any]) -> tuple[Tensor,
         topology.device, **resolve_degrees(train_degrees(config), topology.world)
     )
     engine: Any = build_engine("policy", str(folder), config, ranks)
-    batch = some_batch() if ranks.rank == 0 else some_batch().select([])
+    is_given = ranks.rank == ranks.data_ranks[0]
+    batch = some_batch() if is_given else some_batch().select([])
     seen = engine.logprobs(batch, 1.0).logprobs
     base = engine.base().logprobs(batch, 1.0).logprobs if config.lora else seen
     batch.old_logprobs = seen
@@ -125,6 +126,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("replayed")
     save_model("qwen3_moe normalised", path)
     return path
+
+
+MEGATRON: list[dict[str, Any]] = [
+    {"tensor_parallel": 2, "sequence_parallel": True, "activation_checkpointing": True},
+    {"pipeline_parallel": 2, "activation_checkpointing": True},
+    {"context_parallel": 2, "activation_checkpointing": "selective"},
+    {"expert_parallel": 2},
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.megatron
+def test_engine_megatron_computes_the_same(folder):
+    wanted, norm = reference(folder)
+    cases = [{"engine": "megatron", "micro_batch_tokens": 20, **case} for case in MEGATRON]
+    calls = [(work, (folder, settings)) for settings in cases]
+    for settings, results in zip(cases, run_calls(2, calls), strict=True):
+        found, found_norm, _ = max(results, key=lambda result: len(result[0]))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5, msg=str(settings))
+        assert found_norm == pytest.approx(float(norm), rel=1e-3), settings
 
 
 @pytest.mark.ranks

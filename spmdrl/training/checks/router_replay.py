@@ -28,10 +28,6 @@ def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -
         "leave it out",
     )
     require(
-        actor.engine == "fsdp",
-        f"{asked} is of actor.engine='fsdp': leave it out with {actor.engine!r}",
-    )
-    require(
         not actor.compile,
         f"{asked} does not go with actor.compile=True: which experts are chosen is replaced "
         "between operations of a layer; leave compile out",
