@@ -60,10 +60,20 @@ def pack_samples(
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
     if batch.routed_experts is not None:
         for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
-            rows = sample.routed_experts
-            if rows is not None:
-                batch.routed_experts[start : start + len(rows)] = torch.tensor(rows)
+            add_routed_experts(batch, sample, start)
     return batch
+
+
+def add_routed_experts(batch: Batch, sample: Sample, start: int) -> None:
+    """start: of the sample's tokens in the batch."""
+    assert batch.routed_experts is not None
+    rows, trained = sample.routed_experts, batch.loss_mask[start : start + sample.num_tokens]
+    num_rows = 0 if rows is None else len(rows)
+    places = trained.nonzero()
+    # what stands before the last token that is trained on was computed by the engine
+    assert not len(places) or num_rows >= int(places[-1]), (num_rows, sample.num_tokens)
+    if rows is not None:
+        batch.routed_experts[start : start + num_rows] = torch.tensor(rows)
 
 
 def prompt_lens(batch: Batch) -> Tensor:
