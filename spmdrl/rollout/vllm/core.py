@@ -182,7 +182,12 @@ def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
     miss.
 
     in_floats: whatever the files have, the engine's weights are no quantised ones.
+    Raises ConfigError for experts in MXFP4 on CPUs, for which vLLM has no kernels.
     """
+    require(
+        not on_cpu or in_floats or not is_mxfp4(hf),
+        "rollout.engine='vllm' has no kernels for MXFP4 experts on CPUs; use rollout.engine='hf'",
+    )
     text = hf.get_text_config()
     has_experts = any(
         getattr(text, name, None) for name in ("num_experts", "num_local_experts",
