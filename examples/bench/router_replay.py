@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "eos_token_id": 2,
     "bos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.1,
 }  # fmt: skip
-EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 32,
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
            "norm_topk_prob": True}  # fmt: skip
 
 

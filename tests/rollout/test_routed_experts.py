@@ -118,7 +118,7 @@ CASES = [("hf", 1), *((("vllm", 1), ("vllm", 2)) if "vllm" in INSTALLED else ())
 def test_an_engine_returns_the_experts_of_each_token(name, tp, folders):
     """Of prompts that share blocks too, of parts of prompts, of answers that started anew; and of
     answers that other weights or another request have gone on with, those of the weights that chose
-    the next token."""
+    the next token. vLLM on a CPU has them by compat.return_experts."""
     old, new = map(load, folders)
     for found in run_calls(tp, [(answers_of, (name, folders, tp))])[0]:
         mean = []

@@ -373,3 +373,36 @@ def test_vllm_still_says_which_models_it_runs_by_transformers_code() -> None:
     assert compat.runs_transformers_code("Olmo2ForCausalLM")
     assert compat.runs_transformers_code("NoSuchForCausalLM")
     assert not compat.runs_transformers_code("Qwen3ForCausalLM")
+
+
+# ---- routed experts
+
+
+def test_vllm_still_has_the_connector_that_returns_routed_experts() -> None:
+    """What it returns: tests/rollout/test_routed_experts.py."""
+    import vllm.v1.outputs
+    from vllm import EngineArgs, SamplingParams
+    from vllm.distributed.aux_output_connector import worker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    kind: Any = worker.AuxOutputWorkerConnector
+    names = ("begin_step", "prepare_output", "process_output", "close")
+    assert all(hasattr(kind, name) for name in names)
+    inspect.signature(worker.PendingAuxOutput.enqueue_cpu_copy).bind(None, [1], [0])
+    inspect.signature(GPUModelRunner.execute_model).bind(None, None)
+    inspect.signature(GPUModelRunner.sample_tokens).bind(None, None)
+    fields = vars(vllm.v1.outputs.ModelRunnerOutput)["__dataclass_fields__"]
+    assert "aux_output_connector_output" in fields
+    assert SamplingParams().routed_experts_prompt_start == 0
+    assert not inspect.signature(EngineArgs).parameters["enable_return_routed_experts"].default
+    before = worker.get_tp_group
+    with compat.every_rank_returns_experts():
+        assert worker.get_tp_group().is_first_rank
+    assert worker.get_tp_group is before
+
+
+def test_vllm_still_numbers_its_layers_with_experts(engine: VllmEngine) -> None:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    assert compat.expert_layers(engine.model) == []
+    assert "layer_id" in inspect.getsource(MoERunner)

@@ -104,7 +104,7 @@ class Routers:
         """Changes the model in place. Raises ConfigError where its routing cannot be replayed."""
         numbers = router_classes(hf.config)
         self.routers = [m for m in hf.modules() if type(m).__name__ in numbers]
-        self.replayed: Tensor | None = None  # (num_layers, num_tokens, top_k) int64
+        self.replayed: Tensor | None = None  # (num_layers, num_tokens, top_k)
         self.recorded: list[Tensor] | None = None  # of each layer so far, (num_tokens, top_k)
         self.num_experts = 0  # known once a router has run
         for layer, router in enumerate(self.routers):
@@ -116,7 +116,7 @@ class Routers:
     ) -> Any:
         if self.replayed is None and self.recorded is None:
             return forward(*args, **kwargs)
-        mode = ChosenExperts(number, None if self.replayed is None else self.replayed[layer])
+        mode = ChosenExperts(number, None if self.replayed is None else self.replayed[layer].long())
         with mode:
             result = forward(*args, **kwargs)
         if self.recorded is not None:
@@ -131,7 +131,7 @@ class Routers:
         experts. experts: (num_tokens, num_layers, top_k), of the tokens that the model is given.
         """
         assert experts.shape[1] == len(self.routers), (experts.shape, len(self.routers))
-        self.replayed = experts.long().transpose(0, 1).contiguous()
+        self.replayed = experts.transpose(0, 1)
         try:
             yield
         finally:
