@@ -16,6 +16,7 @@ from torch import nn
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.engine import VllmEngine
 
@@ -406,3 +407,30 @@ def test_vllm_still_numbers_its_layers_with_experts(engine: VllmEngine) -> None:
 
     assert compat.expert_layers(engine.model) == []
     assert "layer_id" in inspect.getsource(MoERunner)
+
+
+def test_vllm_still_runs_a_step_by_execute_model_and_sample_tokens(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connector is a stand-in: the model has no experts."""
+    from vllm.distributed.aux_output_connector import worker
+
+    seen: list[Any] = []
+
+    def prepare_output(batch: Any) -> Any:
+        starts, bounds = batch.num_computed_tokens_np, batch.query_start_loc_np
+        seen.append((starts.tolist(), bounds.tolist()))
+        return SimpleNamespace(
+            enqueue_cpu_copy=lambda sampled, rejected: seen.append(sampled.tolist()),
+            process_output=dict,
+        )
+
+    connector = SimpleNamespace(
+        begin_step=lambda metadata: None, prepare_output=prepare_output, close=lambda: None
+    )
+    monkeypatch.setattr(worker, "get_aux_output_connector", lambda *args: connector)
+    compat.return_experts(engine.core)
+    engine.generate([Request([5, 6, 7], seed=1)], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert seen == [([0], [0, 3]), [1], ([3], [0, 1]), [1]]
+    for name in ("execute_model", "sample_tokens", "aux_output_connector"):
+        delattr(engine.runner, name)
