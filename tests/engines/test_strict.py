@@ -205,6 +205,23 @@ def test_the_transformers_engine_gives_the_trainers_bits(
         engine.shutdown()
 
 
+@pytest.mark.parametrize("save", [save_qwen3_moe, save_mixtral])
+def test_gradients_of_experts_are_those_of_the_ordinary_layers(save: Any, tmp_path: Path) -> None:
+    folder, tokens = save(tmp_path), torch.randint(4, len(CHARS), (60,))
+    found = []
+    for strict in (False, True):
+        model = policy(folder, strict)
+        packing = Packing.build(torch.tensor([35, 25]), CPU)
+        places = torch.cat([torch.arange(35), torch.arange(25)])
+        states = torch.cat([torch.arange(34), torch.arange(35, 59)])
+        logprobs, _, _ = model(tokens, places, packing, states, tokens[states + 1], 1.0)
+        (logprobs * torch.linspace(-1, 1, 58)).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert any("gate.weight" in name for name in found[0])
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def config_of(model: Path, **changes: Any) -> PpoConfig:
     base = PpoConfig(
         model=str(model), data=DataConfig(train="-", prompts_per_step=4, max_prompt_tokens=20),

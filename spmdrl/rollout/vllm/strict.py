@@ -101,7 +101,8 @@ def is_mixture(module: Any) -> bool:
     """Whether a module is a block with experts, in floats, and without shared ones."""
     if type(module).__name__ not in ("Qwen3MoeSparseMoeBlock", "MixtralMoE"):
         return False
-    return getattr(module, "shared_expert", None) is None
+    in_floats = type(module.experts.routed_experts.quant_method).__name__.startswith("Unquantized")
+    return in_floats and getattr(module, "shared_expert", None) is None
 
 
 def is_linear(module: nn.Module) -> bool:
