@@ -163,7 +163,9 @@ def others_of(router: nn.Module) -> list[Tensor]:
     return [torch.empty((), device="meta") for p in named if p.default in (p.empty, None)]
 
 
-FOUND: dict[str, dict[str, int]] = {}  # in this process, by the whole config as text
+# in this process, by the whole config as text
+FOUND: dict[str, dict[str, int]] = {}
+ROUTINGS: dict[str, Routing] = {}
 
 
 def router_classes(hf: PreTrainedConfig) -> dict[str, int]:
@@ -227,6 +229,13 @@ def routing_of(hf: PreTrainedConfig) -> Routing:
     routing cannot be replayed.
     """
     text = hf.get_text_config()
+    key = config_text(text)
+    if key not in ROUTINGS:
+        ROUTINGS[key] = find_routing(text)
+    return ROUTINGS[key]
+
+
+def find_routing(text: PreTrainedConfig) -> Routing:
     numbers = router_classes(text)
     shell = meta_model(text, AutoModelForCausalLM)
     routers = [m for m in shell.modules() if type(m).__name__ in numbers]

@@ -218,9 +218,11 @@ class VllmEngine:
                 ended.append((id, answer.completion()))
         return ended
 
-    def note_routed(self, answer: Answer, rows: np.ndarray) -> None:
+    def note_routed(self, answer: Answer, rows: np.ndarray | None) -> None:
         """rows: (num_new, num_layers, top_k) uint8 or uint16, of all layers, up to the last token
-        that was computed."""
+        that was computed; None: vLLM says it with a later token."""
+        if rows is None:
+            return
         end = len(answer.request.prompt_ids) + len(answer.token_ids) - 1
         chosen = rows[:, self.expert_layers]
         answer.add_routed(chosen.view(np.int16) if chosen.itemsize == 2 else chosen, end)
