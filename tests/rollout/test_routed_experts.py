@@ -15,7 +15,10 @@ from tiny_megatron_models import save_model
 from tiny_models import CHARS, save_tokenizer
 
 from spmdrl.config import RolloutConfig
-from spmdrl.rollout.base import Completion, Request, SamplingParams
+from spmdrl.data.packing import pack_samples
+from spmdrl.rollout.answer_codec import pack, resume, unpack
+from spmdrl.rollout.base import Answer, Completion, Request, SamplingParams
+from spmdrl.types import Prompt, Routing, Sample
 
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=6, kv_cache_mib=1)
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -140,3 +143,45 @@ def test_an_engine_returns_the_experts_of_each_token(name, tp, folders):
             assert same(answer.routed_experts[of_old:], by_new[of_old:]) > 0.99
             changed.append(same(by_old, by_new))
         assert np.mean(changed) < 0.97  # or it would not be seen whose they are
+
+
+def test_experts_travel_with_answers_and_cost_nothing_without() -> None:
+    draw = np.random.default_rng(0)
+    plain = {3: Completion([5, 6], [-0.5, -1.0], "stop", [0, 0]), 7: Completion([], [], "abort")}
+    assert len(pack(plain)) == 4 * (2 + 3 * 2 + 3 * 2)
+    for dtype, rows in ((np.uint8, 5), (np.int16, 3)):
+        experts = draw.integers(0, 250, (rows, 3, 2)).astype(dtype)
+        given = plain | {3: replace(plain[3], routed_experts=experts)}
+        found = unpack(pack(given))
+        assert found == plain and found[7].routed_experts is None
+        assert found[3].routed_experts.dtype == dtype
+        assert np.array_equal(found[3].routed_experts, experts)
+        resumed = resume(Request([1, 2], seed=0), found[3])
+        assert resumed.num_routed == rows
+        answer = Answer.begin(resumed, PARAMS)
+        answer.add_routed(np.zeros((2, 3, 2), dtype), rows)  # known already
+        answer.add_routed(np.ones((2, 3, 2), dtype), rows + 1)
+        whole = answer.completion().routed_experts
+        wanted = np.concatenate([experts, np.ones((1, 3, 2), dtype)])
+        assert np.array_equal(whole, wanted) and whole.dtype == dtype
+
+
+def test_packed_samples_have_the_experts_that_are_known() -> None:
+    def sample(rows: int, mask: list[int], invalid: str | None = None) -> Sample:
+        experts = np.full((rows, 2, 2), rows, np.uint8)
+        return Sample(
+            Prompt(0, [1, 2], "", None, ""), 0, 0, [3, 4, 5], [0.0] * 3, mask, [0] * 3, "stop",
+            invalid=invalid, routed_experts=experts if rows else None,
+        )  # fmt: skip
+
+    samples = [sample(4, [1, 1, 1]), sample(3, [1, 1, 0]), sample(0, [1, 1, 1], "failed")]
+    routing = Routing(2, 2, 300)
+    batch = pack_samples(samples, routing=routing)
+    assert batch.routed_experts.dtype == torch.int16
+    first = batch.routed_experts[:, 0].tolist()
+    assert first == [[4, 4]] * 4 + [[0, 1]] + [[3, 3]] * 3 + [[0, 1]] * 7
+    picked = batch.select([1, 0]).routed_experts
+    assert torch.equal(picked, torch.cat([batch.routed_experts[5:10], batch.routed_experts[:5]]))
+    assert pack_samples(samples).routed_experts is None
+    with pytest.raises(AssertionError):  # the last token's experts are missing
+        pack_samples([sample(3, [1, 1, 1])], routing=routing)

@@ -32,13 +32,14 @@ config = PpoConfig(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of 32 experts, three layers of which choose two."""
+    """Models of 32 and of 260 experts, whose numbers have two bytes; three layers choose two."""
     path = tmp_path_factory.mktemp("routed")
-    save_model(
-        "qwen3_moe normalised", path / "model", num_experts=32, moe_intermediate_size=64,
-        vocab_size=len(CHARS), eos_token_id=2, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    save_tokenizer(path / "model")
+    for name, number, width in (("model", 32, 64), ("many", 260, 32)):
+        save_model(
+            "qwen3_moe normalised", path / name, num_experts=number, moe_intermediate_size=width,
+            vocab_size=len(CHARS), eos_token_id=2, bos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        save_tokenizer(path / name)
     write_task(path)
     Path(path, "cfg.py").write_text(REPLAYED)
     Path(path, "talk.py").write_text(TALK)
@@ -69,7 +70,7 @@ def test_ranks_that_train_and_do_not_sample_are_sent_the_experts(folder):
     other tokens, or of none, would show in the differences of the first step."""
     rows = run(
         folder, "ahead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
-        "--rollout.engine", "vllm", "--algo.correction.level", "token",
+        "--rollout.engine", "vllm", "--algo.correction.level", "token", "--model", "many",
     )  # fmt: skip
     assert rows[1]["actor/logprob_diff_max"] < 1e-4 and rows[1]["staleness/max"] == 0
     assert rows[-1]["step"] == 2
