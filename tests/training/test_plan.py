@@ -420,6 +420,7 @@ REPLAYS = [
     ({"actor": replace(R3, compile=True)}, "does not go with actor.compile=True"),
     ({"rollout": rollout_config(engine="sglang")}, r"'sglang'.*use one of \['vllm', 'hf'\]"),
     ({"rollout": rollout_config(engine_args={"enable_prefix_caching": False})}, "prefix cache"),
+    ({"rollout": rollout_config(enforce_eager=False)}, "on CPUs vLLM's compiled layers"),
     (
         {"critic": R3, "algo": AlgoConfig(advantage="gae")},
         "critic.router_replay='R3' has no effect: only the actor",

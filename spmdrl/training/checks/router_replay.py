@@ -8,6 +8,7 @@ from spmdrl.config import PpoConfig, require
 from spmdrl.distributed.placement import training_roles
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.rollout.build import ENGINES
+from spmdrl.rollout.vllm.model_types import runs_on_cpu
 
 
 def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
@@ -42,5 +43,10 @@ def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -
         rollout.engine_args.get("enable_prefix_caching", True) is True,
         f"{asked}: vLLM keeps the experts of its tokens by the blocks of its prefix cache; leave "
         "enable_prefix_caching out of rollout.engine_args",
+    )
+    require(
+        rollout.enforce_eager is not False or rollout.engine != "vllm" or not runs_on_cpu(),
+        f"{asked}: on CPUs vLLM's compiled layers do not say which experts they chose; leave "
+        "rollout.enforce_eager out",
     )
     routing_of(hf)
