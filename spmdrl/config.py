@@ -201,6 +201,10 @@ class TrainConfig:
     # optimizer steps there; a layer's weights are on the device while it is computed
     offload_policy: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
+    # of the actor, whose model has experts. R3: its passes send each token to the experts that the
+    # rollout engine sent it to (rollout routing replay); None: to those that it chooses itself.
+    # docs/experts.md
+    router_replay: Literal["R3"] | None = None
     lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -52,6 +52,7 @@ from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.prefix_sharing import units_for
+from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
@@ -128,6 +129,8 @@ class FsdpEngine:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         run_per_sequence(hf)
+        replays = kind == "policy" and not frozen and config.router_replay is not None
+        self.routers = Routers(hf) if replays else None
         self.pretrained = files_beside_weights(hf, kind, model)
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)
@@ -219,7 +222,9 @@ class FsdpEngine:
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
         ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
-                found.append((mb, torch.stack(forward(self._inputs(mb)))))
+                inputs = self._inputs(mb)
+                with self._replaying(inputs):
+                    found.append((mb, torch.stack(forward(inputs))))
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
@@ -244,14 +249,15 @@ class FsdpEngine:
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, last=i == len(parts) - 1)
             inputs = self._inputs(mb)
-            with self.offloaded:
-                if isinstance(self.module, TokenPolicy):
-                    logprobs, entropy, _ = self._policy(inputs, images, temperature)
-                else:
-                    logprobs = self._value(inputs, images)
-                    entropy = torch.zeros_like(logprobs)
-            loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
-            loss.backward()
+            with self._replaying(inputs):
+                with self.offloaded:
+                    if isinstance(self.module, TokenPolicy):
+                        logprobs, entropy, _ = self._policy(inputs, images, temperature)
+                    else:
+                        logprobs = self._value(inputs, images)
+                        entropy = torch.zeros_like(logprobs)
+                loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
+                loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
         grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
         totals = reduce_metrics(counted_once(sums, self.team), group)
@@ -292,6 +298,14 @@ class FsdpEngine:
             mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
+
+    def _replaying(self, inputs: ModelInputs) -> AbstractContextManager[None]:
+        """Around a forward pass, and the backward pass that computes parts of it again."""
+        if self.routers is None or self.without_adapters:
+            return nullcontext()
+        experts = inputs.mine.routed_experts
+        assert experts is not None, "router_replay: a batch without routed_experts"
+        return self.routers.replaying(experts)
 
     def _inputs(self, mb: MicroBatch) -> ModelInputs:
         device = self.topology.device

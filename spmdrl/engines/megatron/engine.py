@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,13 +206,16 @@ class MegatronEngine:
         def forward(batches: Iterator[Inputs], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             now = next(batches)
             mask = causal_mask(now.token_ids) if now.packed is None else None
-            out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
+            with self._replaying(chunk, now, forward_only):
+                out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
             return out, partial(close, now)
 
         every = [iter(inputs) for _ in parts.chunks]
         every[0] = PROGRESS.each(inputs, "micro-batches")
         single = len(parts.chunks) == 1
-        with parts.configured(), cut_short(parts.raw[-1] if parts.kind == "policy" else None):
+        replayed = nullcontext() if parts.routers is None else parts.routers.running()
+        last = parts.raw[-1] if parts.kind == "policy" else None
+        with parts.configured(), cut_short(last), replayed:
             return get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=every[0] if single else every,
@@ -223,6 +226,16 @@ class MegatronEngine:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _replaying(
+        self, chunk: Any, inputs: Inputs, forward_only: bool
+    ) -> AbstractContextManager[None]:
+        """Around a forward pass."""
+        if self.parts.routers is None:
+            return nullcontext()
+        experts = inputs.routed_experts
+        assert experts is not None, "router_replay: a batch without routed_experts"
+        return self.parts.routers.forward(chunk, experts, forward_only)
 
     def policy(
         self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False

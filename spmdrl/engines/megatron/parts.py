@@ -20,9 +20,10 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
-from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
+from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.engines.megatron.router_replay import ReplayedRouters
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.boxes import Box
@@ -87,6 +88,7 @@ class Parts:
     away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
     optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
+    routers: ReplayedRouters | None = None  # whose experts are replayed
 
     @property
     def raw(self) -> list[Any]:
@@ -312,10 +314,12 @@ def build_parts(
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
     state = RoleState.build(topology, **parallel_sizes(degrees))
+    recompute = not frozen and checkpointing_of(config, topology.device.type == "cuda")
+    replays = kind == "policy" and not frozen and config.router_replay is not None
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=not frozen and checkpointing_of(config, topology.device.type == "cuda"),
+            recompute=recompute, **({"moe_enable_routing_replay": True} if replays else {}),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
         if chunks[0].pre_process:
@@ -334,11 +338,14 @@ def build_parts(
     cut = SequenceSplit(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
+        groups.tensor.rank() if degrees.sequence else 0,
     )  # fmt: skip
+    routers = ReplayedRouters(chunks, moe_layers(hf_config), recompute is True) if replays else None
     saved = as_stored(hf_config, stored_dtype(hf_config, model))
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
         [saved, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
+        routers=routers,
     )  # fmt: skip
 
 

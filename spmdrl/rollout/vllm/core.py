@@ -86,6 +86,7 @@ def build_core(
     lora: LoraConfig | None = None,
     looks: ImageLimits | None = None,
     load_weights: bool = True,
+    return_routed_experts: bool = False,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm import EngineArgs
@@ -126,6 +127,7 @@ def build_core(
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
+        enable_return_routed_experts=return_routed_experts and not on_cpu,
     )
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
@@ -139,8 +141,18 @@ def build_core(
         gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
         try:
             vllm_config = args.create_engine_config()
-            with compat.kept_transformers_classes():
-                return compat.engine_core(vllm_config, executor)
+            require(
+                not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
+                f"actor.router_replay: vLLM has no prefix cache for {model}, by whose blocks it "
+                "keeps the experts of its tokens; use rollout.engine='hf'",
+            )
+            if return_routed_experts and on_cpu:  # which vLLM refuses there
+                vllm_config.aux_output_config.enable_return_routed_experts = True
+            with compat.kept_transformers_classes(), compat.every_rank_returns_experts():
+                core = compat.engine_core(vllm_config, executor)
+            if return_routed_experts and on_cpu:
+                compat.return_experts(core)
+            return core
         except (ValueError, TypeError) as error:
             if not config.engine_args or isinstance(error, ConfigError):
                 raise

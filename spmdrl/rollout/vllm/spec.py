@@ -24,10 +24,14 @@ from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_model_type
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+    return_routed_experts: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(model, config, max_model_len, topology, strict, lora, looks, load_weights)
+    return VllmEngine(
+        model, config, max_model_len, topology, strict, lora, looks, load_weights,
+        return_routed_experts,
+    )  # fmt: skip
 
 
 def check(config: RolloutConfig) -> None:
@@ -87,6 +91,7 @@ SPEC = EngineSpec(
     quantizes=True,
     leaves_towers=True,
     takes_engine_args=True,
+    returns_routed_experts=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

@@ -52,6 +52,7 @@ from spmdrl.training.checks.common import (
     warnings_of_run,
 )
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
@@ -106,6 +107,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
+    check_router_replay(config, hf, hosted)
     placement = place(config, world)
     check_judge(config, len(placement.roles["reward"]))
     for name, role in training_roles(config).items():
@@ -163,7 +165,7 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
     config.
     """
     names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-             "freeze_vision", "reshard_after_forward"]  # fmt: skip
+             "freeze_vision", "reshard_after_forward", "router_replay"]  # fmt: skip
     reason = "the reference is not trained"
     if reference_is_base(config, placement):
         names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]

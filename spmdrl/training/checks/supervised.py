@@ -107,6 +107,11 @@ def check_supervised(
     check_best(config, what, best)
     check_checkpoint(config, step_metric(best))
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    require(
+        config.actor.router_replay is None,
+        f"actor.router_replay={config.actor.router_replay!r} has no effect on {what}: its tokens "
+        "are of no rollout engine; leave it out",
+    )
     for field in ("offload_params", "offload_optimizer"):
         require(
             not getattr(config.actor, field),

@@ -140,3 +140,32 @@ def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:
     assert compat.optimizer_parts(ChainedOptimizer([real, stub])) == [real]
     plain = SimpleNamespace()
     assert compat.optimizer_parts(plain) == [plain]
+
+
+def test_megatron_still_replays_experts_by_router_replay() -> None:
+    """In a forward pass those that it was told last, in layers that are computed again those of the
+    pass whose turn it is, and none where it is told to forget them."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    replay = RouterReplay()
+    scores = torch.rand(3, 4)
+    told = [torch.tensor([[i], [1], [2]]) for i in range(2)]
+
+    def choice() -> torch.Tensor:
+        chosen: torch.Tensor = replay.get_replay_topk(
+            scores, 1, default_compute_topk=lambda s, k, *_, **__: torch.topk(s, k)
+        )[1]
+        return chosen
+
+    for experts in told:
+        compat.replay_forward(replay, experts)
+        assert torch.equal(choice(), experts)
+        compat.replay_backward(replay, wanted=True)
+    assert all(torch.equal(choice(), experts) for experts in told)
+    compat.replay_forward(replay, told[0])
+    compat.replay_backward(replay, wanted=False)
+    assert replay.replay_backward_list == []
+    compat.forget_experts(replay)
+    assert torch.equal(choice(), scores.topk(1).indices)
+    assert compat.router_replays(nn.Linear(1, 1)) == []
+    assert RouterReplay.global_router_replay_instances == []
