@@ -174,13 +174,15 @@ class TrainConfig:
     # its backward pass, as ZeRO-2 does, which gathers once and not twice
     reshard_after_forward: bool = True
     ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
+    # ranks that share the experts of a layer, out of the data-parallel ones (of fsdp: of those that
+    # share a copy of the weights). docs/experts.md
+    expert_parallel: int = 1
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved 1F1B
     context_parallel: int = 1  # ranks that share the tokens of a sequence
-    expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE

@@ -134,8 +134,8 @@ def adamw_8bit(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimiz
 
 
 def decay_groups(params: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups the weights by their decay, and by their mesh: torch steps on a group's together, which
-    cannot be of several meshes (experts have their own).
+    """Groups the weights by their decay, and by their mesh (experts have their own): torch steps on
+    those of a group together, which may not be of several meshes.
     """
     groups: dict[tuple[float, Any], list[Tensor]] = {}
     for p in params:
