@@ -103,6 +103,9 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tensor_parallel: int = 1
+    # vLLM's: each tensor-parallel rank has whole experts of a layer, not a part of every expert.
+    # docs/experts.md
+    expert_parallel: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_calls
-from tiny_models import save_qwen3, save_qwen3_moe
-from training_batches import CONFIG, engine_on, on_data_ranks, whole_batch
+from tiny_models import save_qwen3_moe
+from training_batches import CONFIG, engine_on, whole_batch
 
-from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, TrainConfig
+from spmdrl.config import AlgoConfig, LoraConfig
 
 MUON = {"optim": replace(CONFIG.optim, name="muon")}
 LORA = {"lora": LoraConfig(rank=4)}

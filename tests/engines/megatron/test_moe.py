@@ -41,6 +41,7 @@ class Case(NamedTuple):
     tp: int  # of vLLM
     layout: dict[str, Any]
     engine: str = "megatron"
+    spread: bool = False  # whether a rank of vLLM has whole experts
 
 
 TWO_RANKS = [
@@ -51,13 +52,19 @@ TWO_RANKS = [
     Case("qwen3_moe", 2, {"expert_parallel": 2}),
     Case("qwen3_moe", 2, {"pipeline_parallel": 2}),
     Case("mixtral", 2, {}, "fsdp"),
+    Case("mixtral", 2, {"expert_parallel": 2}, "fsdp"),
     Case("mixtral", 2, TP_SP | {"expert_parallel": 2}),
+    Case("mixtral", 2, {"expert_parallel": 2}, spread=True),
+    Case("mixtral", 2, {"expert_parallel": 2}, "fsdp", spread=True),
+    Case("qwen3_moe", 2, {"expert_parallel": 2}, "fsdp", spread=True),
 ]
 FOUR_RANKS = [
     Case("qwen3_moe", 2, {}, "fsdp"),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2}),
     Case("qwen3_moe", 2, TP_SP | {"pipeline_parallel": 2, "expert_parallel": 2}),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}),
+    Case("qwen3_moe", 2, {"expert_parallel": 2}, "fsdp", spread=True),
+    Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2}, spread=True),
 ]
 
 
@@ -76,11 +83,14 @@ def push_on(topology, folder, tuples):
         config = replace(TRAIN, engine=case.engine, **case.layout)
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", model, config, ranks)
-        if key != (case.family, case.tp):  # vLLM has one set of process groups
+        if key != (case.family, case.tp, case.spread):  # vLLM has one set of process groups
             if rollout is not None:
                 rollout.shutdown()
-            key = (case.family, case.tp)
-            settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=case.tp, dtype="float32")
+            key = (case.family, case.tp, case.spread)
+            settings = RolloutConfig(
+                kv_cache_mib=16, tensor_parallel=case.tp, dtype="float32",
+                expert_parallel=case.spread,
+            )  # fmt: skip
             engines = Topology.build(topology.device, dp=-1, tp=case.tp)
             rollout = VllmEngine(model, settings, 64, engines)
         weights = WeightSync(
@@ -179,7 +189,7 @@ def prove(world, folder, cases):
             said = [found["noticed"][number] for found in ranks]
             if case.tp == 1 or number == 1:
                 assert all(words in message for message in said), (case, said)
-            else:  # a column of an expert is with one rank of each engine
+            else:  # an expert, or a column of it, is with one rank of each engine
                 assert sum(words in message for message in said) == world // case.tp, (case, said)
         whole = {name: tensor for found in ranks for name, tensor in found["weights"].items()}
         assert whole.keys() == saved(folder / case.family).keys(), case
