@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_calls
-from tiny_models import save_qwen3_moe
+from tiny_models import save_qwen3, save_qwen3_moe
 from training_batches import CONFIG, engine_on, whole_batch
 
-from spmdrl.config import AlgoConfig, LoraConfig
+from spmdrl.config import AlgoConfig, ConfigError, LoraConfig, TrainConfig
 
 MUON = {"optim": replace(CONFIG.optim, name="muon")}
 LORA = {"lora": LoraConfig(rank=4)}
@@ -164,3 +164,102 @@ def test_a_rank_has_its_experts_and_no_others(results: dict[Any, Any]) -> None:
                 count in ((experts * 64 * 32 // sharers,) if not whole_ones else (0, 64 * 32))
                 for count in held.values()
             ), (CASES[number], held)
+
+
+# ---- checkpoints
+
+# (ranks, options) that write after an update, then those that go on
+WRITERS = [(1, {}), (2, EP2), (4, EP2), (4, EP4)]
+READERS = [(1, {}), (2, {}), (2, EP2), (4, EP2), (4, EP2 | {"fsdp": 2}), (4, EP4)]
+
+
+def written_on(topology: Any, model: str, options: dict[str, Any], folder: str) -> None:
+    """Writes a checkpoint after an update."""
+    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options))
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    engine.update(batch, loss_of("policy"), temperature=0.8)
+    if topology.rank == 0:
+        Path(folder).mkdir(parents=True)
+    torch.distributed.barrier()
+    engine.save(Path(folder))
+
+
+def read_on(topology: Any, model: str, options: dict[str, Any], folders: list[str]) -> list[Any]:
+    """Of each checkpoint an update from it, the weights and their average."""
+    engine = engine_on(topology, "policy", model, replace(CONFIG, ema=0.5, **options))
+    batch = whole_batch().select(list(range(topology.rank, 9, topology.world)))
+    found = []
+    for folder in folders:
+        engine.load(Path(folder))
+        metrics = engine.update(batch, loss_of("policy"), temperature=0.8)
+        weights = {n: t.clone() for n, t in engine.named_weights(torch.float32, 1 << 20)}
+        average = {n: t.clone() for n, t in engine.named_average(torch.float32, 1 << 20)}
+        found.append((metrics, weights, average) if topology.rank == 0 else metrics)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_goes_on_in_every_other_layout(models: Path, tmp_path: Path) -> None:
+    folders = [str(tmp_path / f"writer_{i}") for i in range(len(WRITERS))]
+    model, read = str(models / "eight"), []
+    for world in (1, 2, 4):
+        own = [(o, f) for (w, o), f in zip(WRITERS, folders, strict=True) if w == world]
+        run_calls(world, [(written_on, (model, o, f)) for o, f in own])
+    for world in (1, 2, 4):
+        calls = [(read_on, (model, o, folders)) for w, o in READERS if w == world]
+        read += [results[0] for results in run_calls(world, calls)]
+    want = read[0][0]  # one rank reads what one rank wrote
+    for results in read:
+        for metrics, weights, average in results:
+            assert metrics == pytest.approx(want[0], rel=1e-5, abs=1e-5)
+            for name, tensor in want[1].items():
+                torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)
+                torch.testing.assert_close(average[name], want[2][name], rtol=0, atol=1e-5)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("dense", {}, "model type 'qwen3' has no routed experts"),
+        ("eight", {"expert_parallel": 3}, "does not divide the 8 experts"),
+        ("eight", {"expert_parallel": 16}, "does not divide the 8 experts"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(
+    models: Path, tmp_path: Path, model: str, options: dict[str, Any], words: str
+) -> None:
+    from spmdrl.training.checks.common import check_sharing
+
+    folder = save_qwen3(tmp_path / model) if model == "dense" else models / model
+    with pytest.raises(ConfigError, match=words) as error:
+        check_sharing("actor", TrainConfig(**EP2 | options), str(folder))
+    assert str(error.value).startswith("actor.expert_parallel=")
+
+
+def test_a_strict_run_is_refused(models: Path) -> None:
+    from spmdrl.training.checks.common import check_sharing
+
+    with pytest.raises(ConfigError, match=r"actor.expert_parallel=2 with strict=True"):
+        check_sharing("actor", TrainConfig(**EP2), str(models / "eight"), strict=True)
+
+
+def test_how_ranks_are_arranged() -> None:
+    from spmdrl.distributed.topology import resolve_degrees, train_degrees
+
+    for settings, degrees in (
+        (EP2, {"dp": 1, "fsdp": 4, "ep": 2}),
+        (EP2 | {"fsdp": 4}, {"dp": 2, "fsdp": 2, "ep": 2}),
+        (EP4 | {"ulysses": 2}, {"dp": 1, "fsdp": 2, "ep": 2, "sp": 2}),
+    ):
+        assert resolve_degrees(train_degrees(TrainConfig(**settings)), 8) == degrees
+    for settings, words in (
+        (EP2 | {"fsdp": 3}, "expert_parallel=2 with fsdp=3"),
+        (EP2 | {"ulysses": 4}, "multiple of ulysses"),
+        ({"expert_parallel": 0}, "expert_parallel=0"),
+        ({"expert_parallel": -2}, "expert_parallel=-2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train_degrees(TrainConfig(**settings))
