@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,21 +217,31 @@ def test_four_ranks(models):
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory):
-    """Two steps of each training engine on two ranks, and what is exported of them."""
+    """Two steps of each training engine on two ranks, and what is exported of them; the second step
+    of "spread" once more on four, where the same experts lie on two ranks.
+    """
     folder = tmp_path_factory.mktemp("runs")
     Path(folder, "model").symlink_to(models / "qwen3_moe")
     write_task(folder)
     Path(folder, "cfg.py").write_text(CONFIG)
     common = ["--config", "cfg.py", "--rollout.engine", "vllm", "--weights.check",
-              "--checkpoint.every_steps", "2"]  # fmt: skip
+              "--checkpoint.every_steps", "1", "--algo.kl_coef", "0.1", "--ref.dtype", "float32",
+              ]  # fmt: skip
+    spread = ["--actor.expert_parallel", "2", "--ref.expert_parallel", "2",
+              "--rollout.tensor_parallel", "2", "--rollout.expert_parallel"]  # fmt: skip
     engines = {
         "fsdp": [],
         "megatron": ["--actor.engine", "megatron", "--actor.expert_parallel", "2"],
+        "spread": spread,
     }
     for name, args in engines.items():
         done = train(folder, 2, *common, *args, "--run_dir", name)
         assert done.code == 0, done.output[-6000:]
         export(folder / name / "checkpoints/step_00000002", folder / f"exported_{name}")
+    shutil.copytree(folder / "spread", folder / "wider")
+    shutil.rmtree(folder / "wider/checkpoints/step_00000002")
+    done = train(folder, 4, *common, *spread, "--run_dir", "wider", "--resume", "auto")
+    assert done.code == 0, done.output[-6000:]
     return folder
 
 
@@ -240,19 +251,18 @@ def export(checkpoint, out):
     export(checkpoint, out, "float32")
 
 
-def test_runs_of_both_engines_are_alike(runs):
-    fsdp, megatron = metrics_of(runs / "fsdp"), metrics_of(runs / "megatron")
-    assert [row["step"] for row in fsdp] == [row["step"] for row in megatron] == [0, 1, 2]
-    for rows in (fsdp, megatron):
-        assert all(row["actor/logprob_diff_max"] < 1e-4 for row in rows[1:])
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
-        for number in (1, 2):
-            assert megatron[number][name] == pytest.approx(
-                fsdp[number][name], rel=1e-3, abs=1e-5
-            ), (number, name)  # fmt: skip
+def test_runs_of_all_engines_and_layouts_are_alike(runs):
+    fsdp = metrics_of(runs / "fsdp")
+    for engine in ("megatron", "spread", "wider"):
+        rows = metrics_of(runs / engine)
+        assert [row["step"] for row in rows][-2:] == [row["step"] for row in fsdp][-2:] == [1, 2]
+        assert all(row["actor/logprob_diff_max"] < 1e-4 for row in rows[-2:])
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            for got, want in zip(rows[-2:], fsdp[-2:], strict=True):
+                assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), (engine, name)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron", "spread"])
 def test_an_export_is_a_checkpoint_as_transformers_writes_it(runs, models, engine):
     from transformers import AutoModelForCausalLM
 
