@@ -39,8 +39,8 @@ def expert_modules(module: nn.Module) -> list[nn.Module]:
 
 def is_stacked(module: nn.Module) -> bool:
     marks = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed"))
-    own = [p for _, p in module.named_parameters()]
-    return marks and bool(own) and all(len(p) == module.num_experts for p in own)
+    own = list(module.parameters())
+    return marks and bool(own) and all(p.shape[:1] == (module.num_experts,) for p in own)
 
 
 def check_experts(shell: nn.Module, hf: PreTrainedConfig, role: TrainConfig, strict: bool) -> None:

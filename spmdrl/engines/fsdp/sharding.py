@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,7 +111,7 @@ def full_norm(norm: Tensor) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def clip_gradients(params: list[Tensor], most: float) -> Tensor:
+def clip_gradients(params: Sequence[Tensor], most: float) -> Tensor:
     """Clips gradients to a norm over all parameters, which it returns. Collective.
 
     torch's function takes parameters of one mesh: of several, which experts have, each has its own

@@ -159,9 +159,12 @@ def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
 
 
 def num_experts(text: Any) -> int:
-    """Returns how many routed experts a layer has; 0 where there are none."""
+    """Returns how many routed experts a layer has; 0 where there are none. Of layers that have
+    different numbers it is the largest.
+    """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max(getattr(text, name, None) or 0 for name in names)
+    found = [getattr(text, name, None) or 0 for name in names]
+    return max(max(n) if isinstance(n, list | tuple) else n for n in found)
 
 
 def check_expert_parallel(hf: Any, config: RolloutConfig) -> None:
@@ -187,9 +190,10 @@ def check_expert_parallel(hf: Any, config: RolloutConfig) -> None:
             f"rollout.expert_parallel=True: rollout.tensor_parallel={tp} does not divide the "
             f"{experts} experts of a layer"
         )
-    if config.quantization is not None or quantization_of(hf):
+    if config.quantization is not None or (quantization_of(hf) and not is_mxfp4(hf)):
         raise ConfigError(
-            "rollout.expert_parallel=True is for weights that are not quantised: leave it out"
+            "rollout.expert_parallel=True was not tried with quantised weights: leave it out, or "
+            "use weights and rollout.quantization that are not"
         )
 
 
