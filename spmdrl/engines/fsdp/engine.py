@@ -262,7 +262,7 @@ class FsdpEngine:
             loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
             loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
-        grad_norm = clip_gradients(self.params, self.config.optim.clip_norm)
+        grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):

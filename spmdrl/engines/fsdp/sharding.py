@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.experts import expert_modules
+from spmdrl.weights.shards import local
 
 
 def shard(
@@ -111,19 +113,21 @@ def full_norm(norm: Tensor) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def clip_gradients(params: Sequence[Tensor], most: float) -> Tensor:
+def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:
     """Clips gradients to a norm over all parameters, which it returns. Collective.
 
-    torch's function takes parameters of one mesh: of several, which experts have, each has its own
-    norm, and the whole is made of these.
+    torch's function takes parameters of one mesh, and experts have their own. All are sharded over
+    the ranks of a copy, so their norm is made of those of each rank's shards.
     """
+    if topology.experts is None:
+        return full_norm(clip_grad_norm_(params, most))
+    shards = [local(p.grad) for p in params if p.grad is not None]
+    square = get_total_norm(shards).square().to(topology.device)
+    dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
+    norm = square.sqrt()
     meshes: dict[Any, list[Tensor]] = {}
     for p in params:
         meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    if len(meshes) == 1:
-        return full_norm(clip_grad_norm_(params, most))
-    grads = [[p.grad for p in some if p.grad is not None] for some in meshes.values()]
-    total = torch.stack([full_norm(get_total_norm(some)) for some in grads]).norm()
     for some in meshes.values():
-        clip_grads_with_norm_(some, most, total)
-    return total
+        clip_grads_with_norm_(some, most, norm)
+    return norm
