@@ -79,10 +79,12 @@ def save_family(kind: str, folder: Path) -> None:
     """A tiny model of the kind, none of whose biases is zero."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+    from spmdrl.hub.hf_folder import meta_model
     from spmdrl.hub.tiny_config import tiny_config
 
     torch.manual_seed(0)
-    config = tiny_config(CONFIG_MAPPING[kind](), vocab=64)
+    large = CONFIG_MAPPING[kind]()
+    config = tiny_config(large, meta_model(large), vocab=64)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for tensor in model.state_dict().values():
         if tensor.ndim < 2:

@@ -138,12 +138,14 @@ EIGHT = Qwen3MoeConfig(num_experts=8)
 )
 def test_experts_that_cannot_be_spread(hf: Any, config: dict[str, Any], said: str) -> None:
     given = replace(CONFIG, expert_parallel=True, **config)
+    check = check_expert_parallel if given.engine == "vllm" else check_any
     with pytest.raises(ConfigError, match=said):
-        if given.engine == "vllm":
-            check_expert_parallel(hf, given)
-        else:
-            check_engine("folder", hf, given, False)
+        check(hf, given)
     check_expert_parallel(EIGHT, replace(CONFIG, expert_parallel=True, tensor_parallel=4))
+
+
+def check_any(hf: Any, config: RolloutConfig) -> None:
+    check_engine("folder", hf, config, False)
 
 
 def test_no_other_backend_has_latent_attention_on_a_cpu() -> None:

@@ -52,9 +52,8 @@ def fsdp_pass(
     """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights."""
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
-    root: float = (
-        shape.matrix * width
-    )  # the head; an embedding of its own is a unit that is given back
+    # the head; an embedding of its own is a unit that is given back
+    root: float = shape.matrix * width
     if trained and not role.reshard_after_forward:  # all layers beside it, until they are passed
         elsewhere = shape.experts * (1 - 1 / role.expert_parallel)  # experts of other ranks
         root += (shape.count - shape.matrix - elsewhere) * width
