@@ -261,16 +261,16 @@ def train_degrees(role: TrainConfig) -> dict[str, Any]:
             f"expert_parallel={experts} with ulysses={ulysses}: expert_parallel must be 1, or a "
             "multiple of ulysses, whose ranks share a sequence's tokens within it"
         )
-    neighbours = max(ulysses, experts)
+    spread = experts > 1
+    name, neighbours = ("expert_parallel", experts) if spread else ("ulysses", ulysses)
     if ulysses < 1 or (role.fsdp != -1 and role.fsdp % neighbours):
-        name = "ulysses" if ulysses >= experts else "expert_parallel"
         raise ConfigError(
             f"{name}={neighbours} with fsdp={role.fsdp}: ranks that share sequences or experts "
             f"share a copy of the weights too: fsdp must be -1 or a multiple of {name}, which is 1 "
             "or more"
         )
     degrees = {"dp": dp, "fsdp": -1 if dp == 1 else role.fsdp // neighbours}
-    if experts > 1:
+    if spread:
         degrees["ep"] = experts // ulysses
     if ulysses > 1:
         degrees["sp"] = ulysses

@@ -199,7 +199,10 @@ def test_qwen3_30b_a3b_gathers_no_experts_of_other_ranks(shapes):
         update = {phase.name: phase.parts for phase in plan.fullest.phases}["update_actor"]
         assert update["weights"] == pytest.approx(30.5321 * BILLION_GIB * 4 / 16, rel=1e-4)
         temporary[degree] = update["temporary"]
-    check_memory(replace(config, actor=replace(config.actor, expert_parallel=8)), 8, planner(80.0))
+        assert plan.fullest.peak.total == pytest.approx(47.1, abs=0.1)
+    on_eight = replace(config, actor=replace(config.actor, expert_parallel=8))
+    check_memory(on_eight, 8, planner(80.0))
+    assert memory_plan(on_eight, 8, gpu_gib=80.0).fullest.peak.total == pytest.approx(72.8, abs=0.1)
     # a layer has 128 experts of 3 x 2048 x 768; gathered with their gradients, 10 bytes of each
     layer = 128 * 3 * 2048 * 768 * 10 / 2**30
     assert temporary[1] - temporary[8] == pytest.approx(7 / 8 * layer, rel=1e-3)
