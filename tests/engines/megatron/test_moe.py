@@ -57,7 +57,6 @@ TWO_RANKS = [
     Case("mixtral", 2, TP_SP | {"expert_parallel": 2}),
     Case("mixtral", 2, {"expert_parallel": 2}, spread=True),
     Case("mixtral", 2, {"expert_parallel": 2}, "fsdp", spread=True),
-    Case("qwen3_moe", 2, {"expert_parallel": 2}, "fsdp", spread=True),
 ]
 FOUR_RANKS = [
     Case("qwen3_moe", 2, {}, "fsdp"),
