@@ -114,6 +114,7 @@ def push_on(topology, folder, tuples):
                 notices(weights, actor, ".gate.weight", weights.check),
                 notices(weights, actor, ".experts.3.", partial(push_stale, weights)),
             ],
+            "again": weights.check(),  # after the pushes of what was noticed
             "weights": {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)},
         })  # fmt: skip
     rollout.shutdown()
@@ -183,7 +184,7 @@ def prove(world, folder, cases):
         for found in ranks:
             assert found["plain"] < 1e-5, case
             assert found["rollout"] < 1e-4, case
-            assert found["checked"] == len(saved(folder / case.family)), case
+            assert found["checked"] == found["again"] == len(saved(folder / case.family)), case
         words_of = "differs from the engine's model.layers.0", "gate.weight", "older weights"
         for number, words in enumerate(words_of):
             said = [found["noticed"][number] for found in ranks]
