@@ -105,6 +105,9 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tensor_parallel: int = 1
+    # vLLM's: each tensor-parallel rank has whole experts of a layer, not a part of every expert.
+    # docs/experts.md
+    expert_parallel: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine
@@ -176,13 +179,15 @@ class TrainConfig:
     # its backward pass, as ZeRO-2 does, which gathers once and not twice
     reshard_after_forward: bool = True
     ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
+    # ranks that share the experts of a layer, out of the data-parallel ones (of fsdp: of those that
+    # share a copy of the weights). docs/experts.md
+    expert_parallel: int = 1
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved 1F1B
     context_parallel: int = 1  # ranks that share the tokens of a sequence
-    expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE

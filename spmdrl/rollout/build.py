@@ -83,6 +83,12 @@ def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> No
         f"rollout.engine_args={dict(config.engine_args)} are {other.title}'s: set "
         f"rollout.engine={other.name!r} or leave them out",
     )
+    other = next(s for s in ENGINES.values() if s.spreads_experts)
+    require(
+        not config.expert_parallel or spec.spreads_experts,
+        f"rollout.expert_parallel=True is {other.title}'s: set rollout.engine={other.name!r} or "
+        "leave it out",
+    )
     spec.check_model(model, hf, config, strict)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
@@ -32,6 +31,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.experts import check_experts, split_experts
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
@@ -61,7 +61,12 @@ from spmdrl.engines.fsdp.sharded_loading import (
     read_shards,
     scatter_weights,
 )
-from spmdrl.engines.fsdp.sharding import full_norm, layers_resharded, set_replica_sync, shard
+from spmdrl.engines.fsdp.sharding import (
+    clip_gradients,
+    layers_resharded,
+    set_replica_sync,
+    shard,
+)
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -105,7 +110,8 @@ class FsdpEngine:
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
-    given no sequences are empty, and so are their results for tokens.
+    given no sequences are empty, and so are their results for tokens. With the axis `ep` ranks also
+    share the experts of each layer (experts.py).
     Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments. With
     config.offload_policy these lie on the CPU, where the gradients of micro-batches are summed and
     the optimizer steps; a unit's weights come to the device while it is computed.
@@ -135,6 +141,7 @@ class FsdpEngine:
         if config.freeze_vision:
             hf.base_model.visual.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
+        check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
         self.unit = 2 if kind == "reward" and not frozen else 1
@@ -157,12 +164,14 @@ class FsdpEngine:
         blocks = decoder_layers(hf)
         if config.compile:
             layers.compile_layers(blocks)
+        if topology.experts is not None:
+            split_experts(self.module, topology.experts["ep"], config.compile)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
         # layers keep what was gathered from their forward pass to their backward pass
         self.keeps_gathered = not (config.reshard_after_forward or frozen)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
-            not self.keeps_gathered,
+            not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
         )  # fmt: skip
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
@@ -259,7 +268,7 @@ class FsdpEngine:
                 loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
                 loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
-        grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
+        grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):

@@ -134,11 +134,14 @@ def adamw_8bit(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimiz
 
 
 def decay_groups(params: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Groups the weights by their decay, and by their mesh (experts have their own): torch steps on
+    those of a group together, which may not be of several meshes.
+    """
+    groups: dict[tuple[float, Any], list[Tensor]] = {}
+    for p in params:
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        groups.setdefault((weight_decay if p.ndim >= 2 else 0.0, mesh), []).append(p)
+    return [{"params": some, "weight_decay": decay} for (decay, _), some in groups.items()]
 
 
 def block_of(shape: Sequence[int]) -> int | None:

@@ -14,7 +14,11 @@ from spmdrl.hub.hf_folder import has_tower
 from spmdrl.hub.transformers_compat import model_class
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec
-from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, check_engine_args
+from spmdrl.rollout.vllm.core import (
+    LEAST_TEMPERATURE,
+    check_engine_args,
+    check_expert_parallel,
+)
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
@@ -75,6 +79,7 @@ def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> Non
         )
         check_fp8(text, config)
     check_model_type(text, config)
+    check_expert_parallel(hf, config)
     check_engine_args(config, strict)
 
 
@@ -92,6 +97,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     takes_engine_args=True,
     returns_routed_experts=True,
+    spreads_experts=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

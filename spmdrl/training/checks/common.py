@@ -25,13 +25,14 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.experts import check_experts
 from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
-from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import has_tower, load_hf_config, meta_model, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.training.checks.packing import check_packing
 
@@ -46,6 +47,8 @@ def check_sharing(name: str, role: TrainConfig, model: str, strict: bool = False
     try:
         check_tokens_shared(hf, role.ulysses)
         check_ulysses(hf, role.ulysses)
+        if role.engine == "fsdp" and role.expert_parallel > 1:
+            check_experts(meta_model(hf), hf, role, strict)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from error
     if role.engine == "fsdp":
@@ -131,8 +134,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
-        "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
-        "expert_tensor_parallel": 1,
+        "virtual_pipeline": 1, "context_parallel": 1, "expert_tensor_parallel": 1,
     },
 }  # fmt: skip
 
@@ -152,6 +154,8 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
             )
     what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
     what += " with ulysses" if role.ulysses != 1 else ""
+    on_experts = role.engine == "fsdp" and role.expert_parallel != 1
+    what += " with expert_parallel" if on_experts else ""
     try:
         resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:

@@ -52,9 +52,11 @@ def fsdp_pass(
     """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights."""
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
-    root = shape.matrix * width  # the head; an embedding of its own is a unit that is given back
+    # the head; an embedding of its own is a unit that is given back
+    root: float = shape.matrix * width
     if trained and not role.reshard_after_forward:  # all layers beside it, until they are passed
-        root += (shape.count - shape.matrix) * width
+        elsewhere = shape.experts * (1 - 1 / role.expert_parallel)  # experts of other ranks
+        root += (shape.count - shape.matrix - elsewhere) * width
     end = 0.0
     if learns:  # gradients in the dtype of compute, and in float32 to be reduced
         both = shape.matrices * shape.matrix
@@ -64,12 +66,25 @@ def fsdp_pass(
         activations=activation_bytes(role, shape.hf, tokens, trained, on_gpu),
         root=root,
         head=head_bytes(shape, tokens, trained, on_gpu),
-        units=unit_bytes(shape.layer, width, learns, sharers),
+        units=layer_bytes(role, shape, width, learns, sharers),
         end=end,
     )
 
 
-def unit_bytes(layer: int, width: int, learns: bool, sharers: int) -> float:
+def layer_bytes(
+    role: TrainConfig, shape: ModelShape, width: int, learns: bool, sharers: int
+) -> float:
+    """Returns the bytes of the layers that are gathered at once. Of a layer's experts a rank has
+    its own alone, which it gathers from the ranks that share these.
+    """
+    if role.expert_parallel == 1:
+        return unit_bytes(shape.layer, width, learns, sharers)
+    experts = shape.layer_experts / role.expert_parallel
+    dense = unit_bytes(shape.layer - shape.layer_experts, width, learns, sharers)
+    return dense + unit_bytes(experts, width, learns, sharers // role.expert_parallel)
+
+
+def unit_bytes(layer: float, width: int, learns: bool, sharers: int) -> float:
     """Returns the bytes of the layers that are gathered at once.
 
     Forward: the layer at work, and two results of all-gathers, its own and that of the next layer.
@@ -104,12 +119,22 @@ def activation_bytes(
     """
     width, text = DTYPES[role.dtype].itemsize, hf.get_text_config()
     kept = [elements * width * tokens for elements in kept_per_token(hf, on_gpu)]
+    sent = exchanged_per_token(role, text) * width * tokens
     how = checkpointing_of(role, on_gpu)
     if not trained or role.activation_offload:
-        return max(kept)
+        return max(kept) + sent
     if how is True:
-        return len(kept) * text.hidden_size * width * tokens + max(kept)
-    return sum(kept) * KEPT_SHARE[how]
+        return len(kept) * text.hidden_size * width * tokens + max(kept) + sent
+    return sum(kept) * KEPT_SHARE[how] + sent
+
+
+def exchanged_per_token(role: TrainConfig, text: Any) -> int:
+    """Returns the elements of a token that are on their way between ranks that share experts: as
+    they are sent, and as they come, for each of its experts.
+    """
+    if role.engine != "fsdp" or role.expert_parallel == 1:
+        return 0
+    return 2 * (getattr(text, "num_experts_per_tok", None) or 0) * text.hidden_size
 
 
 def kept_per_token(hf: PreTrainedConfig, on_gpu: bool = False) -> list[int]:
