@@ -346,8 +346,8 @@ class FsdpEngine:
 
     def save_adapter(self, folder: Path) -> None:
         assert self.adapters is not None
-        parameters = dict(self.module.named_parameters())
-        save_adapter(self.adapters, parameters, self.topology, folder)
+        named = self.adapters.unscaled_shards(dict(self.module.named_parameters()))
+        save_adapter(self.adapters, named, self.topology, folder)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))

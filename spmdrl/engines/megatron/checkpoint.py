@@ -8,6 +8,7 @@ what its own `dist_checkpointing.save` wrote of the same state is read here.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
+from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
 from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
 from spmdrl.weights.transfer import gathered
 
@@ -65,6 +68,8 @@ def stage(
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
+    if parts.adapters is not None:
+        shards.notes[BASE_FILE] = json.dumps(parts.adapters.identity(), indent=1).encode()
     return StagedModel(shards)
 
 
@@ -74,7 +79,7 @@ def saved_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(parts: Parts, folder: Path) -> int:
+def load(parts: Parts, folder: Path, topology: Topology) -> int:
     """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
     from megatron.core import dist_checkpointing
 
@@ -89,13 +94,17 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
             "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
         )
+    check_base(parts.adapters, folder, topology)
     stored = common.get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
     ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
     with reading_plain():
         state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in named_chunks(parts):
-        chunk.load_state_dict(state[name])
+        if parts.adapters is None:
+            chunk.load_state_dict(state[name])
+        else:
+            take_trained(parts, chunk, state[name])
     if parts.optimizer is not None:
         parts.optimizer.load_state_dict(state["optimizer"])
         if parts.optim is not None:
@@ -114,7 +123,7 @@ def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():
-            load(parts, folder)
+            load(parts, folder, topology)
             show_own_weights(parts)
         return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
     finally:
@@ -138,7 +147,10 @@ def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
 
 def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     models = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named_chunks(parts)
+        name: chunk.sharded_state_dict(metadata=metadata)
+        if parts.adapters is None
+        else trained_state(parts, chunk)
+        for name, chunk in named_chunks(parts)
     }
     state: dict[str, Any] = dict(models)
     if parts.optimizer is not None:
@@ -148,6 +160,29 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
                 metadata=metadata,
             )  # fmt: skip
     return state
+
+
+def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
+    """Returns what is saved of a chunk with adapters: what is trained, and not the base."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    data, tensor = parallel_state.get_data_parallel_rank(True), parts.groups.tensor.rank()
+    found: dict[str, Any] = {}
+    for p, part in trained_parts(chunk, parts.hf_config):
+        name = stored_name(part)
+        is_cut = getattr(p, "tensor_model_parallel", False)
+        found[name] = ShardedTensor(
+            name, p, p.dtype, tuple(p.shape), part.shape, tuple(first for first, _ in part.box),
+            axis_fragmentations=None, replica_id=(0, 0 if is_cut else tensor, data),
+        )  # fmt: skip
+    return found
+
+
+@torch.no_grad()
+def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
+    for p, part in trained_parts(chunk, parts.hf_config):
+        p.copy_(state[stored_name(part)])
 
 
 @contextmanager

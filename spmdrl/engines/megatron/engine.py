@@ -10,9 +10,10 @@ chosen tokens go through the vocabulary-parallel head of spmdrl_kernels.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from spmdrl.data.images import BatchImages
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import LossFn, TrainEngine
+from spmdrl.engines.base import LossFn
+from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate
+from spmdrl.engines.megatron import lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.engines.micro_batches import (
@@ -62,6 +65,7 @@ class MegatronEngine:
         self.pretrained = parts.pretrained
         self.num_updates = 0
         self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
+        self.without_adapters = False
 
     # ---- passes without gradient
 
@@ -84,7 +88,8 @@ class MegatronEngine:
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
-        with self.parts.state.active():
+        off = lora.adapters_off(self.parts.raw) if self.without_adapters else nullcontext()
+        with self.parts.state.active(), off:
             batch = self.shared(own)
             parts = self._micro_batches(batch)
 
@@ -290,7 +295,7 @@ class MegatronEngine:
     # ---- weights and memory
 
     def named_shards(self, merged: bool = True) -> dict[str, Shards]:
-        return self.parts.named_shards()  # there are no adapters: check_lora refuses them
+        return self.parts.named_shards(merged)
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         with self.at_hand():
@@ -300,13 +305,19 @@ class MegatronEngine:
         raise unsupported("moving average (ema)")
 
     def save_adapter(self, folder: Path) -> None:
-        raise unsupported("adapters (lora)")
+        assert self.parts.adapters is not None
+        named = lora.unscaled_shards(self.parts.raw)
+        with self.at_hand():
+            save_adapter(self.parts.adapters, named, self.topology, folder)
 
-    def base(self) -> TrainEngine:
-        raise unsupported("adapters (lora)")
+    def base(self) -> MegatronEngine:
+        assert self.parts.adapters is not None
+        view = copy.copy(self)
+        view.without_adapters = True
+        return view
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        named = self.named_shards()
+        named = self.named_shards(merged=False)
         with self.at_hand():
             require_given(named, fill(named, weights))
             if self.parts.optimizer is not None:  # its float32 weights
@@ -353,7 +364,7 @@ class MegatronEngine:
         from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
 
         with self.at_hand(), self.parts.state.active():
-            self.num_updates = megatron_checkpoint.load(self.parts, folder)
+            self.num_updates = megatron_checkpoint.load(self.parts, folder, self.topology)
 
 
 def refuse_images(images: BatchImages | None) -> None:

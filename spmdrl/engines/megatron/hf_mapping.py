@@ -57,11 +57,13 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
     """(Megatron's local name, tensor, what lies in it) of every parameter and expert bias.
 
     chunk: a GPTModel of `build_chunks`, or what wraps it as `.module`. The pieces of a tensor are
-    disjoint and, but for rows that pad the vocabulary, make it up.
+    disjoint and, but for rows that pad the vocabulary, make it up. Adapters are left out.
     """
     while hasattr(chunk, "module"):
         chunk = chunk.module
     for name, parameter in chunk.named_parameters():
+        if ".adapters." in name:  # of lora.py, and in no checkpoint of a model
+            continue
         yield name, parameter, _pieces_of(chunk, hf_config, name, len(parameter))
     for name, buffer in chunk.named_buffers():
         if name.endswith(".router.expert_bias"):

@@ -18,7 +18,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.megatron import compat
+from spmdrl.engines.fsdp.lora import Adapters
+from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
@@ -85,6 +86,7 @@ class Parts:
     pretrained: list[Any]
     dp_size: int  # with the context-parallel ranks
     owned: bool = True  # built here, so that learning rates are ours to set
+    adapters: Adapters | None = None
     away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
     optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
@@ -195,22 +197,28 @@ class Parts:
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Shards]:
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        """Returns the shards as TrainEngine says."""
+        with self.state.active():
+            base = self.base_shards()
+            return base if self.adapters is None else lora.with_adapters(base, self.raw, merged)
+
+    def base_shards(self) -> dict[str, Shards]:
+        """Returns the shards of the weights without adapters."""
         shapes: dict[str, tuple[int, ...]] = {}
         boxes: dict[str, list[Box]] = {}
         views: dict[str, list[Callable[[], Tensor]]] = {}
         exact: set[str] = set()
-        with self.state.active():
-            for chunk in self.raw:
-                for _, parameter, held in pieces(chunk, self.hf_config):
-                    for piece in (p for p in held if not p.tied):
-                        shapes[piece.name] = piece.shape
-                        if parameter.dtype == torch.float32:  # computed with as it is
-                            exact.add(piece.name)
-                        boxes.setdefault(piece.name, []).append(piece.box)
-                        views.setdefault(piece.name, []).append(
-                            lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
-                        )
+        for chunk in self.raw:
+            for _, parameter, held in pieces(chunk, self.hf_config):
+                for piece in (p for p in held if not p.tied):
+                    shapes[piece.name] = piece.shape
+                    if parameter.dtype == torch.float32:  # computed with as it is
+                        exact.add(piece.name)
+                    boxes.setdefault(piece.name, []).append(piece.box)
+                    views.setdefault(piece.name, []).append(
+                        lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
+                    )
         return {
             name: Shards(
                 shape,
@@ -242,11 +250,15 @@ class Parts:
         self.away -= back
 
     def move_buffers(self, what: set[str], how: str, to: torch.device) -> None:
-        """Weights and gradients; of a frozen model, which has no buffers, the module itself."""
+        """Weights and gradients; of a frozen model, which has no buffers, the module itself, and
+        beside adapters what is frozen."""
         weights, gradients = "weights" in what, "gradients" in what
         for chunk in self.chunks:
             if self.optimizer is None and weights:
                 chunk.to(to)
+            elif weights:
+                for frozen in (p for p in chunk.parameters() if not p.requires_grad):
+                    frozen.data = frozen.data.to(to)
             if self.optimizer is None or not (weights or gradients):
                 continue
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -323,7 +335,11 @@ def build_parts(
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
         if load_weights:
             load_pretrained(chunks, model_folder(model, topology), hf_config)
-        optimizer = None
+        optimizer, adapters = None, None
+        if config.lora is not None and not frozen:
+            adapters = lora.add_adapters(
+                chunks, model, hf_config, config, topology, load_weights, kind
+            )
         if frozen:
             for chunk in chunks:
                 chunk.requires_grad_(False)
@@ -339,7 +355,8 @@ def build_parts(
     saved = as_stored(hf_config, stored_dtype(hf_config, model))
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [saved, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
+        [saved, *generation_config(model)], dp_size, adapters=adapters,
+        optim=None if frozen else config.optim,
     )  # fmt: skip
 
 
