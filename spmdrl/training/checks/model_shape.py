@@ -16,7 +16,8 @@ from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
 from spmdrl.engines.fsdp.lora import adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
-from spmdrl.engines.megatron.layout import FAMILIES, expert_width, moe_layers, num_experts
+from spmdrl.engines.megatron.families import FAMILIES
+from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
