@@ -71,7 +71,8 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
     ema: of the moving average; weights that were not trained have none and are as they are.
     """
     folder = Path(checkpoint, role)
-    if Path(folder, "metadata.json").exists():
+    saved = read_base(folder)
+    if saved is None and Path(folder, "metadata.json").exists():
         if ema:
             raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
         with warnings.catch_warnings():
@@ -80,7 +81,6 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
 
             return load_whole(folder, Path(checkpoint, "hf"))
     weights = load_model_state(folder, ema)
-    saved = read_base(folder)
     if saved is not None:
         weights = merged(weights, saved, base)
     parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
@@ -95,8 +95,8 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
 
 
 def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
-    """Loads what FSDP's engine saved of a model, by the names of its module. ema: as for
-    `load_full`.
+    """Loads what FSDP's engine saved of a model, or either engine of adapters, by the names of
+    FSDP's module. ema: as for `load_full`.
     """
     reader = ShardReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata

@@ -169,10 +169,10 @@ def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
 
     data, tensor = parallel_state.get_data_parallel_rank(True), parts.groups.tensor.rank()
     found: dict[str, Any] = {}
-    for p, part in trained_parts(chunk, parts.hf_config):
+    for number, (p, part) in enumerate(trained_parts(chunk, parts.hf_config)):
         name = stored_name(part)
         is_cut = getattr(p, "tensor_model_parallel", False)
-        found[name] = ShardedTensor(
+        found[str(number)] = ShardedTensor(
             name, p, p.dtype, tuple(p.shape), part.shape, tuple(first for first, _ in part.box),
             axis_fragmentations=None, replica_id=(0, 0 if is_cut else tensor, data),
         )  # fmt: skip
@@ -181,8 +181,8 @@ def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
-    for p, part in trained_parts(chunk, parts.hf_config):
-        p.copy_(state[stored_name(part)])
+    for number, (p, _) in enumerate(trained_parts(chunk, parts.hf_config)):
+        p.copy_(state[str(number)])
 
 
 @contextmanager

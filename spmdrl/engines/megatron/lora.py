@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +41,14 @@ from spmdrl.engines.fsdp.sharded_loading import (
     fingerprint_of,
     open_model,
 )
-from spmdrl.engines.megatron.hf_mapping import HfSlice, pieces
+from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.splits import HfSlice
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.weights.boxes import Box, sizes
 from spmdrl.weights.checkpoint_names import ADAPTER
 from spmdrl.weights.shards import Derived, Shards
 
+Runs = list[tuple[tuple[int, int], list[int]]]
 BY_ROWS, BY_COLUMNS, UNCUT = "rows", "columns", "uncut"
 
 
@@ -64,61 +65,60 @@ class Pair(NamedTuple):
 
     layer: str
     a: nn.Parameter  # (rank, columns) float32
-    b: nn.Parameter | None  # (rows, rank) float32; None: this rank has no row of the layer
     a_part: Part
-    b_part: Part | None
+    b: list[tuple[nn.Parameter, Part]]  # (rows, rank) float32 of each run of rows; may be none
 
 
 class LinearAdapters(nn.Module):
     """The adapters of one linear layer of megatron-core; `add` is a hook behind its forward pass.
 
-    Its Hugging Face layers, and so the parameters, are the same on all tensor ranks but for a B of
-    which a rank has no row.
+    Its Hugging Face layers are the same on all tensor ranks, whether a rank has rows of them or
+    not: all ranks take part in A x.
     """
 
     def __init__(self, target: Any, held: Mapping[str, list[HfSlice]], lora: LoraConfig) -> None:
-        """held: what lies of the weight of each adapted layer here, which may be nothing but for
-        the columns."""
+        """held: what lies here of the weight of each adapted layer; of one that has no row here a
+        slice without rows.
+        """
         super().__init__()
         self.cut, self.group = cut_of(target), getattr(target, "tp_group", None)
         self.tokens_cut = bool(getattr(target, "sequence_parallel", False))
         self.rank, self.scale, self.off = lora.rank, scale_of(lora), False
-        self.pairs = [self._pair(target.weight, layer, held[layer]) for layer in sorted(held)]
+        self.pairs: list[Pair] = []
+        rows: list[int] = []  # of the linear layer, in the order of the rows of B
+        for layer in sorted(held):
+            runs = runs_of(held[layer], target.weight)
+            rows += [row for _, places in runs for row in places]
+            self.pairs.append(self._pair(target.weight, layer, held[layer][0], runs))
         self.a = nn.ParameterList(pair.a for pair in self.pairs)
-        self.b = nn.ParameterList(pair.b for pair in self.pairs if pair.b is not None)
-        rows = [row for layer in sorted(held) for row in rows_of(held[layer], target.weight)]
+        self.b = nn.ParameterList(b for pair in self.pairs for b, _ in pair.b)
         order = torch.full((len(target.weight),), len(rows))  # the last: a column of zeros
         order[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
         self.order: Tensor | None = None
         if not torch.equal(order, torch.arange(len(order))):
             self.order = order.to(target.weight.device)
 
-    def _pair(self, weight: Tensor, layer: str, held: list[HfSlice]) -> Pair:
-        """held: of the layer's weight; that of another rank where this one has no row of it."""
-        here = [piece for piece in held if piece.box[0][0] < piece.box[0][1]]
-        (out, columns), (_, cut) = held[0].shape, held[0].box
+    def _pair(self, weight: Tensor, layer: str, piece: HfSlice, runs: Runs) -> Pair:
+        (out, columns), (_, cut) = piece.shape, piece.box
         a_part = Part(layer + ADAPTER[0], (self.rank, columns), ((0, self.rank), cut))
         a = parameter(a_part.box, weight.device, self.cut == BY_COLUMNS, 1)
-        b: nn.Parameter | None = None
-        b_part: Part | None = None
-        if here:
-            rows = (min(p.box[0][0] for p in here), max(p.box[0][1] for p in here))
-            b_part = Part(layer + ADAPTER[1], (out, self.rank), (rows, (0, self.rank)))
-            b = parameter(b_part.box, weight.device, self.cut == BY_ROWS, 0)
         # whoever sees its own tokens alone has a part of the gradient: Megatron sums these
-        a.sequence_parallel = self.tokens_cut and self.cut != BY_COLUMNS  # type: ignore[attr-defined]
-        if b is not None:
-            b.sequence_parallel = self.tokens_cut and self.cut != BY_ROWS  # type: ignore[attr-defined]
-        return Pair(layer, a, b, a_part, b_part)
+        mark(a, self.tokens_cut and self.cut != BY_COLUMNS)
+        b = []
+        for span, _ in runs:
+            part = Part(layer + ADAPTER[1], (out, self.rank), (span, (0, self.rank)))
+            b.append((parameter(part.box, weight.device, self.cut == BY_ROWS, 0), part))
+            mark(b[-1][0], self.tokens_cut and self.cut != BY_ROWS)
+        return Pair(layer, a, a_part, b)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns scale B A x, of the rows of the linear layer here. x: as that layer takes it."""
         a = torch.cat([pair.a for pair in self.pairs]) if len(self.pairs) > 1 else self.pairs[0].a
         inner = self.shared(linear(x, a.to(x.dtype))) * self.scale
         found = [
-            linear(part, pair.b.to(x.dtype))
+            linear(part, b.to(x.dtype))
             for pair, part in zip(self.pairs, inner.split(self.rank, dim=-1), strict=True)
-            if pair.b is not None
+            for b, _ in pair.b
         ]
         if self.order is None:
             return torch.cat(found, -1) if len(found) > 1 else found[0]
@@ -147,8 +147,7 @@ class LinearAdapters(nn.Module):
     def parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
         for pair in self.pairs:
             yield pair.a, pair.a_part
-            if pair.b is not None and pair.b_part is not None:
-                yield pair.b, pair.b_part
+            yield from pair.b
 
 
 def parameter(box: Box, device: torch.device, is_cut: bool, dimension: int) -> nn.Parameter:
@@ -168,24 +167,25 @@ def cut_of(target: Any) -> str:
     return BY_ROWS if isinstance(target, ColumnParallelLinear) else UNCUT
 
 
-def rows_of(held: Iterable[HfSlice], weight: Tensor) -> list[int]:
-    """Returns which rows of a fused weight hold the rows of a Hugging Face layer, in their order.
+def mark(made: Any, tokens_cut: bool) -> None:
+    made.sequence_parallel = tokens_cut
 
-    Raises ConfigError where these are no run without a gap, of which no B is a part.
+
+def runs_of(held: Iterable[HfSlice], weight: Tensor) -> Runs:
+    """Returns the runs of rows of a Hugging Face layer that lie in a fused weight, in their order,
+    and which of its rows these are.
     """
-    places = torch.arange(len(weight))[:, None].expand(weight.shape)
-    found, last = list[int](), -1
+    numbers = torch.arange(len(weight))[:, None].expand(weight.shape)
+    found: Runs = []
     for piece in sorted(held, key=lambda piece: piece.box[0]):
-        first, end = piece.box[0]
-        if first == end:
+        first, last = piece.box[0]
+        if first == last:
             continue
-        if last not in (-1, first):
-            raise ConfigError(
-                f"lora: {piece.name} lies on a rank of engine megatron in parts that are not next "
-                "to each other, which has no adapters: leave it out of lora.target_modules"
-            )
-        found += piece.view(places).reshape(end - first, -1)[:, 0].tolist()
-        last = end
+        places = piece.view(numbers).reshape(last - first, -1)[:, 0].tolist()
+        if found and found[-1][0][1] == first:
+            (begin, _), before = found.pop()
+            first, places = begin, before + places
+        found.append(((first, last), places))
     return found
 
 
@@ -268,12 +268,11 @@ def all_of(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def fill_pairs(pairs: Iterable[Pair], lora: LoraConfig, given: Mapping[str, Tensor]) -> None:
     for pair in pairs:
-        columns = pair.a_part.shape[1]
-        rows = pair.b_part.shape[0] if pair.b_part is not None else 0
-        a, b = initial_values(lora, given, pair.layer, columns, rows)
+        rows = max((part.shape[0] for _, part in pair.b), default=0)
+        a, b = initial_values(lora, given, pair.layer, pair.a_part.shape[1], rows)
         pair.a.copy_(a[:, slice(*pair.a_part.box[1])])
-        if pair.b is not None and pair.b_part is not None:
-            pair.b.copy_(b[slice(*pair.b_part.box[0])])
+        for held, part in pair.b:
+            held.copy_(b[slice(*part.box[0])])
 
 
 def let_gradient_pass(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -341,16 +340,17 @@ class ScaledB:
     """scale B, the second factor of an adapter that is sent by itself."""
 
     def __init__(self, pair: Pair, scale: float) -> None:
-        assert pair.b is not None and pair.b_part is not None
-        self.b, self.scale = pair.b, scale
-        self.shape, self.boxes = pair.b_part.shape, (pair.b_part.box,)
+        self.pair, self.scale = pair, scale
+        self.shape = pair.b[0][1].shape
+        self.boxes = tuple(part.box for _, part in pair.b)
 
     @property
     def device(self) -> torch.device:
-        return self.b.device
+        return self.pair.a.device
 
     def compute(self, to: list[Tensor]) -> None:
-        torch.mul(self.b, self.scale, out=to[0])
+        for (b, _), part in zip(self.pair.b, to, strict=True):
+            torch.mul(b, self.scale, out=part)
 
 
 class Merged:
@@ -365,13 +365,16 @@ class Merged:
         return self.pair.a.device
 
     def compute(self, to: list[Tensor]) -> None:
-        pair = self.pair
-        assert pair.b is not None and pair.b_part is not None
-        (first_row, _), (_, (first_column, _)) = pair.b_part.box[0], pair.a_part.box
-        for (rows, columns), weight, part in zip(self.boxes, self.base.tensors(), to, strict=True):
-            b = pair.b[rows[0] - first_row : rows[1] - first_row]
-            a = pair.a[:, columns[0] - first_column : columns[1] - first_column]
-            torch.addmm(weight.float(), b, a, alpha=self.scale, out=part)
+        for (rows, _), weight, part in zip(self.boxes, self.base.tensors(), to, strict=True):
+            b = self._rows_of_b(*rows)
+            torch.addmm(weight.float(), b, self.pair.a, alpha=self.scale, out=part)
+
+    def _rows_of_b(self, first: int, last: int) -> Tensor:
+        return next(
+            b[first - part.box[0][0] : last - part.box[0][0]]
+            for b, part in self.pair.b
+            if part.box[0][0] <= first and last <= part.box[0][1]
+        )
 
 
 def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> dict[str, Shards]:
@@ -383,14 +386,14 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
     for adapters in adapters_of(chunks):
         for pair in adapters.pairs:
             if not merged:
-                found[pair.a_part.name] = lying_shards(pair.a, pair.a_part)
-            if pair.b_part is None:
+                found[pair.a_part.name] = lying_shards([(pair.a, pair.a_part)])
+            if not pair.b:  # this rank has no row of the layer
                 continue
             if merged:
                 name = f"{pair.layer}.weight"
                 made_of[name] = Merged(base[name], pair, adapters.scale)
             else:
-                made_of[pair.b_part.name] = ScaledB(pair, adapters.scale)
+                made_of[pair.layer + ADAPTER[1]] = ScaledB(pair, adapters.scale)
     for name, shards in Derived(made_of).shards().items():
         found[name] = shards._replace(exact=base[name].exact if merged else False)
     return found
@@ -398,9 +401,14 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
 
 def unscaled_shards(chunks: list[Any]) -> dict[str, Shards]:
     """Returns the shards of every A and B."""
-    pairs = (pair for adapters in adapters_of(chunks) for pair in adapters.parts())
-    return {part.name: lying_shards(p, part) for p, part in pairs}
+    found: dict[str, Shards] = {}
+    for pair in (pair for adapters in adapters_of(chunks) for pair in adapters.pairs):
+        found[pair.a_part.name] = lying_shards([(pair.a, pair.a_part)])
+        if pair.b:
+            found[pair.layer + ADAPTER[1]] = lying_shards(pair.b)
+    return found
 
 
-def lying_shards(parameter: Tensor, part: Part) -> Shards:
-    return Shards(part.shape, (part.box,), partial(list, [parameter]))
+def lying_shards(parts: list[tuple[nn.Parameter, Part]]) -> Shards:
+    boxes = tuple(part.box for _, part in parts)
+    return Shards(parts[0][1].shape, boxes, lambda: [p for p, _ in parts])

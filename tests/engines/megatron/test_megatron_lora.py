@@ -1,10 +1,12 @@
 """Adapters with engine megatron: trained as FSDP2 trains them, in every layout."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_calls
+from safetensors.torch import load_file
 from test_megatron_engine import (
     engine_of,
     loss_of,
@@ -15,7 +17,9 @@ from test_megatron_engine import (
 )
 from training_batches import CONFIG, LENS, whole_batch
 
-from spmdrl.config import LoraConfig, OptimConfig
+from spmdrl.config import ConfigError, LoraConfig, OptimConfig
+from spmdrl.engines.fsdp.lora import adapter_tensors, read_base
+from spmdrl.engines.hf_export import load_full, load_model_state
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
@@ -69,12 +73,121 @@ def results_on(topology, models, cases):
     return found
 
 
-def test_adapters_learn_as_fsdps_in_every_layout(models):
-    of = {(*layout[:2], layout[3].lora): replace(TRAIN, lora=layout[3].lora) for layout in LAYOUTS}
-    references = [(*key[:2], 1, config) for key, config in of.items()]
-    ranks = run_ranks(4, results_on, models, references + LAYOUTS, timeout_s=240)
-    base = dict(zip(of, ranks[0], strict=False))
-    for number, layout in enumerate(LAYOUTS, len(of)):
+# ---- saved, resumed, exported
+
+SAVED = [  # what is saved, and what goes on from it
+    (case("qwen3", "policy", 4, tensor_parallel=2, pipeline_parallel=2, offload_params=True,
+          offload_optimizer=True),
+     case("qwen3", "policy", 2, pipeline_parallel=2, virtual_pipeline=2)),
+    (case("odd", "value", 4, tensor_parallel=2, sequence_parallel=True),
+     case("odd", "value", 1)),
+]  # fmt: skip
+
+
+def resumed_on(topology, models, folder, cases):
+    """Trains, saves, trains on; loads into an engine of the same layout and into one of another;
+    what all of these say of the next update, and their weights then."""
+    import torch.distributed as dist
+
+    found = []
+    for number, (first, other) in enumerate(cases):
+        path = Path(folder, str(number), "actor")
+        path.mkdir(exist_ok=True, parents=True)
+        engine, same = engine_of(topology, models, first), engine_of(topology, models, first)
+        others = engine_of(topology, models, other)
+        batch = whole_batch().select(share_of(engine))
+        engine.update(batch, loss_of(first[1]), 0.8)
+        saved = weights_of(engine)
+        engine.offload()
+        engine.stage().write(path, engine.topology.control)
+        if first[1] == "policy":
+            engine.save_adapter(path.parent / "adapter")
+        engine.onload()
+        dist.barrier()
+        for loaded in (same, *([others] if others is not None else [])):
+            loaded.load(path)
+        results = []
+        for loaded in (engine, same, others):
+            if loaded is None:
+                continue
+            own = whole_batch().select(share_of(loaded))
+            results.append((loaded.update(own, loss_of(first[1]), 0.8), weights_of(loaded)))
+        refused = refusals_on(topology, models, first, path)
+        found.append((results, refused, saved))
+    return found
+
+
+def refusals_on(topology, models, case, path):
+    """What is said where the checkpoint's adapters are not this run's."""
+    model, kind, ranks, config = case
+    changes = {"lora": None}, {"lora": replace(LORA, rank=4)}
+    said = []
+    for change in changes:
+        engine = engine_of(topology, models, (model, kind, ranks, replace(config, **change)))
+        with pytest.raises(ConfigError) as error:
+            engine.load(path)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    calls = [
+        (results_on, (models, REFERENCES + LAYOUTS)),
+        (resumed_on, (models, str(folder), SAVED)),
+    ]
+    same, resumed = run_calls(4, calls, timeout_s=300)
+    return {"same": same, "resumed": resumed, "folder": folder}
+
+
+def test_adapters_resume_bit_for_bit_and_in_another_layout(runs):
+    for rank in runs["resumed"]:
+        for results, (no_lora, other_rank), _ in rank:
+            (want, weights), (metrics, resumed), *others = results
+            assert metrics == want
+            assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
+            for got, elsewhere in others:
+                assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+                for name, tensor in weights.items():
+                    torch.testing.assert_close(elsewhere[name], tensor, rtol=0, atol=2e-5, msg=name)
+            assert "this run has no lora" in no_lora
+            assert "lora.rank=5, this run has 4" in other_rank
+
+
+def test_what_is_saved_is_an_adapter_for_peft(runs, models):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = runs["folder"] / "0"
+    Path(folder, "hf").symlink_to(models["qwen3"])
+    whole, trained = load_full(folder, "actor"), runs["resumed"][0][0][2]
+    exported = adapter_tensors(load_model_state(folder / "actor"), read_base(folder / "actor"))
+    written = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert {f"base_model.model.{name}" for name in exported} == written.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(written[f"base_model.model.{name}"], tensor), name
+    base = AutoModelForCausalLM.from_pretrained(models["qwen3"], dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    for name, p in merged.named_parameters():
+        torch.testing.assert_close(p.detach(), trained[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(whole[name], trained[name], rtol=0, atol=1e-6, msg=name)
+    start = load_file(Path(models["qwen3"], "model.safetensors"))
+    assert max((whole[name] - tensor).abs().max() for name, tensor in start.items()) > 1e-4
+
+
+# ---- the same updates
+
+REFERENCES_OF = {
+    (*layout[:2], layout[3].lora): replace(TRAIN, lora=layout[3].lora) for layout in LAYOUTS
+}
+REFERENCES = [(*key[:2], 1, config) for key, config in REFERENCES_OF.items()]
+
+
+def test_adapters_learn_as_fsdps_in_every_layout(runs):
+    ranks = runs["same"]
+    base = dict(zip(REFERENCES_OF, ranks[0][: len(REFERENCES)], strict=True))
+    for number, layout in enumerate(LAYOUTS, len(base)):
         results = [rank[number] for rank in ranks if rank[number] is not None]
         assert sorted(seq for mine, *_ in results for seq in mine) == list(range(len(LENS))), layout
         for result in results:
