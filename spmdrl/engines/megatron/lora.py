@@ -14,6 +14,7 @@ Under tensor parallelism what a rank holds of A and B follows from how the layer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
     fingerprint_of,
     open_model,
 )
+from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.hf_mapping import pieces
 from spmdrl.engines.megatron.splits import HfSlice
 from spmdrl.hub.hf_folder import meta_model
@@ -82,7 +84,9 @@ class LinearAdapters(nn.Module):
         """
         super().__init__()
         self.cut, self.group = cut_of(target), getattr(target, "tp_group", None)
-        self.tokens_cut = bool(getattr(target, "sequence_parallel", False))
+        # of a layer that is not cut its weight says whether a rank sees its own tokens alone
+        marked: Any = target.weight if self.cut == UNCUT else target
+        self.tokens_cut = bool(marked.sequence_parallel)
         self.rank, self.scale, self.off = lora.rank, scale_of(lora), False
         self.pairs: list[Pair] = []
         rows: list[int] = []  # of the linear layer, in the order of the rows of B
@@ -187,6 +191,29 @@ def runs_of(held: Iterable[HfSlice], weight: Tensor) -> Runs:
             first, places = begin, before + places
         found.append(((first, last), places))
     return found
+
+
+# ---- what is known before anything is built
+
+
+def check_adaptable(hf_config: PreTrainedConfig, lora: LoraConfig) -> None:
+    """Raises ConfigError where a layer to be adapted is no linear layer of megatron-core."""
+    names = FAMILIES[hf_config.model_type].names
+    linear = [
+        split for name, split in names.items()
+        if re.search(r"linear_\w+\.weight$", name) and "{expert}" not in name
+    ]  # fmt: skip
+    ends = {
+        f".{text.replace('{}', letter).removesuffix('.weight')}"
+        for split in linear for text in vars(split).values() for letter in "qkv"
+    }  # fmt: skip
+    for layer in target_layers(meta_model(hf_config), lora):
+        if not layer.endswith(tuple(ends)):
+            raise ConfigError(
+                f"lora.target_modules: {layer} is no linear layer in megatron-core: name others, "
+                f"of {', '.join(sorted({end.rpartition('.')[2] for end in ends}))}, or use engine "
+                "fsdp"
+            )
 
 
 # ---- putting them into a model

@@ -30,6 +30,7 @@ from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
+from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
@@ -97,6 +98,8 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     )
     try:
         check_layout(hf, degrees_of(role), num_ranks)
+        if role.lora is not None:
+            check_adaptable(hf, role.lora)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 

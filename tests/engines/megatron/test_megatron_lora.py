@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_megatron_models
 import torch
-from ranks import run_calls
+from ranks import run_calls, run_ranks
 from safetensors.torch import load_file
 from test_megatron_engine import (
     engine_of,
@@ -33,6 +34,8 @@ def case(model, kind, ranks, lora=LORA, **layout):
     return model, kind, ranks, replace(TRAIN, engine="megatron", lora=lora, **layout)
 
 
+TOKENS = {"vocab_size": 98, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+
 LAYOUTS = [
     case("qwen3", "policy", 4, tensor_parallel=2, pipeline_parallel=2),
     case("qwen3", "value", 2, tensor_parallel=2, sequence_parallel=True,
@@ -46,12 +49,15 @@ LAYOUTS = [
     case("odd", "policy", 2, tensor_parallel=2, micro_batch_tokens=30),
     case("odd", "policy", 2, lora=ONLY_K, tensor_parallel=2, sequence_parallel=True),
     case("moe", "policy", 4, tensor_parallel=2, sequence_parallel=True, expert_parallel=2),
+    case("latent", "policy", 2, tensor_parallel=2, sequence_parallel=True),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return save_models(tmp_path_factory.mktemp("models"))
+    folder = tmp_path_factory.mktemp("models")
+    tiny_megatron_models.save_model("deepseek_v3", folder / "latent", num_hidden_layers=2, **TOKENS)
+    return save_models(folder) | {"latent": str(folder / "latent")}
 
 
 def results_on(topology, models, cases):
@@ -213,3 +219,52 @@ def assert_same(result, reference, layout):
         assert away <= 2e-5, (away, message)  # Adam divides by roots of tiny second moments
         moved += not torch.equal(weights[name], start[name])
     assert moved
+
+
+# ---- into vLLM
+
+PUSHES = {  # weights.lora, vLLM's tensor_parallel, layout
+    "merge": ("merge", 1, {"tensor_parallel": 2}),
+    "adapter": ("adapter", 2, {"pipeline_parallel": 2}),
+}
+
+
+def push_on(topology, model, pushes):
+    """Of each case: what was sent after two updates and after two more, and what was proven."""
+    from rollout_checks import rollout_difference
+
+    from spmdrl.config import RolloutConfig, WeightsConfig
+    from spmdrl.distributed.topology import Topology
+    from spmdrl.rollout.vllm.engine import VllmEngine
+    from spmdrl.training.weight_sync import WeightSync
+
+    found = []
+    for mode, tp, layout in pushes:
+        actor = engine_of(topology, {"m": model}, case("m", "policy", 2, **layout))
+        settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=tp, dtype="float32")
+        ranks = Topology.build(topology.device, dp=-1, tp=tp)
+        beside = LORA if mode == "adapter" else None
+        rollout = VllmEngine(model, settings, 64, ranks, lora=beside)
+        config = WeightsConfig(check=True, lora=mode)
+        weights = WeightSync(actor, actor.topology, rollout, ranks, "float32", config)
+        batch, seen = whole_batch().select(share_of(actor)), []
+        for _ in range(2):
+            for _ in range(2):
+                actor.update(batch, loss_of("policy"), temperature=0.8)
+            stats = weights.push()
+            away = rollout_difference(actor, actor.topology, rollout)
+            seen.append((stats.planned_bytes, stats.moved_bytes, away, weights.check()))
+        rollout.shutdown()
+        found.append(seen)
+    return found
+
+
+@pytest.mark.vllm
+def test_vllm_is_given_the_adapter(models):
+    runs = run_ranks(2, push_on, models["qwen3"], list(PUSHES.values()), timeout_s=240)
+    for rank in runs:
+        for mode, pushes in zip(PUSHES, rank, strict=True):
+            for planned, moved, away, checked in pushes:
+                assert planned == moved and away < 1e-5 and checked, (mode, away)
+            (first, *_), (second, *_) = pushes
+            assert mode == "merge" or second < first / 3
