@@ -37,6 +37,9 @@ config = RewardTrainingConfig(
 """
 
 
+MEGATRON = ("--actor.engine", "megatron")
+
+
 def pair(n: int) -> dict[str, Any]:
     """Conversations of different lengths, the shorter of which may be either."""
     asked = [{"role": "user", "content": f"{n}+{n % 5}="}]
@@ -89,8 +92,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
         (2,),
         (2, "--actor.fsdp", "1", "--actor.micro_batch_tokens", "1000"),
         (2, "--actor.ulysses", "2"),
+        pytest.param(
+            (2, *MEGATRON, "--actor.tensor_parallel", "2", "--actor.sequence_parallel", "True"),
+            marks=pytest.mark.megatron,
+        ),
+        pytest.param((4, *MEGATRON, "--actor.pipeline_parallel", "2"), marks=pytest.mark.megatron),
     ],
-    ids=["small", "sharded", "replicated", "shared"],
+    ids=["small", "sharded", "replicated", "shared", "megatron tensor", "megatron pipeline"],
 )
 def test_ranks_and_micro_batches_change_nothing(folder, alone, args):
     ranks, *options = args

@@ -78,6 +78,7 @@ from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
     cut,
+    pairs_of,
     reduce_metrics,
     token_rows,
 )
@@ -134,7 +135,7 @@ class FsdpEngine:
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
-        self.unit = 2 if kind == "reward" and not frozen else 1
+        self.in_pairs = kind == "reward" and not frozen
         self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
@@ -305,9 +306,8 @@ class FsdpEngine:
         units: list[Unit] | None = None
         if self.shares_prefixes:
             units = units_for(batch, budget)
-        elif self.unit > 1:
-            numbers = range(0, batch.num_seqs, self.unit)
-            units = [Unit(tuple(range(first, first + self.unit))) for first in numbers]
+        elif self.in_pairs:
+            units = pairs_of(batch)
         return cut(batch, budget, self.topology, units=units)
 
     # ---- weights and memory

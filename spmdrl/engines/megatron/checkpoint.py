@@ -26,12 +26,14 @@ from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
+from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
 from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.transfer import gathered
 
 COMMON = "common.pt"
@@ -113,15 +115,17 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
 
 
 def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
-    """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
-    was, the model is put together without a cut."""
+    """Full tensors of a policy or reward model by Hugging Face name, in this process alone.
+    Whatever its layout was, the model is put together without a cut.
+    """
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         common = read_plain(Path(folder, COMMON))
         config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
-        parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
+        kind = "reward" if is_classifier(load_hf_config(str(hf_folder))) else "policy"
+        parts = build_parts(kind, str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():
             load(parts, folder, topology)
             show_own_weights(parts)

@@ -41,6 +41,7 @@ from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
     cut,
+    pairs_of,
     reduce_metrics,
     scatter_rows,
     token_rows,
@@ -52,7 +53,8 @@ from spmdrl.weights.transfer import gathered
 
 
 class MegatronEngine:
-    """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
+    """A policy (`kind` "policy"), critic ("value") or reward model ("reward"), which is trained on
+    pairs; the TrainEngine Protocol says what it does.
 
     The topology has the axes pp, dp, cp and tp. Weights are in config.dtype; the optimizer, which
     is distributed over the data-parallel ranks, keeps float32 ones, and gradients are summed in
@@ -284,7 +286,9 @@ class MegatronEngine:
             stages = parts.groups.pipeline.size()
             multiple = parts.config.microbatch_group_size_per_vp_stage or stages
         budget = self.config.micro_batch_tokens * parts.cut.context
-        return cut(batch, budget, self.topology, multiple, padded=parts.cut.form == "padded")
+        units = pairs_of(batch) if parts.kind == "reward" and parts.optimizer is not None else None
+        padded = parts.cut.form == "padded"
+        return cut(batch, budget, self.topology, multiple, padded, units)
 
     def shared(self, batch: Batch) -> Batch:
         """Returns, on all ranks of this model-parallel group, what its data rank was given."""

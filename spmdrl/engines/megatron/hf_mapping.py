@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.model import ValueHead, layer_numbers
+from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
 from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
 from spmdrl.weights.boxes import Box, sizes
 
@@ -46,11 +46,11 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
 
 Found = TypeVar("Found")
 WHOLE = DimensionSplit(1, 0)
+HEADS = {*ValueHead.names.values(), *RewardHead.names.values()}
 VOCABULARY = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
 }
-VALUE_HEAD = {"output_layer.weight": "value_head.weight", "output_layer.bias": "value_head.bias"}
 TE_NAMES = {  # TransformerEngine's layers have the norm inside, and all experts in one
     r"self_attention\.linear_qkv\.layer_norm_weight": "input_layernorm.weight",
     r"mlp\.linear_fc1\.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -94,8 +94,9 @@ def _outside_layers(
     chunk: Any, hf: PreTrainedConfig, name: str, parameter: Tensor
 ) -> list[HfSlice]:
     config: Any = hf
-    if isinstance(getattr(chunk, "output_layer", None), ValueHead) and name in VALUE_HEAD:
-        where = VALUE_HEAD[name]
+    head = getattr(chunk, "output_layer", None)
+    if isinstance(head, ValueHead) and name.startswith("output_layer."):
+        where = _known(head.names, name.removeprefix("output_layer."))
     elif name == "decoder.final_layernorm.weight":
         where = "model.norm.weight"
     else:
@@ -215,17 +216,19 @@ class Folder:
 
 
 @torch.no_grad()
-def load_pretrained(chunks: list[Any], folder: str | Path, hf_config: PreTrainedConfig) -> None:
+def load_pretrained(
+    chunks: list[Any], folder: str | Path, hf_config: PreTrainedConfig, new_head: bool = True
+) -> None:
     """Fills chunks of `build_chunks`, each rank reading only its own parts of the files.
 
-    A value head that the folder does not have stays as it is. Local. Raises ConfigError where the
-    folder does not fit the config, perhaps on one rank only.
+    new_head: a value head or score that the folder does not have stays as it is. Local. Raises
+    ConfigError where the folder does not fit the config, perhaps on one rank only.
     """
     checkpoint = Folder(folder)
     for chunk in chunks:
         for _, parameter, parts in pieces(chunk, hf_config):
             for piece in parts:
-                if piece.name.startswith("value_head.") and piece.name not in checkpoint.files:
+                if new_head and piece.name in HEADS and piece.name not in checkpoint.files:
                     continue
                 view = piece.view(parameter)
                 assert tuple(view.shape) == sizes(piece.box), (piece, view.shape)

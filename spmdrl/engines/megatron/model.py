@@ -6,7 +6,7 @@ No TransformerEngine: megatron's own linear layers, with attention and norm from
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ def transformer_config(
 
 
 def build_chunks(
-    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value"]
+    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value", "reward"]
 ) -> list[Any]:
     """GPTModels of this pipeline rank, one per virtual stage, with weights of zero.
 
@@ -133,8 +133,8 @@ def build_chunks(
             parallel_output=True, position_embedding_type="rope", vp_stage=stage,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and kind == "policy",
         )  # fmt: skip
-        if kind == "value" and last:
-            chunk.output_layer = ValueHead(config)
+        if kind != "policy" and last:
+            chunk.output_layer = ValueHead(config) if kind == "value" else RewardHead(config)
         _set_rope(chunk, hf)
         if FAMILIES[hf.model_type].latent:
             _finish_latent(chunk)
@@ -215,23 +215,40 @@ class ValueHead(nn.Module):
     Every tensor rank holds it whole and computes its own tokens.
     """
 
+    names: ClassVar[dict[str, str]] = {"weight": "value_head.weight", "bias": "value_head.bias"}
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         kwargs: Any = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kwargs))
-        self.bias = nn.Parameter(torch.zeros(1, **kwargs))
+        if "bias" in self.names:
+            self.bias = nn.Parameter(torch.zeros(1, **kwargs))
         self.sequence_parallel = config.sequence_parallel
-        for parameter in (self.weight, self.bias):
+        for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        values = linear(hidden, self.weight, self.bias).float()
+        values = self.values(hidden)
         if self.sequence_parallel:  # every rank then takes the loss of all tokens
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight, self.bias).float()
+
+
+class RewardHead(ValueHead):
+    """The score of a sequence classifier. It is computed in float32, or near rewards would be
+    equal.
+    """
+
+    names: ClassVar[dict[str, str]] = {"weight": "score.weight"}
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.float(), self.weight.float())
 
 
 class WholeLinear(nn.Module):

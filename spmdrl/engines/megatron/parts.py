@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.classifier import classifier_config, is_classifier
 from spmdrl.engines.fsdp.lora import Adapters
 from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
@@ -76,7 +77,7 @@ class Head:
 class Parts:
     """A model and its optimizer on this rank. Megatron is only called while `state` is active."""
 
-    kind: str  # "policy" | "value"
+    kind: str  # "policy" | "value" | "reward"
     chunks: list[Any]  # as they are driven: in Megatron's DistributedDataParallel if trained
     optimizer: Any  # a MegatronOptimizer; None if frozen
     state: RoleState
@@ -321,7 +322,7 @@ def build_parts(
 
     Raises ConfigError where the model or the layout cannot be had.
     """
-    hf_config = load_hf_config(model)
+    hf_config = classifier_config(model) if kind == "reward" else load_hf_config(model)
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
     state = RoleState.build(topology, **parallel_sizes(degrees))
@@ -334,7 +335,8 @@ def build_parts(
         if chunks[0].pre_process:
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
         if load_weights:
-            load_pretrained(chunks, model_folder(model, topology), hf_config)
+            new_head = kind == "value" or not is_classifier(load_hf_config(model))
+            load_pretrained(chunks, model_folder(model, topology), hf_config, new_head)
         optimizer, adapters = None, None
         if config.lora is not None and not frozen:
             adapters = lora.add_adapters(
@@ -352,10 +354,11 @@ def build_parts(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
     )  # fmt: skip
-    saved = as_stored(hf_config, stored_dtype(hf_config, model))
+    saved = as_stored(hf_config, stored_dtype(load_hf_config(model), model))
+    generation = generation_config(model) if kind != "reward" else []
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [saved, *generation_config(model)], dp_size, adapters=adapters,
+        [saved, *generation], dp_size, adapters=adapters,
         optim=None if frozen else config.optim,
     )  # fmt: skip
 
