@@ -199,7 +199,7 @@ class TrainConfig:
     # optimizer steps there; a layer's weights are on the device while it is computed
     offload_policy: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
-    lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
+    lora: LoraConfig | None = None  # train adapters only. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
 

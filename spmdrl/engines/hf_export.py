@@ -74,12 +74,12 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
     saved = read_base(folder)
     if saved is None and Path(folder, "metadata.json").exists():
         if ema:
-            raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
+            require_average(folder, ShardReader(str(folder)).read_metadata().state_dict_metadata)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
             from spmdrl.engines.megatron.checkpoint import load_whole
 
-            return load_whole(folder, Path(checkpoint, "hf"))
+            return load_whole(folder, Path(checkpoint, "hf"), ema)
     weights = load_model_state(folder, ema)
     if saved is not None:
         weights = merged(weights, saved, base)
@@ -102,11 +102,8 @@ def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     stored = reader.read_metadata().state_dict_metadata
     weights = empty_tensors(stored, "model.")
     average = empty_tensors(stored, "ema.") if ema else {}
-    if ema and not average:
-        raise ConfigError(
-            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
-            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
-        )
+    if ema:
+        require_average(folder, stored)
     assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
     state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
     with warnings.catch_warnings():
@@ -114,6 +111,15 @@ def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
         dcp.load(state, storage_reader=reader, no_dist=True)
     weights |= average
     return weights
+
+
+def require_average(folder: Path, stored: Iterable[str]) -> None:
+    """stored: the names in a checkpoint. Raises ConfigError where none is of an average."""
+    if not any(name.startswith("ema.") for name in stored):
+        raise ConfigError(
+            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
+            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
+        )
 
 
 def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,19 +23,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
 from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
+from spmdrl.engines.fsdp.optimizers import require_same_optimizer
 from spmdrl.engines.host_copies import HostCopies, StagedShards
-from spmdrl.engines.megatron import compat
+from spmdrl.engines.megatron import compat, ema
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.transfer import gathered
+
+logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
@@ -65,8 +69,14 @@ def stage(
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    if parts.optim is not None:
+        common["optimizer"] = parts.optim.name
     state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
+    if parts.average is not None:
+        with parts.average.instead():  # megatron-core copies what it gathers
+            found = sharded_state(parts, metadata, is_loading=False)["optimizer"]
+        state["ema"] = ema.as_average(found, empty=False)
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
@@ -97,9 +107,19 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
             "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
         )
     check_base(parts.adapters, folder, topology)
+    wrote = common.get("optimizer", "adamw")
+    if parts.optim is not None:
+        require_same_optimizer(folder, wrote, parts.optim.name)
     stored = common.get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
-    ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
+    # raises, where megatron-core would wrap it up
+    stored_names = ShardReader(str(folder)).read_metadata().state_dict_metadata
+    has_average = any(name.startswith(ema.AVERAGE) for name in stored_names)
+    if parts.average is not None and has_average:
+        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
+    if (parts.average is not None) != has_average and topology.rank == 0:
+        what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
+        logger.warning("%s: the moving average %s", folder, what)
     with reading_plain():
         state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in named_chunks(parts):
@@ -107,29 +127,41 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
             chunk.load_state_dict(state[name])
         else:
             take_trained(parts, chunk, state[name])
+    if parts.average is not None and has_average:
+        parts.optimizer.load_state_dict(ema.with_masters(state["optimizer"], state["ema"]))
+        parts.average.restart()
     if parts.optimizer is not None:
         parts.optimizer.load_state_dict(state["optimizer"])
+        if parts.average is not None and not has_average:
+            parts.average.restart()
         if parts.optim is not None:
             set_hyperparameters(parts.optimizer, parts.optim)
     return state["num_updates"]
 
 
-def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
+def load_whole(folder: Path, hf_folder: Path, average: bool = False) -> dict[str, Tensor]:
     """Full tensors of a policy or reward model by Hugging Face name, in this process alone.
-    Whatever its layout was, the model is put together without a cut.
+    Whatever its layout was, the model is put together without a cut. average: of the moving
+    average of the weights. Raises ConfigError where there is none.
     """
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         common = read_plain(Path(folder, COMMON))
-        config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
+        dtype = common["dtype"].removeprefix("torch.")
+        config = TrainConfig(
+            engine="megatron", dtype=dtype, ema=0.5 if average else 0.0,
+            optim=OptimConfig(name=common.get("optimizer", "adamw")),
+        )  # fmt: skip
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         kind = "reward" if is_classifier(load_hf_config(str(hf_folder))) else "policy"
         parts = build_parts(kind, str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():
             load(parts, folder, topology)
-            show_own_weights(parts)
-        return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
+            shown = parts.average.instead() if parts.average is not None else nullcontext()
+            with shown:
+                show_own_weights(parts)
+                return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
     finally:
         dist.destroy_process_group()
 

@@ -97,3 +97,12 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yields (parameter of the model, its float32 shard on this rank, settings) of a distributed
+    optimizer. Reads model_param_group_index_map.
+    """
+    for parameter, (group, number) in part.model_param_group_index_map.items():
+        settings = part.optimizer.param_groups[group]
+        yield parameter, settings["params"][number], settings

@@ -174,6 +174,8 @@ class MegatronEngine:
             )
         parts.gather_weights()
         parts.zero_grad()
+        if parts.average is not None:
+            parts.average.update()
         return grad_norm
 
     def _totals(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -306,7 +308,9 @@ class MegatronEngine:
             yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        raise unsupported("moving average (ema)")
+        assert self.parts.average is not None
+        with self.at_hand(), self.parts.state.active(), self.parts.average.in_model():
+            yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def save_adapter(self, folder: Path) -> None:
         assert self.parts.adapters is not None
@@ -327,6 +331,8 @@ class MegatronEngine:
             if self.parts.optimizer is not None:  # its float32 weights
                 with self.parts.state.active():
                     self.parts.optimizer.reload_model_params()
+            if self.parts.average is not None:
+                self.parts.average.restart()
 
     def offload(self, keep_weights: bool = False) -> None:
         with self.parts.state.active():

@@ -21,10 +21,12 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import classifier_config, is_classifier
 from spmdrl.engines.fsdp.lora import Adapters
 from spmdrl.engines.megatron import compat, lora
+from spmdrl.engines.megatron.ema import Average
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
@@ -88,6 +90,7 @@ class Parts:
     dp_size: int  # with the context-parallel ranks
     owned: bool = True  # built here, so that learning rates are ours to set
     adapters: Adapters | None = None
+    average: Average | None = None  # of what is trained, where config.ema is set
     away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
     optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
@@ -240,15 +243,20 @@ class Parts:
         leaving -= self.away
         self.move_buffers(leaving, "offload_to_cpu", torch.device("cpu"))
         if "optimizer" in leaving:
-            move_optimizer(self.optimizer, torch.device("cpu"))
+            self.move_optimizer(torch.device("cpu"))
         self.away |= leaving
 
     def onload(self, weights_only: bool = False) -> None:
         back = self.away & {"weights"} if weights_only else set(self.away)
         self.move_buffers(back, "reload_from_cpu", _device())
         if "optimizer" in back:
-            move_optimizer(self.optimizer, _device())
+            self.move_optimizer(_device())
         self.away -= back
+
+    def move_optimizer(self, device: torch.device) -> None:
+        move_optimizer(self.optimizer, device)
+        if self.average is not None:
+            self.average.move(device)
 
     def move_buffers(self, what: set[str], how: str, to: torch.device) -> None:
         """Weights and gradients; of a frozen model, which has no buffers, the module itself, and
@@ -337,7 +345,7 @@ def build_parts(
         if load_weights:
             new_head = kind == "value" or not is_classifier(load_hf_config(model))
             load_pretrained(chunks, model_folder(model, topology), hf_config, new_head)
-        optimizer, adapters = None, None
+        optimizer, adapters, average = None, None, None
         if config.lora is not None and not frozen:
             adapters = lora.add_adapters(
                 chunks, model, hf_config, config, topology, load_weights, kind
@@ -348,6 +356,9 @@ def build_parts(
         else:
             chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
             optimizer = build_optimizer(chunks, mega, config.optim)
+            if config.optim.name == "muon":
+                use_muon(optimizer, chunks, hf_config, config.optim, DTYPES[config.dtype])
+            average = Average.start(optimizer, chunks, config.ema) if config.ema else None
         groups = Groups.of_parallel_state()
         dp_size = topology.world // (degrees.tensor * degrees.pipeline)
     cut = SequenceSplit(
@@ -358,7 +369,7 @@ def build_parts(
     generation = generation_config(model) if kind != "reward" else []
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [saved, *generation], dp_size, adapters=adapters,
+        [saved, *generation], dp_size, adapters=adapters, average=average,
         optim=None if frozen else config.optim,
     )  # fmt: skip
 

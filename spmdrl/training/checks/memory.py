@@ -249,7 +249,7 @@ def megatron_memory(
     return Memory(
         shape.count, shape.count * trained, parameters * width / GIB,
         4 * parameters * trained / GIB, states * shard * trained / GIB, role, *passes,
-        step=4 * shard * trained / GIB,
+        step=4 * shard * trained / GIB, average=4 * shard * trained * bool(role.ema) / GIB,
     )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def megatron_adapters_memory(
     added = learnt if shape.kind != "value" else learnt - shape.text.hidden_size - 1
     return Memory(
         shape.count + added, learnt, base / GIB + here, here, 2 * here / data, role, *passes,
-        step=here / data,
+        step=here / data, average=here / data if role.ema else 0.0,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 LORA = LoraConfig(rank=5, alpha=7, use_rslora=True)  # an odd rank, no power of 2 as scale
 SOME = replace(LORA, target_modules=("k_proj", "up_proj", "down_proj", "layers.1.self_attn.o_proj"))
 ONLY_K = replace(LORA, target_modules=("k_proj",))
-TRAIN = replace(CONFIG, lora=LORA, optim=OptimConfig(lr=3e-3, weight_decay=0.1))
+TRAIN = replace(CONFIG, lora=LORA, ema=0.6, optim=OptimConfig(lr=3e-3, weight_decay=0.1))
 
 
 def case(model, kind, ranks, lora=LORA, **layout):
@@ -60,9 +60,13 @@ def models(tmp_path_factory):
     return save_models(folder) | {"latent": str(folder / "latent")}
 
 
+def average_of(engine):
+    return {n: t.clone() for n, t in engine.named_average(torch.float32, 1 << 20)}
+
+
 def results_on(topology, models, cases):
-    """Of each case its sequences, two updates' metrics, all weights, merged and apart, then, and
-    the logprobs with adapters and without."""
+    """Of each case its sequences, the logprobs with adapters and without after two updates, their
+    metrics, and all weights before them, then, and as a moving average."""
     found = []
     for case in cases:
         engine = engine_of(topology, models, case)
@@ -75,7 +79,9 @@ def results_on(topology, models, cases):
         looked = []
         if case[1] == "policy":
             looked = [e.logprobs(batch, 0.8).logprobs for e in (engine, engine.base())]
-        found.append((share_of(engine), looked, metrics, start, weights_of(engine)))
+        found.append(
+            (share_of(engine), looked, metrics, start, weights_of(engine), average_of(engine))
+        )
     return found
 
 
@@ -117,10 +123,15 @@ def resumed_on(topology, models, folder, cases):
             if loaded is None:
                 continue
             own = whole_batch().select(share_of(loaded))
-            results.append((loaded.update(own, loss_of(first[1]), 0.8), weights_of(loaded)))
+            metrics = loaded.update(own, loss_of(first[1]), 0.8)
+            results.append((metrics, weights_of(loaded) | averaged(loaded)))
         refused = refusals_on(topology, models, first, path)
         found.append((results, refused, saved))
     return found
+
+
+def averaged(engine):
+    return {f"average of {name}": t for name, t in average_of(engine).items()}
 
 
 def refusals_on(topology, models, case, path):
@@ -202,23 +213,27 @@ def test_adapters_learn_as_fsdps_in_every_layout(runs):
 
 def assert_same(result, reference, layout):
     cu_seqlens = whole_batch().cu_seqlens.tolist()
-    mine, looked, metrics, start, weights = result
-    _, want_looked, want_metrics, want_start, want_weights = reference
+    mine, looked, metrics, start, weights, average = result
+    _, want_looked, want_metrics, want_start, want_weights, want_average = reference
     rows = [row for seq in mine for row in range(cu_seqlens[seq], cu_seqlens[seq + 1])]
     for got, want in zip(metrics, want_metrics, strict=True):
         assert got == pytest.approx(want, rel=1e-5, abs=1e-6), layout
     for got, want in zip(looked, want_looked, strict=True):
         torch.testing.assert_close(got, want[rows], rtol=0, atol=1e-5, msg=str(layout))
     moved = 0
-    want_start, want_weights = (of_single_experts(w) for w in (want_start, want_weights))
+    want_start, want_weights, want_average = (
+        of_single_experts(found) for found in (want_start, want_weights, want_average)
+    )
     assert weights.keys() == want_weights.keys()
     for name, want in want_weights.items():
         message = f"{layout} {name}"
         torch.testing.assert_close(start[name], want_start[name], rtol=0, atol=0, msg=message)
         away = float((weights[name] - want).abs().max())
         assert away <= 2e-5, (away, message)  # Adam divides by roots of tiny second moments
+        assert float((average[name] - want_average[name]).abs().max()) <= 2e-5, message
         moved += not torch.equal(weights[name], start[name])
     assert moved
+    assert any(not torch.equal(average[name], weight) for name, weight in weights.items())
 
 
 # ---- into vLLM
