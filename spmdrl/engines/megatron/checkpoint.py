@@ -70,7 +70,7 @@ def stage(
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
     if parts.optim is not None:
-        common["optimizer"] = parts.optim.name
+        common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
     if parts.average is not None:
@@ -92,9 +92,27 @@ def saved_bytes(value: Any) -> bytes:
 
 
 def load(parts: Parts, folder: Path, topology: Topology) -> int:
-    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
+    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints,
+    and for those of other adapters or another optimizer. Collective.
+    """
     from megatron.core import dist_checkpointing
 
+    common = read_common(folder)
+    check_base(parts.adapters, folder, topology)
+    if parts.optim is not None:
+        require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
+    metadata = layout_metadata() | (common.get("content_metadata") or {})
+    wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}
+    if has_average(parts, folder, topology):
+        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
+    with reading_plain():
+        state = dist_checkpointing.load(wanted, str(folder))
+    take(parts, state)
+    return state["num_updates"]
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Reads what all ranks have alike. Raises ConfigError for a checkpoint that is not ours."""
     if not Path(folder, MARK).is_file():
         raise ConfigError(
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
@@ -106,37 +124,38 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
             f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
             "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
         )
-    check_base(parts.adapters, folder, topology)
-    wrote = common.get("optimizer", "adamw")
-    if parts.optim is not None:
-        require_same_optimizer(folder, wrote, parts.optim.name)
-    stored = common.get("content_metadata") or {}
-    wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
-    # raises, where megatron-core would wrap it up
-    stored_names = ShardReader(str(folder)).read_metadata().state_dict_metadata
-    has_average = any(name.startswith(ema.AVERAGE) for name in stored_names)
-    if parts.average is not None and has_average:
-        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
-    if (parts.average is not None) != has_average and topology.rank == 0:
-        what = "is dropped: ema is 0" if has_average else "starts from its weights: it has none"
+    return common
+
+
+def has_average(parts: Parts, folder: Path, topology: Topology) -> bool:
+    """Says whether there is a moving average to be loaded, and warns where this run and the
+    checkpoint differ. Reads the index, which raises where megatron-core would wrap it up.
+    """
+    stored = ShardReader(str(folder)).read_metadata().state_dict_metadata
+    is_stored = any(name.startswith(ema.AVERAGE) for name in stored)
+    if (parts.average is not None) != is_stored and topology.rank == 0:
+        what = "is dropped: ema is 0" if is_stored else "starts from its weights: it has none"
         logger.warning("%s: the moving average %s", folder, what)
-    with reading_plain():
-        state = dist_checkpointing.load(wanted, str(folder))
+    return is_stored and parts.average is not None
+
+
+def take(parts: Parts, state: dict[str, Any]) -> None:
+    """Takes what was loaded. The average comes by way of the optimizer's float32 weights."""
     for name, chunk in named_chunks(parts):
         if parts.adapters is None:
             chunk.load_state_dict(state[name])
         else:
             take_trained(parts, chunk, state[name])
-    if parts.average is not None and has_average:
+    if parts.optimizer is None:
+        return
+    if parts.average is not None and "ema" in state:
         parts.optimizer.load_state_dict(ema.with_masters(state["optimizer"], state["ema"]))
         parts.average.restart()
-    if parts.optimizer is not None:
-        parts.optimizer.load_state_dict(state["optimizer"])
-        if parts.average is not None and not has_average:
-            parts.average.restart()
-        if parts.optim is not None:
-            set_hyperparameters(parts.optimizer, parts.optim)
-    return state["num_updates"]
+    parts.optimizer.load_state_dict(state["optimizer"])
+    if parts.average is not None and "ema" not in state:
+        parts.average.restart()
+    if parts.optim is not None:
+        set_hyperparameters(parts.optimizer, parts.optim)
 
 
 def load_whole(folder: Path, hf_folder: Path, average: bool = False) -> dict[str, Tensor]:
@@ -151,7 +170,7 @@ def load_whole(folder: Path, hf_folder: Path, average: bool = False) -> dict[str
         dtype = common["dtype"].removeprefix("torch.")
         config = TrainConfig(
             engine="megatron", dtype=dtype, ema=0.5 if average else 0.0,
-            optim=OptimConfig(name=common.get("optimizer", "adamw")),
+            optim=OptimConfig(name=common.get("optim_name", "adamw")),
         )  # fmt: skip
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
         kind = "reward" if is_classifier(load_hf_config(str(hf_folder))) else "policy"

@@ -126,7 +126,7 @@ def test_a_checkpoint_of_another_megatron_program_is_refused_with_what_to_do(
 
     dist_checkpointing.save(sharded(torch.arange(4.0)), str(tmp_path))
     with pytest.raises(ConfigError, match=r"another program wrote.*save_hf_weights"):
-        checkpoint.load(SimpleNamespace(), tmp_path)
+        checkpoint.load(SimpleNamespace(), tmp_path, None)
 
 
 def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:
