@@ -220,16 +220,15 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
 def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
     """Returns what is saved of a chunk with adapters: what is trained, and not the base."""
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing import ShardedTensor
 
     data, tensor = parallel_state.get_data_parallel_rank(True), parts.groups.tensor.rank()
     found: dict[str, Any] = {}
     for number, (p, part) in enumerate(trained_parts(chunk, parts.hf_config)):
         name = stored_name(part)
         is_cut = getattr(p, "tensor_model_parallel", False)
-        found[str(number)] = ShardedTensor(
-            name, p, p.dtype, tuple(p.shape), part.shape, tuple(first for first, _ in part.box),
-            axis_fragmentations=None, replica_id=(0, 0 if is_cut else tensor, data),
+        found[str(number)] = compat.shard_of(
+            name, p, part.shape, tuple(first for first, _ in part.box),
+            replica=(0, 0 if is_cut else tensor, data),
         )  # fmt: skip
     return found
 

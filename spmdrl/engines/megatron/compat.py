@@ -64,6 +64,20 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     return torch_dist.mcore_to_pyt_state_dict(named, False), planner, common
 
 
+def shard_of(
+    name: str, tensor: Any, shape: tuple[int, ...], first: tuple[int, ...], replica: tuple[int, ...]
+) -> Any:
+    """Returns a part of the whole tensor `name`, whose parts need be no regular grid. first: where
+    the part begins. replica: 0s where this rank is to write it. Makes a ShardedTensor.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(
+        name, tensor, tensor.dtype, tuple(tensor.shape), shape, first, axis_fragmentations=None,
+        replica_id=replica,
+    )  # fmt: skip
+
+
 def write_format(folder: Path, backend: str, version: int) -> None:
     """Writes metadata.json, by which megatron-core knows the format of a checkpoint. Calls
     save_config of dist_checkpointing.core.

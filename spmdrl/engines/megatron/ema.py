@@ -61,10 +61,12 @@ class Average:
         """Meanwhile the model's weights are the average, in their dtype. Collective over the
         data-parallel ranks.
         """
-        with self.instead():
+        try:
+            with self.instead():
+                self._show()
+                yield
+        finally:
             self._show()
-            yield
-        self._show()
 
     @torch.no_grad()
     def _exchange(self) -> None:

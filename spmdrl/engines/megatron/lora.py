@@ -410,10 +410,12 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
     """
     made_of: dict[str, Merged | ScaledB] = {}
     found = dict(base)
+    exact = any(shards.exact for shards in base.values())
     for adapters in adapters_of(chunks):
         for pair in adapters.pairs:
             if not merged:
-                found[pair.a_part.name] = lying_shards([(pair.a, pair.a_part)])
+                lies = lying_shards([(pair.a, pair.a_part)])
+                found[pair.a_part.name] = lies._replace(exact=exact)
             if not pair.b:  # this rank has no row of the layer
                 continue
             if merged:
@@ -422,7 +424,7 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
             else:
                 made_of[pair.layer + ADAPTER[1]] = ScaledB(pair, adapters.scale)
     for name, shards in Derived(made_of).shards().items():
-        found[name] = shards._replace(exact=base[name].exact if merged else False)
+        found[name] = shards._replace(exact=base[name].exact if merged else exact)
     return found
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -151,7 +150,7 @@ def use_muon(
         matrices = [matrix for matrix in found if id(matrix.parameter) in mine]
         matrices.sort(key=lambda matrix: -numel(whole(matrix.shape)))  # alike in turn
         muon = Muon(part, matrices, config.muon_momentum, compute)
-        part.optimizer.step = partial(muon.step)
+        part.optimizer.step = muon.step
 
 
 def matrices_of(chunk: Any, hf_config: PreTrainedConfig) -> list[Matrix]:

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from ranks import run_calls
+from ranks import run_ranks
 from test_megatron_engine import (
     assert_same,
     case,
-    engine_of,
     results_on,
     save_models,
-    weights_of,
 )
 from training_batches import CONFIG
 
@@ -38,32 +36,9 @@ REFERENCES = [
 ]
 
 
-def shards_on(topology, models):
-    """The elements of all float32 weights that this rank's distributed optimizers have."""
-    from spmdrl.engines.megatron import compat
-
-    engine = engine_of(topology, models, muon("moe", "policy", 4, expert_parallel=2))
-    parts = compat.optimizer_parts(engine.parts.optimizer)
-    found = [p.numel() for part in parts for _, p, _ in compat.own_shards(part)]
-    weights = weights_of(engine)
-    return len(parts), sum(found), sum(t.numel() for t in weights.values())
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    models = save_models(tmp_path_factory.mktemp("models"))
-    calls = [(results_on, (models, REFERENCES + LAYOUTS)), (shards_on, (models,))]
-    return run_calls(4, calls, timeout_s=240)
-
-
-def test_megatron_still_lists_the_shards_of_a_distributed_optimizer(runs):
-    parts, held, (whole, *_) = (list(column) for column in zip(*runs[1], strict=True))
-    assert parts == [2] * 4  # dense, and of experts
-    assert sum(held) == whole
-
-
-def test_muon_updates_equal_fsdps(runs):
-    ranks = runs[0]
+def test_muon_updates_equal_fsdps(tmp_path):
+    cases = REFERENCES + LAYOUTS
+    ranks = run_ranks(4, results_on, save_models(tmp_path), cases, timeout_s=240)
     base = {case[:2]: found for case, found in zip(REFERENCES, ranks[0], strict=False)}
     for number, layout in enumerate(LAYOUTS, len(REFERENCES)):
         results = [rank[number] for rank in ranks if rank[number] is not None]
