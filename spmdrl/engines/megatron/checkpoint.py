@@ -76,7 +76,8 @@ def stage(
     if parts.average is not None:
         with parts.average.instead():  # megatron-core copies what it gathers
             found = sharded_state(parts, metadata, is_loading=False)["optimizer"]
-        state["ema"] = ema.as_average(found, empty=False)
+        average = ema.as_average(found, empty=False)
+        state |= {"ema": average} if average else {}
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
@@ -145,7 +146,7 @@ def take(parts: Parts, state: dict[str, Any]) -> None:
         if parts.adapters is None:
             chunk.load_state_dict(state[name])
         else:
-            take_trained(parts, chunk, state[name])
+            take_trained(parts, chunk, state.get(name, {}))
     if parts.optimizer is None:
         return
     if parts.average is not None and "ema" in state:
@@ -207,7 +208,8 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
         else trained_state(parts, chunk)
         for name, chunk in named_chunks(parts)
     }
-    state: dict[str, Any] = dict(models)
+    # a chunk may have no adapter: what is empty would be stored as if all ranks had it alike
+    state: dict[str, Any] = {name: held for name, held in models.items() if held}
     if parts.optimizer is not None:
         with apart(parts.optimizer):
             state["optimizer"] = parts.optimizer.sharded_state_dict(

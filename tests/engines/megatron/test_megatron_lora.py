@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 LORA = LoraConfig(rank=5, alpha=7, use_rslora=True)  # an odd rank, no power of 2 as scale
 SOME = replace(LORA, target_modules=("k_proj", "up_proj", "down_proj", "layers.1.self_attn.o_proj"))
 FIRST = replace(LORA, target_modules=("layers.0.mlp.up_proj",))
+LAST = replace(LORA, target_modules=("layers.3.self_attn.o_proj",))
 ONLY_K = replace(LORA, target_modules=("k_proj",))
 TRAIN = replace(CONFIG, lora=LORA, ema=0.6, optim=OptimConfig(lr=3e-3, weight_decay=0.1))
 
@@ -94,8 +95,11 @@ SAVED = [  # what is saved, and what goes on from it
     (case("qwen3", "policy", 4, tensor_parallel=2, pipeline_parallel=2, offload_params=True,
           offload_optimizer=True),
      case("qwen3", "policy", 2, pipeline_parallel=2, virtual_pipeline=2)),
-    (case("qwen3", "policy", 2, lora=FIRST, pipeline_parallel=2),
-     case("qwen3", "policy", 1, lora=FIRST)),
+    *(
+        (case("qwen3", "policy", 2, lora=lora, pipeline_parallel=2),
+         case("qwen3", "policy", 1, lora=lora))
+        for lora in (FIRST, LAST)
+    ),
     (case("odd", "value", 4, tensor_parallel=2, sequence_parallel=True),
      case("odd", "value", 1)),
 ]  # fmt: skip
