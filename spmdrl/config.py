@@ -210,7 +210,7 @@ class TrainConfig:
     # rollout engine sent it to (rollout routing replay); None: to those that it chooses itself.
     # docs/experts.md
     router_replay: Literal["R3"] | None = None
-    lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
+    lora: LoraConfig | None = None  # train adapters only. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
 

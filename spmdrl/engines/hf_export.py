@@ -71,16 +71,16 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
     ema: of the moving average; weights that were not trained have none and are as they are.
     """
     folder = Path(checkpoint, role)
-    if Path(folder, "metadata.json").exists():
+    saved = read_base(folder)
+    if saved is None and Path(folder, "metadata.json").exists():
         if ema:
-            raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
+            require_average(folder, ShardReader(str(folder)).read_metadata().state_dict_metadata)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
             from spmdrl.engines.megatron.checkpoint import load_whole
 
-            return load_whole(folder, Path(checkpoint, "hf"))
+            return load_whole(folder, Path(checkpoint, "hf"), ema)
     weights = load_model_state(folder, ema)
-    saved = read_base(folder)
     if saved is not None:
         weights = merged(weights, saved, base)
     parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
@@ -95,18 +95,15 @@ def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") ->
 
 
 def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
-    """Loads what FSDP's engine saved of a model, by the names of its module. ema: as for
-    `load_full`.
+    """Loads what FSDP's engine saved of a model, or either engine of adapters, by the names of
+    FSDP's module. ema: as for `load_full`.
     """
     reader = ShardReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     weights = empty_tensors(stored, "model.")
     average = empty_tensors(stored, "ema.") if ema else {}
-    if ema and not average:
-        raise ConfigError(
-            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
-            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
-        )
+    if ema:
+        require_average(folder, stored)
     assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
     state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
     with warnings.catch_warnings():
@@ -114,6 +111,15 @@ def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
         dcp.load(state, storage_reader=reader, no_dist=True)
     weights |= average
     return weights
+
+
+def require_average(folder: Path, stored: Iterable[str]) -> None:
+    """stored: the names in a checkpoint. Raises ConfigError where none is of an average."""
+    if not any(name.startswith("ema.") for name in stored):
+        raise ConfigError(
+            f"--ema: {folder} has no moving average of the weights; a run keeps one with "
+            f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
+        )
 
 
 def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

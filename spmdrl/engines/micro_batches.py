@@ -49,6 +49,11 @@ def cut(
     return found
 
 
+def pairs_of(batch: Batch) -> list[Unit]:
+    """Keeps the two sequences of a pair, which stand one after the other, together."""
+    return [Unit((first, first + 1)) for first in range(0, batch.num_seqs, 2)]
+
+
 def renumbered(units: Sequence[Unit]) -> list[Unit]:
     """The units of a micro-batch by the numbers that its sequences have in it; of none, those of a
     stand-in.

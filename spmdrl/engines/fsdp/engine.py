@@ -84,6 +84,7 @@ from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
     cut,
+    pairs_of,
     reduce_metrics,
     token_rows,
 )
@@ -144,7 +145,7 @@ class FsdpEngine:
         check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
-        self.unit = 2 if kind == "reward" and not frozen else 1
+        self.in_pairs = kind == "reward" and not frozen
         self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
@@ -328,9 +329,8 @@ class FsdpEngine:
         units: list[Unit] | None = None
         if self.shares_prefixes:
             units = units_for(batch, budget)
-        elif self.unit > 1:
-            numbers = range(0, batch.num_seqs, self.unit)
-            units = [Unit(tuple(range(first, first + self.unit))) for first in numbers]
+        elif self.in_pairs:
+            units = pairs_of(batch)
         return cut(batch, budget, self.topology, units=units)
 
     # ---- weights and memory
@@ -369,8 +369,8 @@ class FsdpEngine:
 
     def save_adapter(self, folder: Path) -> None:
         assert self.adapters is not None
-        parameters = dict(self.module.named_parameters())
-        save_adapter(self.adapters, parameters, self.topology, folder)
+        named = self.adapters.unscaled_shards(dict(self.module.named_parameters()))
+        save_adapter(self.adapters, named, self.topology, folder)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))

@@ -226,10 +226,10 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         f"ref.optim.name={optim.name!r} has no effect: it is not trained",
     )
     require(
-        role.engine == "fsdp" or optim.name == default.name,
-        f"{name}.optim.name={optim.name!r} does not go with {name}.engine='megatron', whose "
-        "distributed optimizer is AdamW over flat buffers that know no matrices and no 8-bit "
-        "moments: use engine 'fsdp' or optim.name='adamw'",
+        role.engine == "fsdp" or optim.name != "adamw8bit",
+        f"{name}.optim.name='adamw8bit' does not go with {name}.engine='megatron', whose "
+        "distributed optimizer has no 8-bit moments: use engine 'fsdp', or optim.name='adamw' or "
+        "'muon'",
     )
     require(
         optim.name == "muon" or optim.muon_momentum == default.muon_momentum,
@@ -251,7 +251,10 @@ def check_same_optimizer(folder: Path, stored: Iterable[str], optimizer: Optimiz
         for key, value in moments.items():
             mine |= set(value) if isinstance(value, dict) else {key}
     theirs = {key.rpartition(".")[2] for key in stored if key.startswith("moments.")}
-    wrote, reads = optimizer_of(theirs), optimizer_of(mine)
+    require_same_optimizer(folder, optimizer_of(theirs), optimizer_of(mine))
+
+
+def require_same_optimizer(folder: Path, wrote: str, reads: str) -> None:
     if wrote != reads:
         raise ConfigError(
             f"{folder} was written with optim.name={wrote!r}, and this run has {reads!r}: set "

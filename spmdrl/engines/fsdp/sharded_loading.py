@@ -153,10 +153,14 @@ def read_into(
         require_tied(own, files, rows, first, last)
         local(target).copy_(view(rows, (box[0], *whole(target.shape[1:])), box) if box else rows)
         if checksums:
-            data: Any = rows.contiguous().view(-1).view(torch.uint8).numpy()
-            sums[own] = RowsChecksum(first, data.nbytes, zlib.crc32(data))
+            sums[own] = checksum(first, rows)
     files.close()
     return sums
+
+
+def checksum(first: int, rows: Tensor) -> RowsChecksum:
+    data: Any = rows.contiguous().view(-1).view(torch.uint8).numpy()
+    return RowsChecksum(first, data.nbytes, zlib.crc32(data))
 
 
 def require_tied(name: str, files: WeightFiles, rows: Tensor, first: int, last: int) -> None:

@@ -8,8 +8,10 @@ what its own `dist_checkpointing.save` wrote of the same state is read here.
 from __future__ import annotations
 
 import io
+import json
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +23,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config import ConfigError, OptimConfig, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
+from spmdrl.engines.fsdp.classifier import is_classifier
+from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
+from spmdrl.engines.fsdp.optimizers import require_same_optimizer
 from spmdrl.engines.host_copies import HostCopies, StagedShards
-from spmdrl.engines.megatron import compat
+from spmdrl.engines.megatron import compat, ema
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.transfer import gathered
+
+logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
@@ -60,11 +69,20 @@ def stage(
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    if parts.optim is not None:
+        common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
+    if parts.average is not None:
+        with parts.average.instead():  # megatron-core copies what it gathers
+            found = sharded_state(parts, metadata, is_loading=False)["optimizer"]
+        average = ema.as_average(found, empty=False)
+        state |= {"ema": average} if average else {}
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
+    if parts.adapters is not None:
+        shards.notes[BASE_FILE] = json.dumps(parts.adapters.identity(), indent=1).encode()
     return StagedModel(shards)
 
 
@@ -74,10 +92,28 @@ def saved_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(parts: Parts, folder: Path) -> int:
-    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
+def load(parts: Parts, folder: Path, topology: Topology) -> int:
+    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints,
+    and for those of other adapters or another optimizer. Collective.
+    """
     from megatron.core import dist_checkpointing
 
+    common = read_common(folder)
+    check_base(parts.adapters, folder, topology)
+    if parts.optim is not None:
+        require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
+    metadata = layout_metadata() | (common.get("content_metadata") or {})
+    wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}
+    if has_average(parts, folder, topology):
+        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
+    with reading_plain():
+        state = dist_checkpointing.load(wanted, str(folder))
+    take(parts, state)
+    return state["num_updates"]
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Reads what all ranks have alike. Raises ConfigError for a checkpoint that is not ours."""
     if not Path(folder, MARK).is_file():
         raise ConfigError(
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
@@ -89,34 +125,63 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
             "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
         )
-    stored = common.get("content_metadata") or {}
-    wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
-    ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
-    with reading_plain():
-        state = dist_checkpointing.load(wanted, str(folder))
+    return common
+
+
+def has_average(parts: Parts, folder: Path, topology: Topology) -> bool:
+    """Says whether there is a moving average to be loaded, and warns where this run and the
+    checkpoint differ. Reads the index, which raises where megatron-core would wrap it up.
+    """
+    stored = ShardReader(str(folder)).read_metadata().state_dict_metadata
+    is_stored = any(name.startswith(ema.AVERAGE) for name in stored)
+    if (parts.average is not None) != is_stored and topology.rank == 0:
+        what = "is dropped: ema is 0" if is_stored else "starts from its weights: it has none"
+        logger.warning("%s: the moving average %s", folder, what)
+    return is_stored and parts.average is not None
+
+
+def take(parts: Parts, state: dict[str, Any]) -> None:
+    """Takes what was loaded. The average comes by way of the optimizer's float32 weights."""
     for name, chunk in named_chunks(parts):
-        chunk.load_state_dict(state[name])
-    if parts.optimizer is not None:
-        parts.optimizer.load_state_dict(state["optimizer"])
-        if parts.optim is not None:
-            set_hyperparameters(parts.optimizer, parts.optim)
-    return state["num_updates"]
+        if parts.adapters is None:
+            chunk.load_state_dict(state[name])
+        else:
+            take_trained(parts, chunk, state.get(name, {}))
+    if parts.optimizer is None:
+        return
+    if parts.average is not None and "ema" in state:
+        parts.optimizer.load_state_dict(ema.with_masters(state["optimizer"], state["ema"]))
+        parts.average.restart()
+    parts.optimizer.load_state_dict(state["optimizer"])
+    if parts.average is not None and "ema" not in state:
+        parts.average.restart()
+    if parts.optim is not None:
+        set_hyperparameters(parts.optimizer, parts.optim)
 
 
-def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
-    """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
-    was, the model is put together without a cut."""
+def load_whole(folder: Path, hf_folder: Path, average: bool = False) -> dict[str, Tensor]:
+    """Full tensors of a policy or reward model by Hugging Face name, in this process alone.
+    Whatever its layout was, the model is put together without a cut. average: of the moving
+    average of the weights. Raises ConfigError where there is none.
+    """
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         common = read_plain(Path(folder, COMMON))
-        config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
+        dtype = common["dtype"].removeprefix("torch.")
+        config = TrainConfig(
+            engine="megatron", dtype=dtype, ema=0.5 if average else 0.0,
+            optim=OptimConfig(name=common.get("optim_name", "adamw")),
+        )  # fmt: skip
         topology = Topology.build(torch.device("cpu"), **train_degrees(config))
-        parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
+        kind = "reward" if is_classifier(load_hf_config(str(hf_folder))) else "policy"
+        parts = build_parts(kind, str(hf_folder), config, topology, False, load_weights=False)
         with parts.state.active():
-            load(parts, folder)
-            show_own_weights(parts)
-        return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
+            load(parts, folder, topology)
+            shown = parts.average.instead() if parts.average is not None else nullcontext()
+            with shown:
+                show_own_weights(parts)
+                return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
     finally:
         dist.destroy_process_group()
 
@@ -138,9 +203,13 @@ def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
 
 def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     models = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named_chunks(parts)
+        name: chunk.sharded_state_dict(metadata=metadata)
+        if parts.adapters is None
+        else trained_state(parts, chunk)
+        for name, chunk in named_chunks(parts)
     }
-    state: dict[str, Any] = dict(models)
+    # a chunk may have no adapter: what is empty would be stored as if all ranks had it alike
+    state: dict[str, Any] = {name: held for name, held in models.items() if held}
     if parts.optimizer is not None:
         with apart(parts.optimizer):
             state["optimizer"] = parts.optimizer.sharded_state_dict(
@@ -148,6 +217,28 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
                 metadata=metadata,
             )  # fmt: skip
     return state
+
+
+def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
+    """Returns what is saved of a chunk with adapters: what is trained, and not the base."""
+    from megatron.core import parallel_state
+
+    data, tensor = parallel_state.get_data_parallel_rank(True), parts.groups.tensor.rank()
+    found: dict[str, Any] = {}
+    for number, (p, part) in enumerate(trained_parts(chunk, parts.hf_config)):
+        name = stored_name(part)
+        is_cut = getattr(p, "tensor_model_parallel", False)
+        found[str(number)] = compat.shard_of(
+            name, p, part.shape, tuple(first for first, _ in part.box),
+            replica=(0, 0 if is_cut else tensor, data),
+        )  # fmt: skip
+    return found
+
+
+@torch.no_grad()
+def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
+    for number, (p, _) in enumerate(trained_parts(chunk, parts.hf_config)):
+        p.copy_(state[str(number)])
 
 
 @contextmanager

@@ -64,6 +64,20 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     return torch_dist.mcore_to_pyt_state_dict(named, False), planner, common
 
 
+def shard_of(
+    name: str, tensor: Any, shape: tuple[int, ...], first: tuple[int, ...], replica: tuple[int, ...]
+) -> Any:
+    """Returns a part of the whole tensor `name`, whose parts need be no regular grid. first: where
+    the part begins. replica: 0s where this rank is to write it. Makes a ShardedTensor.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(
+        name, tensor, tensor.dtype, tuple(tensor.shape), shape, first, axis_fragmentations=None,
+        replica_id=replica,
+    )  # fmt: skip
+
+
 def write_format(folder: Path, backend: str, version: int) -> None:
     """Writes metadata.json, by which megatron-core knows the format of a checkpoint. Calls
     save_config of dist_checkpointing.core.
@@ -97,6 +111,15 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yields (parameter of the model, its float32 shard on this rank, settings) of a distributed
+    optimizer. Reads model_param_group_index_map.
+    """
+    for parameter, (group, number) in part.model_param_group_index_map.items():
+        settings = part.optimizer.param_groups[group]
+        yield parameter, settings["params"][number], settings
 
 
 # ---- replay of experts

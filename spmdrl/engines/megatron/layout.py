@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spmdrl.config import ConfigError
+from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_TRIED = 100_000  # as divisors, for an error's text
@@ -34,26 +35,6 @@ class Degrees:
     sequence: bool = False  # activations between layers are cut over the tensor ranks too
 
 
-@dataclass(frozen=True)
-class Family:
-    """A family of architectures: what sets it apart from Llama."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    latent: bool = False  # DeepSeek's multi-head latent attention
-
-
-FAMILIES = {  # by Hugging Face's model_type
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-    "mixtral": Family(experts=True),
-    "deepseek_v3": Family(experts=True, latent=True),
-}
-
-
 def check_architecture(hf_config: PreTrainedConfig) -> None:
     """Raises ConfigError where the model, or what its config asks for, has no mapping."""
     config: Any = hf_config
@@ -62,38 +43,46 @@ def check_architecture(hf_config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"engine megatron: no mapping for architecture {kind!r}; there is one for "
             f"{', '.join(sorted(FAMILIES))}. Use engine fsdp, or add a Family in "
-            "spmdrl/engines/megatron/layout.py and its names in hf_mapping.py"
+            "spmdrl/engines/megatron/families.py (docs/extending.md)"
         )
-    rope_type, window = config.rope_parameters["rope_type"], getattr(config, "sliding_window", None)
-    wrong = {
-        f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
-        "attention_bias (only qwen2's bias on q, k and v)": getattr(
-            config, "attention_bias", False
-        ),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        f"sliding_window {window}": window is not None,
-        f"rope type {rope_type!r} (only {', '.join(STATIC_ROPE)})": rope_type not in STATIC_ROPE,
-        "a rotary embedding of part of the head": _rope_factor(config) != 1.0,
-    }
-    if FAMILIES[kind].experts:
-        wrong["one expert per token"] = config.num_experts_per_tok == 1
-    if FAMILIES[kind].latent:
-        topk, groups = config.num_experts_per_tok, expert_groups(config)
-        scaling = rope_frequencies(config)[1] if rope_type in STATIC_ROPE else 1.0
-        wrong |= {
-            "norm_topk_prob=False": not config.norm_topk_prob,
-            "rope_interleave=False": not config.rope_interleave,
-            # Megatron ranks expert groups by their topk // groups best, Hugging Face by two
-            f"{topk} experts per token from {config.topk_group} groups": (
-                groups is not None and topk // groups[1] != 2
-            ),
-            "yarn whose mscale is not mscale_all_dim": scaling != 1.0,
-        }
-    found = [what for what, is_wrong in wrong.items() if is_wrong]
+    found = [*_unmapped_fields(config), *_unmapped_rotary(config)]
+    found += [what for what, wanted in FAMILIES[kind].refused(config).items() if wanted]
+    if has_experts(config) and config.num_experts_per_tok == 1:
+        found.append("one expert per token")
     if found:
         raise ConfigError(
             f"engine megatron: {kind} with {'; '.join(found)} is not mapped. Use engine fsdp"
         )
+
+
+def _unmapped_fields(config: Any) -> list[str]:
+    """Returns the fields of the config whose values the family does not map. transformers reads
+    only fields that the config's class declares: others in config.json have no effect.
+    """
+    known, found = FAMILIES[config.model_type].fields, []
+    inherited = {field.name for field in fields(PreTrainedConfig)} | COMMON_FIELDS
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in inherited or value in known.get(field.name, (field.default,)):
+            continue
+        if field.name not in known:
+            found.append(f"{field.name}={value!r}")
+        elif known[field.name] != ANY:
+            only = " or ".join(map(repr, known[field.name]))
+            found.append(f"{field.name}={value!r} (only {only})")
+    return found
+
+
+def _unmapped_rotary(config: Any) -> list[str]:
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in STATIC_ROPE:
+        return [f"rope type {rope_type!r} (only {', '.join(STATIC_ROPE)})"]
+    found = []
+    if _rope_factor(config) != 1.0:
+        found.append("a rotary embedding of part of the head")
+    if FAMILIES[config.model_type].latent and rope_frequencies(config)[1] != 1.0:
+        found.append("yarn whose mscale is not mscale_all_dim")
+    return found
 
 
 OPTIONS = {  # of the config, by field of Degrees
@@ -115,7 +104,7 @@ def check_layout(
         *_tensor_problems(hf_config, degrees),
         *_pipeline_problems(hf_config.num_hidden_layers, degrees),
         *_expert_problems(hf_config, degrees),
-        *_world_problems(degrees, FAMILIES[hf_config.model_type].experts, world_size),
+        *_world_problems(degrees, has_experts(hf_config), world_size),
     ]
     if problems:
         raise ConfigError("engine megatron: " + "; ".join(problems))
@@ -157,7 +146,7 @@ def _pipeline_problems(layers: int, d: Degrees) -> list[str]:
 
 
 def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
-    if not FAMILIES[hf_config.model_type].experts:
+    if not has_experts(hf_config):
         if d.expert == d.expert_tensor == 1:
             return []
         return [
@@ -176,7 +165,7 @@ def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes that tensor parallelism cuts; the vocabulary is padded instead."""
     family = FAMILIES[hf_config.model_type]
     cut = {"heads": hf_config.num_attention_heads}
-    if not family.experts or any(not sparse for sparse in moe_layers(hf_config)):
+    if not has_experts(hf_config) or any(not sparse for sparse in moe_layers(hf_config)):
         cut["intermediate size"] = hf_config.intermediate_size
     if shared_expert_width(hf_config):
         cut["intermediate size of the shared experts"] = shared_expert_width(hf_config)
@@ -224,46 +213,36 @@ def divisors(size: int) -> str:
     return ", ".join(map(str, good[:12])) + (", ..." if more else "")
 
 
+def settings_of(hf_config: PreTrainedConfig) -> Settings:
+    """Returns what the family sets in Megatron's TransformerConfig."""
+    config: Any = hf_config
+    return FAMILIES[config.model_type].settings(config)
+
+
+def has_experts(hf_config: PreTrainedConfig) -> bool:
+    return "num_moe_experts" in settings_of(hf_config)
+
+
 def num_experts(hf_config: PreTrainedConfig) -> int:
-    """Routed experts of a layer."""
-    config: Any = hf_config
-    return config.num_local_experts  # every family has this name, or maps it
-
-
-def expert_groups(hf_config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Groups of experts and how many of them a token may use; None where it may use all."""
-    config: Any = hf_config
-    if not FAMILIES[config.model_type].latent or config.topk_group == config.n_group:
-        return None
-    return config.n_group, config.topk_group
+    """Routed experts of a layer; 0 where there are none."""
+    return settings_of(hf_config).get("num_moe_experts", 0)
 
 
 def expert_width(hf_config: PreTrainedConfig) -> int:
     """Hidden size inside one routed expert."""
-    config: Any = hf_config
-    return getattr(config, "moe_intermediate_size", config.intermediate_size)
+    return settings_of(hf_config)["moe_ffn_hidden_size"]
 
 
 def shared_expert_width(hf_config: PreTrainedConfig) -> int:
     """Returns the width of all shared experts of a layer together; 0 where there are none."""
-    config: Any = hf_config
-    if not FAMILIES[config.model_type].latent:
-        return 0
-    return config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return settings_of(hf_config).get("moe_shared_expert_intermediate_size") or 0
 
 
 def moe_layers(hf_config: PreTrainedConfig) -> list[bool]:
     """Returns for each layer whether its MLP is a mixture of experts."""
     config: Any = hf_config
-    numbers = range(config.num_hidden_layers)
-    if not FAMILIES[config.model_type].experts:
-        return [False for _ in numbers]
-    if config.model_type == "qwen3_moe":
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers
-        return [n not in dense and (n + 1) % step == 0 for n in numbers]
-    if config.model_type == "deepseek_v3":
-        return [n >= config.first_k_dense_replace for n in numbers]
-    return [True for _ in numbers]
+    none = [0] * config.num_hidden_layers
+    return [bool(has) for has in settings_of(config).get("moe_layer_freq", none)]
 
 
 def head_dim(hf_config: PreTrainedConfig) -> int:

@@ -6,7 +6,7 @@ No TransformerEngine: megatron's own linear layers, with attention and norm from
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,16 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedConfig
 
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.layout import (
-    FAMILIES,
     Degrees,
     check_architecture,
     check_layout,
-    expert_groups,
-    expert_width,
+    has_experts,
     head_dim,
     moe_layers,
-    num_experts,
     padded_vocab,
     rope_frequencies,
-    shared_expert_width,
     vocab_range,
 )
 
@@ -56,7 +53,8 @@ def transformer_config(
         TransformerConfig,
     )
 
-    family, config, d = FAMILIES[hf_config.model_type], hf_config, degrees
+    config: Any = hf_config
+    family, d = FAMILIES[config.model_type], degrees
     heads, gpu = config.num_attention_heads, torch.cuda.is_available()
     scaling = rope_frequencies(config)[1]  # on sine and cosine, so squared on the scores
     settings: dict[str, Any] = {
@@ -66,7 +64,6 @@ def transformer_config(
         "softmax_scale": scaling**2 * head_dim(config) ** -0.5,
         "normalization": "RMSNorm", "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True, "activation_func": silu, "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias, "qk_layernorm": family.qk_norm,
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "bias_activation_fusion": False, "bias_dropout_fusion": False,
         "masked_softmax_fusion": False, "apply_rope_fusion": False,
@@ -96,54 +93,18 @@ def transformer_config(
             "recompute_granularity": "full", "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }  # fmt: skip
-    if family.experts:
-        settings |= _expert_settings(hf_config)
-    if family.latent:
-        settings |= _latent_settings(hf_config)
+    if has_experts(config):
+        settings |= {
+            "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
+            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        }  # fmt: skip
+    settings |= family.settings(config)
     kind = MLATransformerConfig if family.latent else TransformerConfig
     return kind(**(settings | overrides))
 
 
-def _expert_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    config: Any = hf_config
-    settings: dict[str, Any] = {
-        "num_moe_experts": num_experts(config), "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": expert_width(config),
-        "moe_layer_freq": [int(sparse) for sparse in moe_layers(config)],
-        "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        # the chosen experts' probabilities sum to 1 only where the softmax is over them alone
-        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
-        "moe_shared_expert_intermediate_size": shared_expert_width(config) or None,
-    }  # fmt: skip
-    if FAMILIES[config.model_type].latent:
-        groups, chosen_groups = expert_groups(config) or (None, None)
-        settings |= {
-            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # pretraining's balance is not RL's to move
-            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-            "moe_router_num_groups": groups, "moe_router_group_topk": chosen_groups,
-        }  # fmt: skip
-    return settings
-
-
-def _latent_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    config: Any = hf_config
-    rope = config.rope_parameters
-    scaled = rope["rope_type"] != "default"
-    return {
-        "num_query_groups": config.num_attention_heads, "kv_channels": config.v_head_dim,
-        "q_lora_rank": config.q_lora_rank, "kv_lora_rank": config.kv_lora_rank,
-        "qk_head_dim": config.qk_nope_head_dim, "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim, "rope_type": "rope",
-        "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
-        "mscale_all_dim": (rope.get("mscale_all_dim") or 0.0) if scaled else 0.0,
-        "softmax_scale": None,  # megatron computes it from the two above
-    }  # fmt: skip
-
-
 def build_chunks(
-    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value"]
+    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value", "reward"]
 ) -> list[Any]:
     """GPTModels of this pipeline rank, one per virtual stage, with weights of zero.
 
@@ -172,8 +133,8 @@ def build_chunks(
             parallel_output=True, position_embedding_type="rope", vp_stage=stage,
             share_embeddings_and_output_weights=hf.tie_word_embeddings and kind == "policy",
         )  # fmt: skip
-        if kind == "value" and last:
-            chunk.output_layer = ValueHead(config)
+        if kind != "policy" and last:
+            chunk.output_layer = ValueHead(config) if kind == "value" else RewardHead(config)
         _set_rope(chunk, hf)
         if FAMILIES[hf.model_type].latent:
             _finish_latent(chunk)
@@ -254,23 +215,40 @@ class ValueHead(nn.Module):
     Every tensor rank holds it whole and computes its own tokens.
     """
 
+    names: ClassVar[dict[str, str]] = {"weight": "value_head.weight", "bias": "value_head.bias"}
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         kwargs: Any = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kwargs))
-        self.bias = nn.Parameter(torch.zeros(1, **kwargs))
+        if "bias" in self.names:
+            self.bias = nn.Parameter(torch.zeros(1, **kwargs))
         self.sequence_parallel = config.sequence_parallel
-        for parameter in (self.weight, self.bias):
+        for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        values = linear(hidden, self.weight, self.bias).float()
+        values = self.values(hidden)
         if self.sequence_parallel:  # every rank then takes the loss of all tokens
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight, self.bias).float()
+
+
+class RewardHead(ValueHead):
+    """The score of a sequence classifier. It is computed in float32, or near rewards would be
+    equal.
+    """
+
+    names: ClassVar[dict[str, str]] = {"weight": "score.weight"}
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.float(), self.weight.float())
 
 
 class WholeLinear(nn.Module):

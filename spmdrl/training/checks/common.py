@@ -31,6 +31,8 @@ from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
+from spmdrl.engines.megatron.lora import check_adaptable
+from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.hub.hf_folder import has_tower, load_hf_config, meta_model, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
@@ -100,6 +102,10 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     )
     try:
         check_layout(hf, degrees_of(role), num_ranks)
+        if role.lora is not None:
+            check_adaptable(hf, role.lora)
+        if role.optim.name == "muon":
+            check_matrices(hf)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
@@ -130,7 +136,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
         "fsdp": -1, "reshard_after_forward": True, "ulysses": 1, "kernels": "spmdrl",
         "attention": "auto", "compile": False, "shared_prefix": "auto",
-        "activation_offload": False, "offload_policy": False, "ema": 0.0,
+        "activation_offload": False, "offload_policy": False,
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,

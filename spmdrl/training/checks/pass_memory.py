@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, checkpointing_of
-from spmdrl.engines.megatron.layout import FAMILIES, moe_layers
+from spmdrl.engines.megatron.families import FAMILIES
+from spmdrl.engines.megatron.layout import moe_layers
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.training.checks.model_shape import ModelShape

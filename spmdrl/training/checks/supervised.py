@@ -53,10 +53,6 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
     require(
-        config.actor.engine == "fsdp",
-        f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
-    )
-    require(
         config.actor.lora is None,
         "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
         "be learnt, so all weights are trained: leave actor.lora out",
@@ -69,6 +65,8 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
     check_classifier("model", config.model, hf)
+    if config.actor.engine == "megatron":
+        check_megatron("actor", config.actor, config.model, world)
     # its reward is read at a token behind the conversation
     check_positions(hf, config.data.max_tokens, behind=1)
 

@@ -45,8 +45,8 @@ WRONG_LAYOUTS = [  # family, degrees, world size, what the message must say
 WRONG_MODELS = [  # family, what its config says, what the message must say
     ("llama", {"attention_bias": True}, "attention_bias"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
-    ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ("mixtral", {"sliding_window": 128}, "sliding_window 128"),
+    ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("mixtral", {"sliding_window": 128}, "sliding_window=128"),
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
      "rope type 'dynamic'"),
     ("mixtral", {"num_experts_per_tok": 1}, "one expert per token"),
