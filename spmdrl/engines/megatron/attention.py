@@ -326,3 +326,6 @@ class ClampedSwiGlu(nn.Module):
         gate = gate_up[..., ::2].clamp(max=self.limit)
         up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}  # Megatron's MLP asks each of its parts

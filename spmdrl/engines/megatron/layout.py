@@ -87,10 +87,8 @@ def _unmapped_rotary(config: Any) -> list[str]:
         found.append("a rotary embedding of part of the head")
     if scaling != 1.0 and (family.latent or factor != 1.0 or not one):
         # elsewhere the factor on sine and cosine is one on the scores, for all layers
-        what = (
-            "yarn whose mscale is not mscale_all_dim" if family.latent else "scaled sine and cosine"
-        )
-        found.append(what)
+        latent = "yarn whose mscale is not mscale_all_dim"
+        found.append(latent if family.latent else f"sine and cosine times {scaling:.3g}")
     return found
 
 

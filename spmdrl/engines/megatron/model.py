@@ -263,12 +263,17 @@ def _finish(chunk: Any, hf_config: PreTrainedConfig) -> None:
 
 
 def _finish_biased_experts(chunk: Any) -> None:
-    """Leaves out an all-reduce over one rank, behind which 0.16.1 may not add an expert's bias in
-    place.
+    """Puts right three things of megatron-core 0.16.1 about the bias of an expert's second matrix:
+    behind an all-reduce over one rank it may not be added in place, its gradient is summed over
+    the tensor ranks twice, and the gradient's norm counts it on the first tensor rank alone.
     """
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
     for name, module in chunk.named_modules():
         if ".local_experts." in name and name.endswith(".linear_fc2"):
             module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
 
 
 def _own_rotary(attention: Any, args: Any, kwargs: dict[str, Any], kind: int) -> tuple[Any, Any]:
