@@ -9,7 +9,6 @@ r, so that all have the same work. Keys and values are gathered; queries stay.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from spmdrl_kernels.switch import on_triton
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from spmdrl.config import require
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.layers import flash_attn_varlen
 
@@ -226,22 +224,6 @@ class PackedAttention(nn.Module):
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0},
             sharded_offsets, tp_group=self.groups.tp, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
-
-
-def check_scores(softcap: float | None, context: int, dtype: torch.dtype) -> None:
-    """Raises ConfigError where soft-capped scores cannot be had on the device that is here."""
-    if softcap is None or not torch.cuda.is_available() or dtype == torch.float32:
-        return
-    require(
-        importlib.util.find_spec("flash_attn") is not None,
-        "engine megatron: the model has soft-capped scores, which on a GPU are flash-attn's: pip "
-        "install flash-attn, or use dtype='float32'",
-    )
-    require(
-        context == 1,
-        f"engine megatron: context_parallel={context} with soft-capped scores, which flash-attn "
-        "computes here for whole sequences only: use context_parallel=1, or dtype='float32'",
-    )
 
 
 class _Gather(torch.autograd.Function):

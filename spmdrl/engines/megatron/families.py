@@ -45,7 +45,8 @@ class Family:
     @property
     def is_custom(self) -> bool:
         """Whether it computes what megatron-core's own layers do not."""
-        return self.sandwich_norms or self.embedding_scale is not None
+        added = (self.embedding_scale, self.clamped_swiglu)
+        return self.sandwich_norms or any(one is not None for one in added)
 
 
 COMMON_FIELDS = frozenset({  # read for every family, or without effect on what is computed

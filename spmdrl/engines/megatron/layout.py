@@ -5,6 +5,7 @@ Needs no megatron-core: a dry run checks a layout without it.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import ceil, gcd, prod
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
 from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
 from spmdrl.engines.megatron.splits import Stacked
 
@@ -289,6 +290,23 @@ def softcap(hf_config: PreTrainedConfig, field: str) -> float | None:
     config: Any = hf_config
     known = field in FAMILIES[config.model_type].fields
     return getattr(config, field) if known else None
+
+
+def check_scores(hf_config: PreTrainedConfig, context: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError where soft-capped scores cannot be had on the device that is here."""
+    capped = softcap(hf_config, "attn_logit_softcapping") is not None
+    if not capped or not torch.cuda.is_available() or dtype == torch.float32:
+        return
+    require(
+        importlib.util.find_spec("flash_attn") is not None,
+        f"engine megatron: {hf_config.model_type} has soft-capped scores, which on a GPU are "
+        "flash-attn's: pip install flash-attn, or use dtype='float32'",
+    )
+    require(
+        context == 1,
+        f"engine megatron: context_parallel={context} with soft-capped scores, which flash-attn "
+        "computes here for whole sequences only: use context_parallel=1, or dtype='float32'",
+    )
 
 
 # ---- rotary embeddings

@@ -20,6 +20,7 @@ from spmdrl.engines.megatron.layout import (
     Degrees,
     check_architecture,
     check_layout,
+    check_scores,
     has_experts,
     head_dim,
     layer_types,
@@ -58,11 +59,9 @@ def transformer_config(
         TransformerConfig,
     )
 
-    from spmdrl.engines.megatron.attention import check_scores
-
     config: Any = hf_config
     family, d = FAMILIES[config.model_type], degrees
-    check_scores(softcap(config, "attn_logit_softcapping"), d.context, dtype)
+    check_scores(config, d.context, dtype)
     heads, gpu = config.num_attention_heads, torch.cuda.is_available()
     settings: dict[str, Any] = {
         "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,

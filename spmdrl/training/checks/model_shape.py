@@ -17,7 +17,7 @@ from spmdrl.engines.fsdp.lora import adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts
+from spmdrl.engines.megatron.layout import expert_width, moe_layers, num_experts, settings_of
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
@@ -81,7 +81,10 @@ def expert_count(hf: PreTrainedConfig) -> int:
     text: Any = hf.get_text_config()
     if text.model_type not in FAMILIES or not any(moe_layers(text)):
         return 0
-    one = 3 * text.hidden_size * expert_width(text)
+    width = expert_width(text)
+    one = 3 * text.hidden_size * width
+    if settings_of(text).get("add_bias_linear"):
+        one += 2 * width + text.hidden_size
     return sum(moe_layers(text)) * num_experts(text) * one
 
 

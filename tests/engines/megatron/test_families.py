@@ -30,6 +30,7 @@ from spmdrl.engines.megatron.families import (
     Family,
 )
 from spmdrl.engines.megatron.layout import Degrees, check_architecture, check_layout
+from spmdrl.training.checks.model_shape import shape_of
 
 ERNIE = Family(
     names=NORMS | ATTENTION | MLP,
@@ -114,6 +115,17 @@ def test_interleaved_experts_are_not_cut():
     with pytest.raises(ConfigError, match="rows of gate and up in turn"):
         check_layout(tiny.make_config("gpt_oss"), Degrees(expert_tensor=2))
     check_layout(tiny.make_config("gpt_oss"), Degrees(expert=4, tensor=2, sequence=True))
+
+
+def test_the_memory_plan_counts_the_experts(models):
+    for family in LAYOUTS:
+        files = load_file(models / family / "model.safetensors")
+        held = sum(tensor.numel() for name, tensor in files.items() if ".experts." in name)
+        shape = shape_of(str(models / family))
+        assert shape.experts == held, family
+        buffers = [name for name in files if name.endswith("e_score_correction_bias")]
+        whole = sum(tensor.numel() for name, tensor in files.items() if name not in buffers)
+        assert shape.count == whole, family
 
 
 # ---- updates, checkpoints, pushes
@@ -207,6 +219,75 @@ def test_updates_are_fsdps_and_pushes_checkpoints_and_exports_are_the_trainers(m
         assert saved.keys() == weights.keys(), family
         for name, tensor in saved.items():
             assert torch.equal(tensor.float(), weights[name]), (family, name)
+
+
+# ---- models of another program
+
+STOCK = ["mistral", "seed_oss", "qwen2_moe", "glm4_moe"]  # megatron-core's own layers compute them
+
+
+def host_chunk(hf: Any, config: Any, stock: bool) -> Any:
+    """This pipeline rank's layers as a program builds them: of stock parts, or by our builder."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from spmdrl.engines.megatron.layout import rope_factor
+    from spmdrl.engines.megatron.model import build_chunks
+
+    if not stock:
+        return build_chunks(hf, config, "policy")[0]
+    return GPTModel(
+        config, get_gpt_decoder_block_spec(config, False, normalization="RMSNorm"),
+        vocab_size=hf.vocab_size, max_sequence_length=256, position_embedding_type="rope",
+        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        rotary_base=int(hf.rope_parameters["rope_theta"]), rotary_percent=rope_factor(hf),
+    )  # fmt: skip
+
+
+def hosts_on(topology: Any, folder: Path) -> str:
+    """Each family is read into a host's model in two pipeline stages, and written from it. Returns
+    what is said of a model of stock layers that they do not compute.
+    """
+    from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+
+    mcore_cpu.install()
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from spmdrl.embed import load_hf_weights, save_hf_weights
+    from spmdrl.engines.megatron.model import transformer_config
+    from spmdrl.hub.hf_folder import load_hf_config
+
+    with mcore_cpu.scope():
+        ps.initialize_model_parallel(pipeline_model_parallel_size=2)
+        model_parallel_cuda_manual_seed(1)
+        for family in LAYOUTS:
+            model, out = str(Path(folder) / family), Path(folder) / f"host_{family}"
+            hf = load_hf_config(model)
+            config = transformer_config(hf, Degrees(pipeline=2), torch.float32)
+            chunk = host_chunk(hf, config, family in STOCK)
+            load_hf_weights(chunk, model)
+            save_hf_weights(chunk, out, like=model)
+        hf = load_hf_config(str(Path(folder) / "glm4"))
+        config = transformer_config(hf, Degrees(pipeline=2), torch.float32)
+        with pytest.raises(ConfigError) as error:
+            load_hf_weights(host_chunk(hf, config, True), str(Path(folder) / "glm4"))
+        ps.destroy_model_parallel()
+    return str(error.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.megatron
+def test_models_of_another_program_are_read_and_written(models):
+    said = run_ranks(2, hosts_on, models, timeout_s=120)
+    assert all("spmdrl.engines.megatron.model.build_chunks" in words for words in said)
+    for family in LAYOUTS:
+        before = load_file(models / family / "model.safetensors")
+        files = sorted((models / f"host_{family}").glob("*.safetensors"))
+        after = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert after.keys() == before.keys(), family
+        assert all(torch.equal(after[name], before[name]) for name in before), family
 
 
 # ---- the example of docs/extending.md
