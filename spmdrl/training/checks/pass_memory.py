@@ -175,7 +175,7 @@ def attention_elements(text: Any, on_gpu: bool) -> int:
     size = head_size(text)
     groups = layer_size(text, "num_key_value_heads") or heads
     known = text.model_type in FAMILIES
-    normed = known and bool(settings_of(text).get("qk_layernorm")) or "qwen3" in text.model_type
+    normed = (known and bool(settings_of(text).get("qk_layernorm"))) or "qwen3" in text.model_type
     if on_gpu and not normed:
         return (2 * heads + 2 * groups) * size
     return (3 * heads + (3 if on_gpu else 2) * groups) * size
