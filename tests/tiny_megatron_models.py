@@ -58,7 +58,10 @@ FAMILIES |= {
     },
     "glm4": {"head_dim": 32},
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gemma3_text": GEMMA,
+    "gemma3_text": GEMMA | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }},
     "gpt_oss": {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
         "layer_types": WINDOWED, "intermediate_size": 48, "swiglu_limit": 0.3,

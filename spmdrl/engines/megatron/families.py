@@ -122,7 +122,8 @@ LATENT_ATTENTION: Names = {
 # ---- fields
 
 SILU: Fields = {"hidden_act": ("silu",)}
-WINDOW: Fields = {"sliding_window": ANY, "layer_types": ANY}
+WINDOW: Fields = {"sliding_window": ANY}  # of all layers
+WINDOWS: Fields = WINDOW | {"layer_types": ANY}  # of some
 GEMMA_FIELDS: Fields = {
     "hidden_activation": ("gelu_pytorch_tanh",), "head_dim": ANY, "attention_bias": (False,),
     "query_pre_attn_scalar": ANY, "attn_logit_softcapping": ANY, "final_logit_softcapping": ANY,
@@ -222,10 +223,10 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         LLAMA, SILU | {"head_dim": ANY, "attention_bias": (False,), "mlp_bias": (False,)}
     ),
     "qwen2": Family(
-        LLAMA | QKV_BIAS, SILU | WINDOW, lambda hf: {"add_qkv_bias": True}
+        LLAMA | QKV_BIAS, SILU | WINDOWS, lambda hf: {"add_qkv_bias": True}
     ),
     "qwen3": Family(
-        LLAMA | QK_NORM, SILU | WINDOW | {"head_dim": ANY, "attention_bias": (False,)},
+        LLAMA | QK_NORM, SILU | WINDOWS | {"head_dim": ANY, "attention_bias": (False,)},
         lambda hf: {"qk_layernorm": True},
     ),
     "qwen3_moe": Family(
@@ -265,7 +266,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen2_moe": Family(
         LLAMA | QKV_BIAS | EXPERTS | SHARED_EXPERT,
-        SILU | WINDOW | QWEN_EXPERTS | {"qkv_bias": ANY, "shared_expert_intermediate_size": ANY},
+        SILU | WINDOWS | QWEN_EXPERTS | {"qkv_bias": ANY, "shared_expert_intermediate_size": ANY},
         lambda hf: qwen_experts(hf) | {
             "add_qkv_bias": hf.qkv_bias, "moe_shared_expert_gate": True,
             "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
@@ -286,11 +287,11 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         partial_rotary=True, sandwich_norms=True,
     ),
     "gemma2": Family(
-        SANDWICH_NORMS | ATTENTION | MLP, WINDOW | GEMMA_FIELDS, gemma,
+        SANDWICH_NORMS | ATTENTION | MLP, WINDOWS | GEMMA_FIELDS, gemma,
         sandwich_norms=True, embedding_scale=lambda hf: hf.hidden_size**0.5,
     ),
     "gemma3_text": Family(
-        SANDWICH_NORMS | ATTENTION | QK_NORM | MLP, WINDOW | GEMMA_FIELDS,
+        SANDWICH_NORMS | ATTENTION | QK_NORM | MLP, WINDOWS | GEMMA_FIELDS,
         lambda hf: gemma(hf) | {"qk_layernorm": True},
         lambda hf: {"attn_logit_softcapping": hf.attn_logit_softcapping is not None},
         sandwich_norms=True, embedding_scale=lambda hf: hf.hidden_size**0.5,
@@ -306,7 +307,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
             f"{EXPERT}.linear_fc2.weight": Stacked("mlp.experts.down_proj"),
             f"{EXPERT}.linear_fc2.bias": Stacked("mlp.experts.down_proj_bias"),
         },
-        SILU | WINDOW | {
+        SILU | WINDOWS | {
             "head_dim": ANY, "attention_bias": (True,), "num_local_experts": ANY,
             "num_experts_per_tok": ANY, "swiglu_alpha": ANY, "swiglu_limit": ANY,
         },

@@ -95,7 +95,8 @@ def _unmapped_rotary(config: Any) -> list[str]:
 
 def _unmapped_layers(config: Any) -> list[str]:
     known = {"full_attention", "sliding_attention"}
-    wanted = {*(getattr(config, "layer_types", None) or ())}
+    read = "layer_types" in FAMILIES[config.model_type].fields
+    wanted = {*config.layer_types} if read else set()
     return [f"layers of {kind}" for kind in sorted(wanted - known)]
 
 
@@ -276,11 +277,11 @@ def layer_types(hf_config: PreTrainedConfig) -> list[str]:
     tokens before ("full_attention").
     """
     config: Any = hf_config
-    window = getattr(config, "sliding_window", None)
-    if not window or "sliding_window" not in FAMILIES[config.model_type].fields:
+    known = FAMILIES[config.model_type].fields
+    if "sliding_window" not in known or not config.sliding_window:
         return ["full_attention"] * config.num_hidden_layers
     every = ["sliding_attention"] * config.num_hidden_layers
-    return list(getattr(config, "layer_types", None) or every)
+    return list(config.layer_types) if "layer_types" in known else every
 
 
 def softcap(hf_config: PreTrainedConfig, field: str) -> float | None:

@@ -18,8 +18,9 @@ SEQUENCE = {"tensor": 2, "sequence": True}
 NEW = ["mistral", "seed_oss", "glm4", "gemma2", "gemma3_text"]
 SPARSE = ["qwen2_moe", "glm4_moe", "gpt_oss"]
 TWO_RANKS = [
-    Case({"tensor": 2}, NEW),
+    Case({"tensor": 2}, ["gemma2", "glm4"]),
     Case(SEQUENCE, [*NEW, *SPARSE]),
+    Case(SEQUENCE, ["gemma3_text", "gpt_oss"], recompute="selective"),
     Case(SEQUENCE | {"expert": 2}, SPARSE, recompute=True),
     Case({"pipeline": 2}, [*NEW, *SPARSE]),
     Case({"context": 2}, [*NEW, *SPARSE]),
