@@ -126,7 +126,8 @@ class PackedAttention(nn.Module):
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
-            zeros = torch.zeros(heads, dtype=config.params_dtype, device=device_here())
+            device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
+            zeros = torch.zeros(heads, dtype=config.params_dtype, device=device)
             self.softmax_offset = nn.Parameter(zeros)
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
@@ -243,10 +244,6 @@ class _Gather(torch.autograd.Function):
         return out, None
 
 
-def device_here() -> Any:
-    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-
-
 class RmsNorm(nn.Module):
     """RMSNorm as in Hugging Face. Under sequence parallelism Megatron sums its gradient.
 
@@ -257,10 +254,10 @@ class RmsNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         fill = 0.0 if self.zero_centered else 1.0
-        self.weight = nn.Parameter(
-            torch.full((hidden_size,), fill, dtype=config.params_dtype, device=device_here())
-        )
+        weight = torch.full((hidden_size,), fill, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -155,13 +155,15 @@ def trained_on(topology: Any, folder: Path, families: list[str], layouts: Any) -
         loss = policy_objective(AlgoConfig(entropy_coef=0.01))
         logprobs = actor.logprobs(on_data_ranks(ranks, whole_batch()), 1.0).logprobs
         metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(3)]
-        places = Topology.build(topology.device, dp=-1, tp=1)
-        rollout = build_rollout(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
-        weights = WeightSync(actor, ranks, rollout, places, "float32", WeightsConfig(check=True))
-        weights.push()
-        checked = weights.check()
-        rollout.shutdown()
+        checked = 0
         if config.engine == "megatron":
+            places = Topology.build(topology.device, dp=-1, tp=1)
+            rollout = build_rollout(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
+            check = WeightsConfig(check=True)
+            weights = WeightSync(actor, ranks, rollout, places, "float32", check)
+            weights.push()
+            checked = weights.check()
+            rollout.shutdown()
             actor.save(Path(folder) / f"saved_{family}")
         named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
         found.append((logprobs, metrics, named, checked))
