@@ -241,7 +241,7 @@ def _set_rope(chunk: Any, hf_config: PreTrainedConfig) -> None:
             rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
 
 
-def _finish(chunk: Any, hf_config: PreTrainedConfig) -> None:
+def _finish(chunk: Any, hf_config: Any) -> None:
     """Gives a chunk what a GPTModel has no field for."""
     family = FAMILIES[hf_config.model_type]
     if family.latent:
@@ -249,7 +249,7 @@ def _finish(chunk: Any, hf_config: PreTrainedConfig) -> None:
     if chunk.config.add_bias_linear:
         _finish_biased_experts(chunk)
     if len(kinds := list(rope_kinds(hf_config))) > 1:
-        types = layer_types(hf_config)
+        types: list[str] = hf_config.layer_types
         for layer in chunk.decoder.layers:
             choose = partial(_own_rotary, kind=kinds.index(types[layer.layer_number - 1]))
             layer.self_attention.register_forward_pre_hook(choose, with_kwargs=True)
