@@ -104,17 +104,21 @@ def transformer_config(
             "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
             "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         }  # fmt: skip
-    kinds = layer_types(config)
-    if "sliding_attention" in kinds:
-        settings |= {
-            "window_size": (config.sliding_window - 1, 0),
-            "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
-        }  # fmt: skip
-    settings |= family.settings(config)
+    settings |= _window_settings(config) | family.settings(config)
     if settings["softmax_scale"] is not None:  # the factor is on sine and cosine
         settings["softmax_scale"] *= rope_frequencies(config)[1] ** 2
     kind = MLATransformerConfig if family.latent else TransformerConfig
     return kind(**(settings | overrides))
+
+
+def _window_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    config: Any = hf_config
+    sees_window = [int(kind == "sliding_attention") for kind in layer_types(config)]
+    if not any(sees_window):
+        return {}
+    return {
+        "window_size": (config.sliding_window - 1, 0), "window_attn_skip_freq": sees_window,
+    }  # fmt: skip
 
 
 def build_chunks(
