@@ -21,15 +21,19 @@ from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
 BLOCK = 24  # divides no size of the tiny models
 
 
-def weights_on(topology: Any, model: str) -> dict[str, torch.Tensor]:
+def weights_on(topology: Any, model: str, **layout: Any) -> dict[str, torch.Tensor]:
     from spmdrl.config import TrainConfig
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines.fsdp.engine import FsdpEngine
+    from spmdrl.engines.build import build_engine
 
-    config = TrainConfig(dtype="float32")
+    config = TrainConfig(dtype="float32", **layout)
     ranks = Topology.build(topology.device, **train_degrees(config))
-    engine = FsdpEngine("policy", model, config, ranks)
+    engine: Any = build_engine("policy", model, config, ranks)
     return {name: t.clone() for name, t in engine.named_weights(torch.float32, 1 << 20)}
+
+
+def megatron_weights_on(topology: Any, model: str) -> dict[str, torch.Tensor]:
+    return weights_on(topology, model, engine="megatron", pipeline_parallel=2)
 
 
 def vllm_from_disk(topology: Any, model: str) -> None:
@@ -110,6 +114,10 @@ def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
     for found in run_ranks(2, weights_on, str(tmp_path)):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    every = run_ranks(2, megatron_weights_on, str(tmp_path))
+    assert {name for found in every for name in found} == wanted.keys()
+    for found in every:
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
     # without a trainer (spmdrl.evaluate) vLLM reads MXFP4 itself, for which it has GPUs alone
     with pytest.raises(AssertionError, match="no kernels for MXFP4 experts on CPUs"):
         run_ranks(1, vllm_from_disk, str(tmp_path))

@@ -405,12 +405,12 @@ def _padded(
                 enable_gqa=gq.shape[1] != gk.shape[1],
             )  # fmt: skip
         else:
-            out = _plain(gq, gk, gv, mask, scaling, softcap, sinks)
+            out = plain_attention(gq, gk, gv, mask, scaling, softcap, sinks)
         outs.append(Unpad.apply(out.transpose(1, 2), group, len(q)))
     return sum(outs[1:], start=outs[0])[None]
 
 
-def _plain(
+def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip

@@ -258,7 +258,8 @@ class MegatronEngine:
         targets = mb.token_ids[inputs.chosen[inputs.local]]
         stats = lm_head_logprobs(
             states.to(head.weight.dtype), head.weight, targets, temperature, head.bias,
-            pi_squared=pi_squared, group=head.group, first_row=head.first_row,
+            softcap=head.softcap, pi_squared=pi_squared, group=head.group,
+            first_row=head.first_row,
         )  # fmt: skip
         logprobs, entropy, squares = (self.everywhere(inputs, found) for found in stats)
         return logprobs, entropy, squares

@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.engines.megatron.splits import Columns, GateUp, Qkv, Rows, Split, Whole
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from spmdrl.engines.megatron.splits import Columns, GateUp, Qkv, Rows, Split, Stacked, Whole
 
 Settings = dict[str, Any]  # of TransformerConfig
 Names = dict[str, Split]  # by the local name of a layer's parameter
@@ -34,6 +37,16 @@ class Family:
     # what a config may ask for and is not mapped, and whether this one does
     refused: Callable[[Any], Mapping[str, bool]] = lambda hf: {}
     latent: bool = False  # DeepSeek's multi-head latent attention
+    partial_rotary: bool = False  # partial_rotary_factor is read: part of a head is rotated
+    sandwich_norms: bool = False  # attention and MLP have a norm before and one behind
+    embedding_scale: Callable[[Any], float] | None = None  # what embeddings are multiplied by
+    clamped_swiglu: Callable[[Any], Settings] | None = None  # alpha and limit, of experts
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it computes what megatron-core's own layers do not."""
+        added = (self.embedding_scale, self.clamped_swiglu)
+        return self.sandwich_norms or any(one is not None for one in added)
 
 
 COMMON_FIELDS = frozenset({  # read for every family, or without effect on what is computed
@@ -78,6 +91,23 @@ EXPERTS: Names = {
 }
 ROUTER_BIAS: Names = {"mlp.router.expert_bias": Whole("mlp.gate.e_score_correction_bias")}
 SHARED_EXPERTS = gated("mlp.shared_experts", "mlp.shared_experts")
+SHARED_EXPERT = gated("mlp.shared_experts", "mlp.shared_expert") | {
+    "mlp.shared_experts.gate_weight": Whole("mlp.shared_expert_gate.weight")
+}
+SANDWICH_NORMS: Names = {  # of Gemma 2
+    "input_layernorm.weight": Whole("input_layernorm.weight"),
+    "self_attn_bda.norm.weight": Whole("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": Whole("pre_feedforward_layernorm.weight"),
+    "mlp_bda.norm.weight": Whole("post_feedforward_layernorm.weight"),
+}
+GLM_NORMS: Names = NORMS | {
+    "self_attn_bda.norm.weight": Whole("post_self_attn_layernorm.weight"),
+    "mlp_bda.norm.weight": Whole("post_mlp_layernorm.weight"),
+}
+FUSED_MLP: Names = {
+    "mlp.linear_fc1.weight": GateUp("mlp.gate_up_proj.weight", "mlp.gate_up_proj.weight"),
+    "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
+}
 LATENT_ATTENTION: Names = {
     "self_attention.linear_q_proj.weight": Rows("self_attn.q_proj.weight"),
     "self_attention.linear_q_down_proj.weight": Whole("self_attn.q_a_proj.weight"),
@@ -92,7 +122,13 @@ LATENT_ATTENTION: Names = {
 # ---- fields
 
 SILU: Fields = {"hidden_act": ("silu",)}
-WINDOWS: Fields = {"sliding_window": (None,), "layer_types": ANY}
+WINDOW: Fields = {"sliding_window": ANY}  # of all layers
+WINDOWS: Fields = WINDOW | {"layer_types": ANY}  # of some
+GEMMA_FIELDS: Fields = {
+    "hidden_activation": ("gelu_pytorch_tanh",), "head_dim": ANY, "attention_bias": (False,),
+    "query_pre_attn_scalar": ANY, "attn_logit_softcapping": ANY, "final_logit_softcapping": ANY,
+    "use_bidirectional_attention": (None, False),
+}  # fmt: skip
 QWEN_EXPERTS: Fields = {
     "num_experts": ANY, "num_experts_per_tok": ANY, "moe_intermediate_size": ANY,
     "norm_topk_prob": ANY, "decoder_sparse_step": ANY, "mlp_only_layers": ANY,
@@ -159,6 +195,26 @@ def latent_attention(hf: Any) -> Settings:
     }  # fmt: skip
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
+
+
+def gemma(hf: Any) -> Settings:
+    return {
+        "layernorm_zero_centered_gamma": True, "activation_func": gelu_tanh,
+        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+    }  # fmt: skip
+
+
+def gpt_oss(hf: Any) -> Settings:
+    """Every linear layer has a bias, the router's too. The experts' activation is a module of ours
+    (model.layer_spec), for which megatron-core's switch is named after TransformerEngine.
+    """
+    return experts(hf, hf.num_local_experts, hf.intermediate_size) | {
+        "add_bias_linear": True, "softmax_type": "learnable", "use_te_activation_func": True,
+    }  # fmt: skip
+
+
 # ---- families
 
 LLAMA = NORMS | ATTENTION | MLP
@@ -175,7 +231,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen3_moe": Family(
         LLAMA | QK_NORM | EXPERTS,
-        SILU | WINDOWS | QWEN_EXPERTS | {"head_dim": ANY, "attention_bias": (False,)},
+        SILU | WINDOW | QWEN_EXPERTS | {"head_dim": ANY, "attention_bias": (False,)},
         lambda hf: qwen_experts(hf) | {"qk_layernorm": True},
     ),
     "mixtral": Family(
@@ -183,7 +239,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
             "mlp.router.weight": Whole("block_sparse_moe.gate.weight"),
             **gated(EXPERT, "block_sparse_moe.experts.{expert}", "w1 w3 w2"),
         },
-        SILU | WINDOWS | {
+        SILU | WINDOW | {
             "head_dim": ANY, "num_local_experts": ANY, "num_experts_per_tok": ANY,
             "router_jitter_noise": (0.0,),
         },
@@ -198,5 +254,64 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         },
         lambda hf: deepseek_experts(hf) | latent_attention(hf),
         deepseek_groups, latent=True,
+    ),
+    "mistral": Family(LLAMA, SILU | WINDOW | {"head_dim": ANY}),
+    "seed_oss": Family(
+        LLAMA | QKV_BIAS,
+        SILU | {
+            "head_dim": ANY, "attention_bias": ANY, "attention_out_bias": (False,),
+            "mlp_bias": (False,), "residual_dropout": ANY,
+        },
+        lambda hf: {"add_qkv_bias": hf.attention_bias},
+    ),
+    "qwen2_moe": Family(
+        LLAMA | QKV_BIAS | EXPERTS | SHARED_EXPERT,
+        SILU | WINDOWS | QWEN_EXPERTS | {"qkv_bias": ANY, "shared_expert_intermediate_size": ANY},
+        lambda hf: qwen_experts(hf) | {
+            "add_qkv_bias": hf.qkv_bias, "moe_shared_expert_gate": True,
+            "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
+        },
+    ),
+    "glm4_moe": Family(
+        LLAMA | QKV_BIAS | QK_NORM | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
+        SILU | DEEPSEEK_EXPERTS | {"attention_bias": ANY, "use_qk_norm": ANY},
+        lambda hf: deepseek_experts(hf) | {
+            "add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm,
+        },
+        deepseek_groups, partial_rotary=True,
+    ),
+    "glm4": Family(
+        GLM_NORMS | ATTENTION | QKV_BIAS | FUSED_MLP,
+        SILU | {"head_dim": ANY, "attention_bias": ANY},
+        lambda hf: {"add_qkv_bias": hf.attention_bias, "rotary_interleaved": True},
+        partial_rotary=True, sandwich_norms=True,
+    ),
+    "gemma2": Family(
+        SANDWICH_NORMS | ATTENTION | MLP, WINDOWS | GEMMA_FIELDS, gemma,
+        sandwich_norms=True, embedding_scale=lambda hf: hf.hidden_size**0.5,
+    ),
+    "gemma3_text": Family(
+        SANDWICH_NORMS | ATTENTION | QK_NORM | MLP, WINDOWS | GEMMA_FIELDS,
+        lambda hf: gemma(hf) | {"qk_layernorm": True},
+        lambda hf: {"attn_logit_softcapping": hf.attn_logit_softcapping is not None},
+        sandwich_norms=True, embedding_scale=lambda hf: hf.hidden_size**0.5,
+    ),
+    "gpt_oss": Family(
+        NORMS | ATTENTION | QKV_BIAS | {
+            "self_attention.linear_proj.bias": Whole("self_attn.o_proj.bias"),
+            "self_attention.core_attention.softmax_offset": Rows("self_attn.sinks"),
+            "mlp.router.weight": Whole("mlp.router.weight"),
+            "mlp.router.bias": Whole("mlp.router.bias"),
+            f"{EXPERT}.linear_fc1.weight": Stacked("mlp.experts.gate_up_proj"),
+            f"{EXPERT}.linear_fc1.bias": Stacked("mlp.experts.gate_up_proj_bias"),
+            f"{EXPERT}.linear_fc2.weight": Stacked("mlp.experts.down_proj"),
+            f"{EXPERT}.linear_fc2.bias": Stacked("mlp.experts.down_proj_bias"),
+        },
+        SILU | WINDOWS | {
+            "head_dim": ANY, "attention_bias": (True,), "num_local_experts": ANY,
+            "num_experts_per_tok": ANY, "swiglu_alpha": ANY, "swiglu_limit": ANY,
+        },
+        gpt_oss,
+        clamped_swiglu=lambda hf: {"alpha": hf.swiglu_alpha, "limit": hf.swiglu_limit},
     ),
 }  # fmt: skip

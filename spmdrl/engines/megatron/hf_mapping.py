@@ -24,6 +24,7 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
 from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
+from spmdrl.hub.quantized_weights import BLOCKS, mxfp4_weight
 from spmdrl.weights.boxes import Box, sizes
 
 
@@ -167,6 +168,8 @@ class Folder:
 
         Raises ConfigError where it is missing, has another shape, is quantised or not finite.
         """
+        if name + BLOCKS in self.files:
+            return self._mxfp4(name, shape, box)
         lead: tuple[int, ...] = ()
         if name not in self.files:
             name, lead, shape, box = self._stacked(name, shape, box)
@@ -190,6 +193,21 @@ class Folder:
                 "finite numbers"
             )
         return found
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Returns a part of the experts' matrices that are stored in MXFP4, in float32."""
+
+        def read(key: str, part: Any) -> Tensor:
+            return self._handle(self.files[key]).get_slice(key)[part]
+
+        blocks = self._handle(self.files[name + BLOCKS]).get_slice(name + BLOCKS)
+        weight = mxfp4_weight(name, tuple(blocks.get_shape()))
+        if weight.shape != shape:
+            raise ConfigError(
+                f"model: {name} in {self.folder} is {weight.shape}, but config.json means {shape}"
+            )
+        experts, *inside = (slice(first, last) for first, last in box)
+        return weight.read(read, experts)[(slice(None), *inside)]
 
     def _stacked(
         self, name: str, shape: tuple[int, ...], box: Box

@@ -5,6 +5,7 @@ Needs no megatron-core: a dry run checks a layout without it.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import ceil, gcd, prod
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
 from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
+from spmdrl.engines.megatron.splits import Stacked
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_TRIED = 100_000  # as divisors, for an error's text
@@ -45,7 +47,9 @@ def check_architecture(hf_config: PreTrainedConfig) -> None:
             f"{', '.join(sorted(FAMILIES))}. Use engine fsdp, or add a Family in "
             "spmdrl/engines/megatron/families.py (docs/extending.md)"
         )
-    found = [*_unmapped_fields(config), *_unmapped_rotary(config)]
+    found = [
+        *_unmapped_fields(config), *_unmapped_layers(config), *_unmapped_rotary(config)
+    ]  # fmt: skip
     found += [what for what, wanted in FAMILIES[kind].refused(config).items() if wanted]
     if has_experts(config) and config.num_experts_per_tok == 1:
         found.append("one expert per token")
@@ -74,15 +78,26 @@ def _unmapped_fields(config: Any) -> list[str]:
 
 
 def _unmapped_rotary(config: Any) -> list[str]:
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in STATIC_ROPE:
-        return [f"rope type {rope_type!r} (only {', '.join(STATIC_ROPE)})"]
-    found = []
-    if _rope_factor(config) != 1.0:
+    found, family = [], FAMILIES[config.model_type]
+    for rope in rope_kinds(config).values():
+        if rope["rope_type"] not in STATIC_ROPE:
+            return [f"rope type {rope['rope_type']!r} (only {', '.join(STATIC_ROPE)})"]
+    one = len(rope_kinds(config)) == 1
+    factor, scaling = rope_factor(config), rope_frequencies(config)[1]
+    if factor != 1.0 and not family.partial_rotary:
         found.append("a rotary embedding of part of the head")
-    if FAMILIES[config.model_type].latent and rope_frequencies(config)[1] != 1.0:
-        found.append("yarn whose mscale is not mscale_all_dim")
+    if scaling != 1.0 and (family.latent or factor != 1.0 or not one):
+        # elsewhere the factor on sine and cosine is one on the scores, for all layers
+        latent = "yarn whose mscale is not mscale_all_dim"
+        found.append(latent if family.latent else f"sine and cosine times {scaling:.3g}")
     return found
+
+
+def _unmapped_layers(config: Any) -> list[str]:
+    known = {"full_attention", "sliding_attention"}
+    read = "layer_types" in FAMILIES[config.model_type].fields
+    wanted = {*config.layer_types} if read else set()
+    return [f"layers of {kind}" for kind in sorted(wanted - known)]
 
 
 OPTIONS = {  # of the config, by field of Degrees
@@ -156,6 +171,13 @@ def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
     problems = _must_divide("expert_parallel", d.expert, {"experts": num_experts(hf_config)})
     width = {"is the width of an expert": expert_width(hf_config)}
     problems += _must_divide("expert_tensor_parallel", d.expert_tensor, width)
+    stacked = any(isinstance(s, Stacked) for s in FAMILIES[hf_config.model_type].names.values())
+    if stacked and d.expert_tensor > 1:
+        problems.append(
+            f"expert_tensor_parallel={d.expert_tensor}: the experts of {hf_config.model_type} have "
+            "rows of gate and up in turn, which are not cut; use expert_tensor_parallel=1 and "
+            "expert_parallel"
+        )
     if d.tensor > 1 and not d.sequence:
         problems.append(f"tensor_parallel={d.tensor} with experts: wants sequence_parallel=True")
     return problems
@@ -250,20 +272,81 @@ def head_dim(hf_config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _rope_factor(config: Any) -> float:
-    inside = config.rope_parameters.get("partial_rotary_factor")
+def layer_types(hf_config: PreTrainedConfig) -> list[str]:
+    """Returns for each layer whether its attention sees a window ("sliding_attention") or all
+    tokens before ("full_attention").
+    """
+    config: Any = hf_config
+    known = FAMILIES[config.model_type].fields
+    if "sliding_window" not in known or not config.sliding_window:
+        return ["full_attention"] * config.num_hidden_layers
+    every = ["sliding_attention"] * config.num_hidden_layers
+    return list(config.layer_types) if "layer_types" in known else every
+
+
+def softcap(hf_config: PreTrainedConfig, field: str) -> float | None:
+    """Returns what scores or logits are soft-capped at. field: attn_logit_softcapping or
+    final_logit_softcapping.
+    """
+    config: Any = hf_config
+    known = field in FAMILIES[config.model_type].fields
+    return getattr(config, field) if known else None
+
+
+def check_scores(hf_config: PreTrainedConfig, context: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError where soft-capped scores cannot be had on the device that is here."""
+    capped = softcap(hf_config, "attn_logit_softcapping") is not None
+    if not capped or not torch.cuda.is_available() or dtype == torch.float32:
+        return
+    require(
+        importlib.util.find_spec("flash_attn") is not None,
+        f"engine megatron: {hf_config.model_type} has soft-capped scores, which on a GPU are "
+        "flash-attn's: pip install flash-attn, or use dtype='float32'",
+    )
+    require(
+        context == 1,
+        f"engine megatron: context_parallel={context} with soft-capped scores, which flash-attn "
+        "computes here for whole sequences only: use context_parallel=1, or dtype='float32'",
+    )
+
+
+# ---- rotary embeddings
+
+
+def rope_kinds(hf_config: PreTrainedConfig) -> dict[str | None, dict[str, Any]]:
+    """Returns the rotary parameters, by type of layer where they differ, else under None."""
+    config: Any = hf_config
+    rope = config.rope_parameters
+    kinds = ("full_attention", "sliding_attention")
+    return {kind: rope[kind] for kind in kinds} if kinds[0] in rope else {None: rope}
+
+
+def rope_factor(hf_config: PreTrainedConfig) -> float:
+    """Returns the part of a head that is rotated."""
+    config: Any = hf_config
+    inside = next(iter(rope_kinds(config).values())).get("partial_rotary_factor")
     return inside or getattr(config, "partial_rotary_factor", None) or 1.0
 
 
 def rope_frequencies(hf_config: PreTrainedConfig) -> tuple[Tensor, float]:
-    """(rotated dims / 2,) float32 inverse frequencies and the factor on sine and cosine."""
+    """Returns (rotated dims / 2,) float32 inverse frequencies and the factor on sine and cosine;
+    of the kinds of `rope_kinds` end to end, and the largest factor.
+    """
+    found = [_frequencies(hf_config, kind, rope) for kind, rope in rope_kinds(hf_config).items()]
+    return torch.cat([frequencies for frequencies, _ in found]), max(factor for _, factor in found)
+
+
+def _frequencies(
+    hf_config: PreTrainedConfig, kind: str | None, rope: dict[str, Any]
+) -> tuple[Tensor, float]:
     config: Any = hf_config
-    parameters = config.rope_parameters
-    if parameters["rope_type"] == "default":
-        dim = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
+    if rope["rope_type"] == "default":
+        size = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
+        dim = int(size * rope_factor(config))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    make = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    return make(config, torch.device("cpu"), layer_type=kind)
 
 
 def padded_vocab(hf_config: PreTrainedConfig, tensor: int) -> int:

@@ -23,7 +23,7 @@ from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.ema import Average
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
-from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers
+from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers, softcap
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
@@ -73,6 +73,7 @@ class Head:
     bias: Tensor | None
     group: dist.ProcessGroup | None  # None: the rows are all there are
     first_row: int
+    softcap: float | None  # logits are softcap * tanh(logits / softcap); None: they are not
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Parts:
         return Head(
             cut_to(weight, real), None if bias is None else cut_to(bias, real),
             tensor if tensor.size() > 1 else None, first,
+            softcap(self.hf_config.get_text_config(), "final_logit_softcapping"),
         )  # fmt: skip
 
     def loss_scale(self, num_micro_batches: int) -> float | None:

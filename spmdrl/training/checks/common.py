@@ -30,10 +30,11 @@ from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
-from spmdrl.engines.megatron.layout import check_layout
+from spmdrl.engines.megatron.layout import check_layout, check_scores
 from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
+from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import has_tower, load_hf_config, meta_model, sees_images
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.training.checks.packing import check_packing
@@ -102,6 +103,7 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     )
     try:
         check_layout(hf, degrees_of(role), num_ranks)
+        check_scores(hf, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
             check_adaptable(hf, role.lora)
         if role.optim.name == "muon":

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, checkpointing_of
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.layout import moe_layers
+from spmdrl.engines.megatron.layout import moe_layers, settings_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.training.checks.model_shape import ModelShape
@@ -173,7 +173,9 @@ def layer_sizes(hf: PreTrainedConfig, on_gpu: bool) -> LayerSizes:
     always = inside * apart + (getattr(text, "shared_expert_intermediate_size", None) or 0)
     sparse = experts * (2 * text.hidden_size + factor * inside) + factor * always
     mlps = tuple(sparse if is_sparse else factor * width for is_sparse in sparse_layers(hf))
-    return LayerSizes(4 * text.hidden_size, attention_elements(text, on_gpu), mlps)
+    family = FAMILIES.get(text.model_type)
+    norms = 8 if family is not None and family.sandwich_norms else 4  # two before, two behind
+    return LayerSizes(norms * text.hidden_size, attention_elements(text, on_gpu), mlps)
 
 
 def sparse_layers(hf: PreTrainedConfig) -> list[bool]:
@@ -197,7 +199,8 @@ def attention_elements(text: Any, on_gpu: bool) -> int:
         return 2 * query + 2 * heads * text.v_head_dim + latent
     size = head_size(text)
     groups = layer_size(text, "num_key_value_heads") or heads
-    normed = "qwen3" in text.model_type
+    known = text.model_type in FAMILIES
+    normed = (known and bool(settings_of(text).get("qk_layernorm"))) or "qwen3" in text.model_type
     if on_gpu and not normed:
         return (2 * heads + 2 * groups) * size
     return (3 * heads + (3 if on_gpu else 2) * groups) * size
