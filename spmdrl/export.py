@@ -60,6 +60,7 @@ def main(
         export,
         export_adapter,
     )
+    from spmdrl.hub.hf_folder import keep_tower
     from spmdrl.hub.remote_code import allow_code
 
     folders = Path(str(checkpoint)), Path(str(out))
@@ -67,6 +68,7 @@ def main(
     try:
         if trust_remote_code:
             allow_code(str(folders[0] / "hf"))
+        keep_tower(str(folders[0] / "hf"))  # whose config has one where it was trained
         if adapter:
             export_adapter(*folders, str(base), ema)
         else:

@@ -82,7 +82,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
-from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
@@ -130,7 +130,8 @@ class FsdpEngine:
         run_per_sequence(hf)
         self.pretrained = files_beside_weights(hf, kind, model)
         if config.freeze_vision:
-            hf.base_model.visual.requires_grad_(False)
+            for part in towers(hf):
+                part.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)

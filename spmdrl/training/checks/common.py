@@ -31,8 +31,15 @@ from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
-from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
+from spmdrl.hub.hf_folder import (
+    has_tower,
+    keep_tower,
+    load_hf_config,
+    sees_images,
+    whole_config,
+)
 from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.training.checks.packing import check_packing
 
 MAX_RANKS = 2**20
@@ -198,6 +205,21 @@ def check_offload_policy(name: str, role: TrainConfig) -> None:
         "where making whole matrices orthogonal takes minutes a step; use 'adamw' or 'adamw8bit', "
         "or offload_optimizer, which moves the optimizer only while the role is idle",
     )
+
+
+def keep_towers(config: RunConfig, *others: str | None) -> None:
+    """Has the run's model, and the models of other roles, loaded with their towers, if the config
+    says so. Raises ConfigError where the model has none that is understood here.
+    """
+    if not config.vision_tower:
+        return
+    kind = whole_config(config.model).model_type
+    require(
+        kind in FAMILIES,
+        f"vision_tower=True: model type {kind!r} has no tower for images that is understood here; "
+        f"model types that have are {', '.join(FAMILIES)}",
+    )
+    keep_tower(config.model, *filter(None, others))
 
 
 def check_vision(

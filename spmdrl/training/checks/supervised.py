@@ -27,6 +27,7 @@ from spmdrl.training.checks.common import (
     check_training_role,
     check_vision,
     check_world,
+    keep_towers,
     warnings_of_optimizer,
     warnings_of_run,
 )
@@ -117,6 +118,7 @@ def check_supervised(
         )
     if config.trust_remote_code:
         allow_code(config.model)
+    keep_towers(config)
     check_sharing("actor", config.actor, config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),
