@@ -41,7 +41,9 @@ def packed(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> Batch
     batch = empty_batch(torch.tensor([len(s) for s in sequences]))
     batch.token_ids = torch.tensor([id for s in sequences for id in s])
     batch.prompts = torch.tensor([p.id for p in prompts])
-    masks = [[0.0] * len(p.token_ids) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)]
+    masks = [
+        [0.0] * len(p.token_ids) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)
+    ]
     batch.loss_mask = torch.tensor([m for mask in masks for m in mask])
     return batch
 

@@ -93,6 +93,19 @@ class ImageInputs:
     ahead: LooksAhead | None
     own: slice | None
 
+    def of_tokens(self, first: int, count: int) -> ImageInputs:
+        """Returns the same images for a run of the tokens; there may be none of it behind the last.
+        `ahead` stays that of all tokens.
+        """
+        behind = max(0, first + count - len(self.is_image))
+        before = int(self.is_image[:first].sum())
+        is_image = pad(self.is_image, (0, behind))[first : first + count]
+        positions = self.positions
+        if positions is not None:
+            positions = pad(positions, (0, behind))[:, first : first + count]
+        own = slice(before, before + int(is_image.sum()))
+        return replace(self, is_image=is_image, positions=positions, own=own)
+
 
 class ImageProcessor:
     """A model's image processor, and which tokens stand for an image."""

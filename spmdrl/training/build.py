@@ -217,10 +217,6 @@ def load_dataset(
         needs_truth(config.reward), truth_checker(config.reward), vision,
     )  # fmt: skip
     require(
-        not (dataset.images.per_prompt and has_replies(config)),
-        f"{paths} has images: prompts with images have one turn, without tools and environment",
-    )
-    require(
         not (dataset.images.per_prompt and config.reward_model),
         f"{paths} has images, which a reward model does not see: leave reward_model out",
     )

@@ -131,16 +131,23 @@ FAMILIES += [
 ]
 GEMMA4 = {"vision_config": {}, "text_config": {"use_bidirectional_attention": "vision"}}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+THIRDS = MROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+QUARTER = MROPE | {"mrope_section": [11, 11, 10], "mrope_interleaved": True,
+                   "partial_rotary_factor": 0.25}  # fmt: skip
 HALF_MROPE = MROPE | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 QWEN_VL = {"text_config": {"rope_parameters": MROPE}}
-GLM_V = {"text_config": {"rope_parameters": HALF_MROPE}}
+QWEN3_VL = {"text_config": {"rope_parameters": THIRDS}}
+QWEN3_VL_MOE = {"text_config": {"rope_parameters": THIRDS, "norm_topk_prob": True}}
+QWEN35 = {"text_config": {"rope_parameters": QUARTER}}
+GLM_V = {"text_config": {"rope_parameters": HALF_MROPE, "attention_bias": True,
+                         "head_dim": 128}}  # fmt: skip
 FAMILIES += [
     Family("Qwen2-VL", "qwen2_vl", QWEN_VL, images=True),
     Family("Qwen2.5-VL", "qwen2_5_vl", QWEN_VL, images=True),
-    Family("Qwen3-VL", "qwen3_vl", images=True),
-    Family("Qwen3-VL-MoE", "qwen3_vl_moe", images=True),
-    Family("Qwen3.5", "qwen3_5", rollout_dtype="bfloat16", images=True),
-    Family("Qwen3.5-MoE", "qwen3_5_moe", rollout_dtype="bfloat16", images=True),
+    Family("Qwen3-VL", "qwen3_vl", QWEN3_VL, images=True),
+    Family("Qwen3-VL-MoE", "qwen3_vl_moe", QWEN3_VL_MOE, images=True),
+    Family("Qwen3.5", "qwen3_5", QWEN35, "bfloat16", images=True),
+    Family("Qwen3.5-MoE", "qwen3_5_moe", QWEN35, "bfloat16", images=True),
     Family("Gemma 3 4B to 27B", "gemma3", images=True),
     Family("Gemma 4", "gemma4", GEMMA4, images=True),
     Family("GLM 4.1V (glm4v)", "glm4v", GLM_V, images=True),
@@ -180,7 +187,8 @@ def save_tiny(family: Family, folder: Path, seed: int = 0) -> Path:
     model = auto.from_config(config, dtype=torch.float32)
     kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) in kept and tensor.ndim < 2 and tensor.is_floating_point():
+        plain = tensor.ndim < 2 or not tensor.any()  # Gemma 3's projection starts at 0
+        if id(tensor) in kept and plain and tensor.is_floating_point():
             tensor.data += 0.1 * torch.randn_like(tensor)  # zeros and ones would hide their use
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0

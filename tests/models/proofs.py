@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rollout_checks import rollout_difference, rollout_gaps
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
 from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, TrainConfig, WeightsConfig

@@ -282,7 +282,7 @@ class FsdpEngine:
         mb, mine, packing = inputs
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
-            temperature, pi_squared, image_inputs(mb, images),
+            temperature, pi_squared, image_inputs(inputs, images, self.team),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
@@ -290,7 +290,8 @@ class FsdpEngine:
     def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
         values = self.module(
-            mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
+            mine.token_ids, mine.positions, packing, mine.states,
+            image_inputs(inputs, images, self.team),
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
@@ -457,5 +458,13 @@ class ModelInputs(NamedTuple):
     packing: Packing
 
 
-def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
-    return None if images is None else images.scene(mb)
+def image_inputs(
+    inputs: ModelInputs, images: BatchImages | None, team: SequenceParallelGroup | None
+) -> ImageInputs | None:
+    """Returns the images of a micro-batch, for those of its tokens that this rank has: the ranks of
+    a team all pass the tower with all images, and each uses its own tokens' vectors.
+    """
+    if images is None:
+        return None
+    scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)
+    return scene if team is None else scene.of_tokens(team.rank * count, count)

@@ -138,6 +138,8 @@ def backbone_hidden(
         seen |= scene.pixels
         if scene.positions is not None:
             seen["position_ids"] = scene.positions[:, None]
+    elif sees_images(hf.config):
+        place_images(hf, torch.zeros_like(token_ids, dtype=torch.bool)[None])
     out = backbone(hf)(
         input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip

@@ -181,8 +181,9 @@ class HfEngine:
         """One token for each row; returns the ids of those that ended with it."""
         positions = text_positions(cohort.mask)[:, -cohort.tokens.shape[1] :]
         given = {"position_ids": positions + cohort.ahead[:, None]} | cohort.images
-        if cohort.images:
-            place_images(self.model, given.pop("is_image"))
+        if self.looks is not None:
+            nowhere = torch.zeros_like(cohort.tokens, dtype=torch.bool)
+            place_images(self.model, given.pop("is_image", nowhere))
             cohort.images = {}
         logits = self.model(
             input_ids=cohort.tokens,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ from spmdrl.data.images import ImageLimits, together
 from spmdrl.hub.vision_families import Pixels
 from spmdrl.rollout.base import Request
 from spmdrl.rollout.vllm import compat
+
+# modules of transformers, by the model type and by what they prepare
+NEED_TORCHVISION = (
+    ("qwen2_vl", "image"), ("gemma3", "image"), ("gemma4", "image"), ("got_ocr2", "image"),
+    ("internvl", "video"), ("pixtral", "image"), ("glm4v", "image"), ("glm4v", "video"),
+)  # fmt: skip
 
 
 def engine_args(looks: ImageLimits) -> dict[str, Any]:
@@ -78,23 +85,44 @@ def items_of(looks: ImageLimits, images: Sequence[Pixels]) -> Any:
     counts = torch.tensor(sizes)
     if "image_grid_thw" in images[0]:
         return compat.image_items(together(images), flat={"pixel_values": counts})
-    values: dict[str, Any] = {"pixel_values": torch.cat([p["pixel_values"] for p in images])}
     if kind == "gemma3":
-        return compat.image_items(values | {"num_patches": counts}, flat={"pixel_values": counts})
+        tiles = together(images) | {"num_patches": counts}
+        return compat.image_items(tiles, flat={"pixel_values": counts})
     if kind == "internvl":
+        tiles = together(images) | {"image_num_patches": counts}
         shared = {"image_token_id": torch.tensor(config.image_token_id)}
-        values |= {"image_num_patches": counts}
-        return compat.image_items(values, flat={"pixel_values": counts}, shared=shared)
+        return compat.image_items(tiles, flat={"pixel_values": counts}, shared=shared)
     values = {"pixel_values": [pixels["pixel_values"][0] for pixels in images]}
     if kind == "gemma4":
         values["pixel_position_ids"] = [pixels["image_position_ids"][0] for pixels in images]
     return compat.image_items(values)
 
 
-def import_without_torchvision() -> None:
-    """vLLM imports one function, of arithmetic, from a module that torchvision comes with. Builds
-    for CPUs do without that package; transformers has the function in another module too."""
-    if find_spec("torchvision") is None:
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as same
+class Unused(ModuleType):
+    """Stands for a module of transformers that needs torchvision. What its twin without torchvision
+    has is there, and for any other name a class that is never used.
+    """
 
-        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", same)
+    def __init__(self, name: str, twin: str) -> None:
+        super().__init__(name)
+        self.__dict__["twin"] = import_module(twin) if find_spec(twin) is not None else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        own = self.__dict__["twin"]
+        return getattr(own, name, None) or getattr(own, f"{name}Pil", None) or type(name, (), {})
+
+
+def import_without_torchvision() -> None:
+    """vLLM's models import what its own preprocessing needs of transformers, from modules that
+    torchvision comes with. Builds for CPUs do without that package, and the preprocessing is left
+    out here.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    for kind, name in NEED_TORCHVISION:
+        module = f"transformers.models.{kind}.{name}_processing_{kind}"
+        twin = f"transformers.models.{kind}.image_processing_pil_{kind}"
+        if module not in sys.modules:
+            sys.modules[module] = Unused(module, twin if name == "image" else module + "_pil")

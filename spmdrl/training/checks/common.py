@@ -237,7 +237,7 @@ def check_vision(
     for name, role in roles.items():
         wanted |= {
             f"{name}.engine='megatron'": role.engine == "megatron",
-            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
+            f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
         }  # fmt: skip
     found = [name for name, value in wanted.items() if value]
