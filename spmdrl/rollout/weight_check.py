@@ -218,6 +218,7 @@ def place_of(
             sizes = outputs_of_mixer(mixer, module, leaf, len(tensor), tp_size)
             return ExpectedSlice(spelling, held, rank_outputs(tensor, sizes, tp_rank, tp_size))
         halved = hasattr(model, "permute_qk_weight_for_rotary") or ".input_linear." in name
+        halved |= ".language_model." in name
         if spelling.endswith("w13_weight") and halved:  # gpt-oss has gate and up by turns
             return ExpectedSlice(spelling, held, halves_of(tensor, tp_rank, tp_size))
         if tp_size > 1 and leaf in FUSED_THERE and held.shape != tensor.shape:
