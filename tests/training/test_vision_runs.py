@@ -51,6 +51,7 @@ def same(rows, others):
         (2, ("--actor.micro_batch_tokens", "40")),
         (2, ("--actor.fsdp", "1", "--actor.activation_checkpointing", "True")),
         (3, ("--placement", '{"actor":"0-1","rollout":"2","reward":"2"}')),
+        (2, ("--actor.ulysses", "2")),
     ],
 )
 def test_numbers_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
@@ -127,7 +128,8 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (("--actor.ulysses", "2"), "actor.ulysses: not with 'qwen2_5_vl', a model that sees"),
+        (("--actor.compile", "True"), "actor.compile: not with 'qwen2_5_vl', a model that sees"),
+        (("--model", "blind", "--vision_tower", "True"), "vision_tower=True: model type 'qwen3' has no"),
         (("--strict",), "strict: not with 'qwen2_5_vl'"),
         (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
          "critic.model and the model mark images by different tokens, or one sees none"),
@@ -135,8 +137,6 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
          "critic.model and the model have image processors that differ"),
         (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
         (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
-        (("--reward_model.model", "judge", "--reward", "model"),
-         "train.parquet has images, which a reward model does not see"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
