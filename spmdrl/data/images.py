@@ -35,6 +35,7 @@ from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
 from spmdrl.types import Batch, Picture
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
+MOST_LAYOUTS = 1 << 14
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
     "chat_template.json",
@@ -117,6 +118,7 @@ class ImageProcessor:
         self.token_id: int = config.image_token_id
         self.cache: OrderedDict[str, Pixels] = OrderedDict()
         self.cached_bytes = 0
+        self.known: dict[str, list[int]] = {}  # layouts by digest, so that files are read once
 
     @property
     def processor(self) -> Any:
@@ -141,11 +143,16 @@ class ImageProcessor:
         """Returns the ids of the tokens that an image becomes. Raises BadRow for one that has none,
         or is far too long a strip.
         """
-        width, height = size_of(picture)
-        try:
-            return self.family.layout(self.sizes, height, width)
-        except ValueError as error:
-            raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
+        key = picture.digest
+        if key not in self.known:
+            width, height = size_of(picture)
+            try:
+                self.known[key] = self.family.layout(self.sizes, height, width)
+            except ValueError as error:
+                raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
+            if len(self.known) > MOST_LAYOUTS:
+                del self.known[next(iter(self.known))]
+        return self.known[key]
 
     def layouts(self, ids: list[int], pictures: Sequence[Picture]) -> list[list[int]]:
         """Returns what each of the template's tokens becomes: a placeholder the tokens of its

@@ -54,6 +54,10 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
     require(
+        not config.vision_tower,
+        "vision_tower=True: reward models are trained on text alone; leave it out",
+    )
+    require(
         config.actor.engine == "fsdp",
         f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
     )
