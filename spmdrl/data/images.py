@@ -143,7 +143,10 @@ class ImageProcessor:
         """Returns the ids of the tokens that an image becomes. Raises BadRow for one that has none,
         or is far too long a strip.
         """
-        key = picture.digest
+        try:
+            key = picture.digest
+        except OSError as error:
+            raise BadRow(f"field 'images': {picture} cannot be read: {error!r}") from error
         if key not in self.known:
             width, height = size_of(picture)
             try:
