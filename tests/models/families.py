@@ -139,8 +139,9 @@ QWEN_VL = {"text_config": {"rope_parameters": MROPE}}
 QWEN3_VL = {"text_config": {"rope_parameters": THIRDS}}
 QWEN3_VL_MOE = {"text_config": {"rope_parameters": THIRDS, "norm_topk_prob": True}}
 QWEN35 = {"text_config": {"rope_parameters": QUARTER}}
-GLM_V = {"text_config": {"rope_parameters": HALF_MROPE, "attention_bias": True,
-                         "head_dim": 128}}  # fmt: skip
+GLM_V_TEXT = {"rope_parameters": HALF_MROPE, "attention_bias": True, "head_dim": 128}
+GLM_V = {"text_config": GLM_V_TEXT}
+GLM_V_MOE = {"text_config": GLM_V_TEXT | {"use_qk_norm": False}}
 FAMILIES += [
     Family("Qwen2-VL", "qwen2_vl", QWEN_VL, images=True),
     Family("Qwen2.5-VL", "qwen2_5_vl", QWEN_VL, images=True),
@@ -151,7 +152,7 @@ FAMILIES += [
     Family("Gemma 3 4B to 27B", "gemma3", images=True),
     Family("Gemma 4", "gemma4", GEMMA4, images=True),
     Family("GLM 4.1V (glm4v)", "glm4v", GLM_V, images=True),
-    Family("GLM 4.5V (glm4v_moe)", "glm4v_moe", GLM_V, images=True),
+    Family("GLM 4.5V (glm4v_moe)", "glm4v_moe", GLM_V_MOE, images=True),
     Family("InternVL 2.5 to 3.5", "internvl", images=True),
     Family("Mistral Small 3", "mistral3", images=True),
 ]

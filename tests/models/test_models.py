@@ -80,6 +80,15 @@ def test_a_family_of_the_table(kind: str, column: str, tmp_path: Path) -> None:
         assert cell["proven"]["gradients"] < 1e-3
 
 
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_vllm_sees_images_where_their_tokens_look_back_alone(tmp_path: Path) -> None:
+    """The smaller ones of Gemma 4; the row of the table is one of the larger."""
+    family = BY_KIND["gemma4 with images"]
+    cell = table.try_cell(replace(family, fields={"vision_config": {}}), "vllm", tmp_path)
+    assert cell["proven"]["max"] < 1e-4, cell
+
+
 def rows_of_the_page() -> dict[str, list[str]]:
     """By model type, the cells of its row."""
     lines = [line for line in table.PAGE.read_text().splitlines() if re.match(r"\| .* \| `", line)]
