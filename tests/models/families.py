@@ -125,7 +125,7 @@ FAMILIES += [
     Family("Qwen3.5, all published", "qwen3_5", rollout_dtype="bfloat16", tower=True),
     Family("Qwen3.5-MoE, all published", "qwen3_5_moe", rollout_dtype="bfloat16", tower=True),
     Family("Gemma 3 4B to 27B", "gemma3", tower=True),
-    Family("Gemma 4 with images", "gemma4", tower=True),
+    Family("Gemma 4, all published", "gemma4", tower=True),
     Family("Mistral Small 3", "mistral3", tower=True),
     Family("Llama 4 Scout, Maverick", "llama4", tower=True),
 ]
