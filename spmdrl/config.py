@@ -396,6 +396,8 @@ class RunConfig:
     run_dir: str
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that a model's folder brings along
+    # train the tower for images of a model whose language model could be loaded alone, too
+    vision_tower: bool = False
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
     eval_every: int  # steps; 0: only before and after
     # what is trained; it is saved under this name in every program

@@ -219,6 +219,7 @@ def place_of(
             sizes = outputs_of_mixer(mixer, module, leaf, len(tensor), tp_size)
             return ExpectedSlice(spelling, held, rank_outputs(tensor, sizes, tp_rank, tp_size))
         halved = hasattr(model, "permute_qk_weight_for_rotary") or ".input_linear." in name
+        halved |= ".language_model." in name
         if spelling.endswith("w13_weight") and halved:  # gpt-oss has gate and up by turns
             if len(held) < len(tensor):  # whole experts on each rank
                 tensor, tp_rank, tp_size = tensor[tp_rank * len(held) :][: len(held)], 0, 1

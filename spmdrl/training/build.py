@@ -216,19 +216,10 @@ def load_dataset(
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
-    dataset = PromptDataset.load(
+    return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(config.reward), truth_checker(config.reward), vision,
     )  # fmt: skip
-    require(
-        not (dataset.images.per_prompt and has_replies(config)),
-        f"{paths} has images: prompts with images have one turn, without tools and environment",
-    )
-    require(
-        not (dataset.images.per_prompt and config.reward_model),
-        f"{paths} has images, which a reward model does not see: leave reward_model out",
-    )
-    return dataset
 
 
 def build_trainers(

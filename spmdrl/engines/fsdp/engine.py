@@ -89,7 +89,7 @@ from spmdrl.engines.micro_batches import (
     token_rows,
 )
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
-from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
@@ -140,7 +140,8 @@ class FsdpEngine:
         self.routers = Routers(hf) if replays else None
         self.pretrained = files_beside_weights(hf, kind, model)
         if config.freeze_vision:
-            hf.base_model.visual.requires_grad_(False)
+            for part in towers(hf):
+                part.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
         check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)
@@ -297,7 +298,7 @@ class FsdpEngine:
         mb, mine, packing = inputs
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
-            temperature, pi_squared, image_inputs(mb, images),
+            temperature, pi_squared, image_inputs(inputs, images, self.team),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
@@ -305,7 +306,8 @@ class FsdpEngine:
     def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
         values = self.module(
-            mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
+            mine.token_ids, mine.positions, packing, mine.states,
+            image_inputs(inputs, images, self.team),
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
 
@@ -479,5 +481,13 @@ class ModelInputs(NamedTuple):
     packing: Packing
 
 
-def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
-    return None if images is None else images.scene(mb)
+def image_inputs(
+    inputs: ModelInputs, images: BatchImages | None, team: SequenceParallelGroup | None
+) -> ImageInputs | None:
+    """Returns the images of a micro-batch, for those of its tokens that this rank has: the ranks of
+    a team all pass the tower with all images, and each uses its own tokens' vectors.
+    """
+    if images is None:
+        return None
+    scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)
+    return scene if team is None else scene.of_tokens(team.rank * count, count)

@@ -33,7 +33,14 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
 from spmdrl.hub.download import local_model
-from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
+from spmdrl.hub.hf_folder import (
+    auto_class,
+    keep_tower,
+    load_hf_config,
+    meta_model,
+    sees_images,
+    towers,
+)
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
 from spmdrl.weights.transfer import gathered
@@ -211,7 +218,7 @@ def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> lis
     """Names of the layers to adapt. Raises ConfigError where a target is no linear layer."""
     others = {hf.get_output_embeddings()}
     if freeze_vision and sees_images(hf.config):
-        others |= set(hf.base_model.visual.modules())
+        others |= {module for part in towers(hf) for module in part.modules()}
     outputs, renamed = fused_outputs(hf), taken_for_experts(hf.config.model_type)
     fused = {name for name, module in hf.named_modules() if id(module) in outputs}
     experts = {n for n, m in hf.named_modules() if is_plain(m) and n.rpartition(".")[2] in renamed}
@@ -437,6 +444,8 @@ def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dic
     path = local_model("base" if base else "the base of these adapters", base or saved["model"])
     if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
+    if any("language_model" in layer for layer in saved["layers"]):
+        keep_tower(path)
     auto = auto_class(load_hf_config(path))
     hf = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     weights: dict[str, Tensor] = {n: p.detach() for n, p in hf.named_parameters()}

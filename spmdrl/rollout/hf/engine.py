@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.images import ImageLimits, together
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
 from spmdrl.engines.fsdp.router_replay import Routers
@@ -167,26 +167,28 @@ class HfEngine:
         positions = text_positions(mask).expand(3, -1, -1).clone()
         is_image = torch.zeros_like(mask, dtype=torch.bool)
         for row, view in enumerate(views):
-            known = view.positions.shape[1]
+            known = len(view.is_image)
             first = mask.shape[1] - int(mask[row].sum())
-            ahead[row] = view.next_position - known
-            positions[:, row, first:] += ahead[row]
-            positions[:, row, first : first + known] = view.positions.to(self.device)
-            for start, count in view.spans:
-                is_image[row, first + start : first + start + count] = True
-        return ahead, {
-            "is_image": is_image,
-            "position_ids": positions,
-            "pixel_values": torch.cat([p for view in views for p in view.pixels]).to(self.device),
-            "image_grid_thw": torch.cat([view.grids for view in views]).to(self.device),
-        }
+            is_image[row, first : first + known] = view.is_image.to(self.device)
+            if view.positions is not None:
+                ahead[row] = view.next_position - known
+                positions[:, row, first:] += ahead[row]
+                positions[:, row, first : first + known] = view.positions.to(self.device)
+        pixels = together([p for view in views for p in view.pixels])
+        given: dict[str, Any] = {name: part.to(self.device) for name, part in pixels.items()}
+        if vision.family.mrope:
+            given["position_ids"] = positions
+        if vision.family.types is not None:
+            given[vision.family.types] = is_image.long()
+        return ahead, {"is_image": is_image, **given}
 
     def advance(self, cohort: Cohort) -> list[int]:
         """One token for each row; returns the ids of those that ended with it."""
         positions = text_positions(cohort.mask)[:, -cohort.tokens.shape[1] :]
         given = {"position_ids": positions + cohort.ahead[:, None]} | cohort.images
-        if cohort.images:
-            place_images(self.model, given.pop("is_image"))
+        if self.looks is not None:
+            nowhere = torch.zeros_like(cohort.tokens, dtype=torch.bool)
+            place_images(self.model, given.pop("is_image", nowhere))
             cohort.images = {}
         with self.routers.recording() if self.routers is not None else nullcontext():
             logits = self.model(

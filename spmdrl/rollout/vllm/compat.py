@@ -451,31 +451,41 @@ def replaced_processor(processor: Any) -> Iterator[None]:
         kind.create_processor = create_processor
 
 
-def image_feature(item: Any, identifier: str, first: int, count: int) -> Any:
+def image_feature(item: Any, identifier: str, first: int, is_image: Tensor) -> Any:
     """Returns an entry of EngineCoreRequest.mm_features: an item of `image_items` for the tokens
-    [first, first + count). Makes a MultiModalFeatureSpec.
+    from `first` on. is_image: (num_tokens,) bool, those that the tower's vectors are for. Makes a
+    MultiModalFeatureSpec.
     """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     return MultiModalFeatureSpec(
         data=item, modality="image", identifier=identifier,
-        mm_position=PlaceholderRange(offset=first, length=count),
+        mm_position=PlaceholderRange(
+            offset=first, length=len(is_image), is_embed=None if is_image.all() else is_image
+        ),
     )  # fmt: skip
 
 
-def image_items(values: Mapping[str, Tensor], num_patches: Tensor) -> Any:
-    """Returns one item per image. values: "pixel_values", (patches of all images, values), and
-    "image_grid_thw", (num_images, 3); num_patches: (num_images,). Calls
+def image_items(
+    values: Mapping[str, Any], flat: Mapping[str, Tensor] = {}, shared: Mapping[str, Tensor] = {}
+) -> Any:  # fmt: skip
+    """Returns one item per image. values: by vLLM's name, with an entry for each image; flat: of
+    those that have several, how many, (num_images,); shared: what all images have alike. Calls
     MultiModalKwargsItems.from_hf_inputs.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(values)), fields)["image"]
+    fields: dict[str, Any] = {
+        name: MultiModalFieldConfig.flat_from_sizes("image", flat[name]) if name in flat
+        else MultiModalFieldConfig.batched("image", keep_on_cpu=not name.startswith("pixel"))
+        for name in values
+    }  # fmt: skip
+    count = len(next(values[name] for name in values if name not in flat))
+    for name in shared:
+        fields[name] = MultiModalFieldConfig.shared("image", count, keep_on_cpu=True)
+    given = BatchFeature({**values, **shared})
+    return MultiModalKwargsItems.from_hf_inputs(given, fields)["image"]
 
 
 # ---- operators and kernels of vLLM on a CPU

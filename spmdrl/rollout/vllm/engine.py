@@ -39,6 +39,7 @@ from spmdrl.rollout.base import (
     generate,
     require_tensor_parallel,
 )
+from spmdrl.rollout.engine_names import as_published
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import seed_of_continuation
@@ -79,6 +80,7 @@ class VllmEngine:
         require_tensor_parallel(config, topology)
         self.topology, self.looks, self.has_weights = topology, looks, load_weights
         self.model_path, self.max_model_len = model, max_model_len
+        self.kind: str = load_hf_config(model).model_type
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
@@ -310,7 +312,7 @@ class VllmEngine:
         loaded: set[str] = set()
 
         def load(weights: Iterable[tuple[str, Tensor]]) -> None:
-            loaded.update(self.model.load_weights(iter(weights)))
+            loaded.update(self.model.load_weights(as_published(self.kind, weights)))
 
         def record(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
             return record_layout(self.model, load, shapes, config.dtype)
@@ -360,12 +362,12 @@ class VllmEngine:
             adapter: dict[str, Tensor] = {}
             with vllm_lora.unwrapped(self.model):
                 base = vllm_lora.split_off(iter(weights), adapter)
-                self.require_all(self.model.load_weights(base))
+                self.require_all(self.model.load_weights(as_published(self.kind, base)))
             self.slots.load(adapter)
         else:
             with vllm_fp8.loadable(self.model):
                 weights = vllm_fp8.quantized(weights, self.fp8)
-                self.require_all(self.model.load_weights(weights))
+                self.require_all(self.model.load_weights(as_published(self.kind, weights)))
         self.finish_load()
 
     @torch.no_grad()
@@ -374,7 +376,7 @@ class VllmEngine:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
             with vllm_lora.unwrapped(self.model) if self.slots is not None else nullcontext():
-                self.model.load_weights(iter(weights))
+                self.model.load_weights(as_published(self.kind, weights))
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -397,6 +399,7 @@ class VllmEngine:
             vllm_cpu.check_experts(self.model)
         vllm_latent.check_absorbed(self.model, self.dtype)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
+        weights = as_published(self.kind, weights)
         if self.slots is not None:
             adapter: dict[str, Tensor] = {}
             base = vllm_lora.split_off(weights, adapter)

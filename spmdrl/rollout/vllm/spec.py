@@ -22,7 +22,7 @@ from spmdrl.rollout.vllm.core import (
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
-from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_model_type
+from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_images, check_model_type
 
 
 def build(
@@ -80,6 +80,7 @@ def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> Non
         check_fp8(text, config)
     check_model_type(text, config)
     check_expert_parallel(hf, config)
+    check_images(hf)
     check_engine_args(config, strict)
 
 

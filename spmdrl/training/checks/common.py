@@ -35,8 +35,16 @@ from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
-from spmdrl.hub.hf_folder import has_tower, load_hf_config, meta_model, sees_images
+from spmdrl.hub.hf_folder import (
+    has_tower,
+    keep_tower,
+    load_hf_config,
+    meta_model,
+    sees_images,
+    whole_config,
+)
 from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.training.checks.packing import check_packing
 
 MAX_RANKS = 2**20
@@ -212,6 +220,21 @@ def check_offload_policy(name: str, role: TrainConfig) -> None:
     )
 
 
+def keep_towers(config: RunConfig, *others: str | None) -> None:
+    """Has the run's model, and the models of other roles, loaded with their towers, if the config
+    says so. Raises ConfigError where the model has none that is understood here.
+    """
+    if not config.vision_tower:
+        return
+    kind = whole_config(config.model).model_type
+    require(
+        kind in FAMILIES,
+        f"vision_tower=True: model type {kind!r} has no tower for images that is understood here; "
+        f"model types that have are {', '.join(FAMILIES)}",
+    )
+    keep_tower(config.model, *filter(None, others))
+
+
 def check_vision(
     hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
 ) -> None:
@@ -227,7 +250,7 @@ def check_vision(
     for name, role in roles.items():
         wanted |= {
             f"{name}.engine='megatron'": role.engine == "megatron",
-            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
+            f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
         }  # fmt: skip
     found = [name for name, value in wanted.items() if value]

@@ -48,6 +48,7 @@ from spmdrl.training.checks.common import (
     check_training_role,
     check_vision,
     check_world,
+    keep_towers,
     warnings_of_optimizer,
     warnings_of_run,
 )
@@ -104,6 +105,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         others = [role.model or config.model for role in roles]
         for model in dict.fromkeys([config.model, *others, *judge]):
             allow_code(model)
+    keep_towers(config, *(role.model for role in training_roles(config).values()))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
@@ -299,6 +301,7 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_judge(config, num_scorers)
     if config.trust_remote_code:
         allow_code(config.model)
+    keep_towers(config)
     hf = load_hf_config(config.model)
     check_model(hf, config)
     if config.strict:

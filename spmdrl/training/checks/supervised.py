@@ -27,6 +27,7 @@ from spmdrl.training.checks.common import (
     check_training_role,
     check_vision,
     check_world,
+    keep_towers,
     warnings_of_optimizer,
     warnings_of_run,
 )
@@ -52,6 +53,10 @@ def check_sft(config: SftConfig, world: int, warn: bool = True) -> None:
 def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool = True) -> None:
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
+    require(
+        not config.vision_tower,
+        "vision_tower=True: reward models are trained on text alone; leave it out",
+    )
     require(
         config.actor.lora is None,
         "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
@@ -120,6 +125,7 @@ def check_supervised(
         )
     if config.trust_remote_code:
         allow_code(config.model)
+    keep_towers(config)
     check_sharing("actor", config.actor, config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),
