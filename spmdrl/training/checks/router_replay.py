@@ -8,7 +8,10 @@ from spmdrl.config import PpoConfig, require
 from spmdrl.distributed.placement import training_roles
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.rollout.build import ENGINES
+from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.model_types import runs_on_cpu
+
+NOT_IN_VLLM = ("granitemoehybrid", "nemotron_h")  # model types with Mamba layers and experts
 
 
 def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
@@ -48,5 +51,16 @@ def check_router_replay(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -
         rollout.enforce_eager is not False or rollout.engine != "vllm" or not runs_on_cpu(),
         f"{asked}: on CPUs vLLM's compiled layers do not say which experts they chose; leave "
         "rollout.enforce_eager out",
+    )
+    text = hf.get_text_config()
+    require(
+        rollout.engine != "vllm" or text.model_type not in NOT_IN_VLLM,
+        f"{asked}: vLLM fails to return the experts of model type {text.model_type!r}, whose "
+        "layers carry a state; use rollout.engine='hf'",
+    )
+    require(
+        rollout.engine != "vllm" or not (runs_on_cpu() and is_latent(text)),
+        f"{asked}: on CPUs vLLM has no prefix cache for latent attention, by whose blocks it keeps "
+        "the experts of its tokens; use rollout.engine='hf'",
     )
     routing_of(hf)
