@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.config import ConfigError
 from spmdrl.migration.config_source import Translation
 from spmdrl.migration.shell import commands
-from spmdrl.migration.verl import as_value
+from spmdrl.migration.verl import TRACKERS, as_value
 
 DEFAULTS: dict[str, Any] = {  # of TRL
     "learning_rate": 1e-6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -48,7 +48,7 @@ ALWAYS = {
     "gradient_accumulation_steps": "micro-batches are filled by tokens",
     "per_device_train_batch_size": "in data.prompts_per_step", "logging_steps": "every step",
     "steps_per_generation": "in algo.mini_batches", "remove_unused_columns": "rewards ask by name",
-    "log_completions": "samples/ has them", "use_peft": "actor.lora", "report_to": "wandb",
+    "log_completions": "samples/ has them", "use_peft": "actor.lora", "report_to": "trackers",
     "dataset_name": "data.train", "dataset": "data.train", "train_dataset": "data.train",
     "shuffle_dataset": "data.shuffle", "ddp_find_unused_parameters": "FSDP2",
     "packing": "sequences are always packed", "vllm_server_host": "there is no server",
@@ -278,8 +278,9 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
             "TRL's take lists of completions; write one for one answer: "
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
         )
-    if "wandb" in str(s.get("report_to", "")):
-        t.set("wandb", str(s.get("run_name", "trl")), "report_to")
+    asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
+    named = tuple(name for name in ("tensorboard", *TRACKERS) if name in asked)
+    t.set("trackers", named or ("tensorboard",), "report_to")
     if s.get("lora_target_modules"):
         t.notes["lora_target_modules"] = (
             "write actor.lora.target_modules; ours are all linear layers"

@@ -133,6 +133,7 @@ KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 OVERLONG = re.compile(
     r"(?:reward_model|reward)\.(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(\w+)"
 )
+TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 BY_DATA_SOURCE = {"openai/gsm8k": "gsm8k", **dict.fromkeys((
     "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo",
     "math", "aime", "aime24", "aime25"), "math"), **dict.fromkeys((
@@ -575,11 +576,12 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
     t.set("checkpoint.every_steps", max(0, s["trainer.save_freq"]), "trainer.save_freq")
     loggers = s.get("trainer.logger", [])
     loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-    if "wandb" in loggers:
-        t.set("wandb", str(s.get("trainer.project_name", "verl_examples")), "trainer.project_name")
-    others = sorted({*loggers} - {"wandb", "console", "tensorboard"})
+    named = tuple(name for name in ("tensorboard", *TRACKERS) if name in loggers)
+    t.set("trackers", named or ("tensorboard",), "trainer.logger")
+    t.set("project", str(s.get("trainer.project_name", "verl_examples")), "trainer.project_name")
+    others = sorted({*loggers} - {"console", *named})
     if others:
-        t.notes[f"trainer.logger={others}"] = "metrics go to tensorboard, and to wandb if asked"
+        t.notes[f"trainer.logger={others}"] = "trackers=(..., an object of your own)"
     ranks = s.get("trainer.nnodes", 1), s.get("trainer.n_gpus_per_node", 8)
     t.granted["trainer.nnodes, trainer.n_gpus_per_node"] = (
         f"python -m spmdrl.launch --nnodes {ranks[0]} --nproc-per-node {ranks[1]} "
