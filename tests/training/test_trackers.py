@@ -66,7 +66,8 @@ config = dataclasses.replace(config, trackers=(
 @pytest.mark.ranks
 def test_a_run_and_its_resumption_are_one_entry_everywhere(tmp_path, qwen3, monkeypatch):
     for name, value in (("WANDB_MODE", "offline"), ("SWANLAB_MODE", "offline"),
-                        ("TRACKIO_DIR", str(tmp_path / "trackio"))):  # fmt: skip
+                        ("TRACKIO_DIR", str(tmp_path / "trackio")),
+                        ("MLFLOW_ALLOW_FILE_STORE", "true")):  # fmt: skip
         monkeypatch.setenv(name, value)
     folder = set_up(tmp_path, qwen3)
     Path(folder, "cfg.py").write_text(CONFIG + OWN)
