@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 RewardFn = Callable[..., Any]
 Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
@@ -384,6 +385,32 @@ class ProfileConfig:
     trace: bool = True  # False: on GPUs, only nsys's window and its ranges of phases
 
 
+class Tracker(Protocol):
+    """Where a run is shown. An object of your own in `trackers` has these methods, or some of them
+    where its class inherits this one. They are called on the first rank alone.
+    """
+
+    def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
+        """Begins a run, or goes on with it. options: its config by dotted names; done: the steps
+        that it has done.
+        """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of a step. A run that resumes from an earlier checkpoint gives a step
+        again.
+        """
+
+    def log_answers(self, step: int, name: str, answers: list[dict[str, Any]]) -> None:
+        """Takes some rows of a file in samples/. name: "samples/train", "samples/eval"."""
+
+    def close(self) -> None:
+        """Ends the run."""
+
+
+# Former fields of every run -> how they are written now.
+REPLACED = {"tensorboard": "trackers", "wandb": "trackers and project"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
@@ -403,8 +430,10 @@ class RunConfig:
     # what is trained; it is saved under this name in every program
     actor: TrainConfig
     checkpoint: CheckpointConfig
-    tensorboard: bool = True
-    wandb: str | None = None  # a project of Weights & Biases
+    # where numbers and answers go, beside the run's own files: "tensorboard", "wandb", "mlflow",
+    # "swanlab", "trackio", or an object of your own (Tracker). docs/trackers.md
+    trackers: tuple[Any, ...] = ("tensorboard",)
+    project: str = "spmdrl"  # in wandb, mlflow, swanlab and trackio
     profile: ProfileConfig | None = None
     # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
     show_metrics: tuple[str, ...] = ()
@@ -416,6 +445,15 @@ class RunConfig:
     start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
     lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        """Raises TypeError, with the new spelling, for a former field."""
+        for name in REPLACED.keys() & fields.keys():
+            raise TypeError(
+                f"{cls.__name__} has no field {name!r} any more; it is {REPLACED[name]}: "
+                'trackers=("tensorboard", "wandb"), project="sums"'
+            )
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ config = SftConfig(
     model="model", data=SftDataConfig(train="sft.jsonl", batch_size=4, max_tokens=64),
     out="tuned", steps=1,
     actor=TrainConfig(dtype="float32", optim=OptimConfig(name="adamw8bit", lr=1e-3), ema=0.75),
-    tensorboard=False,
+    trackers=(),
 )
 """
 

@@ -32,7 +32,7 @@ config = RewardTrainingConfig(
     out="out", run_dir="run", steps=5, eval_every=2, center_coef=0.02,
     actor=TrainConfig(dtype="float32", micro_batch_tokens=70, ema=0.5, optim=OptimConfig(lr=1e-3)),
     checkpoint=CheckpointConfig(every_steps=2),
-    tensorboard=False,
+    trackers=(),
 )
 """
 
