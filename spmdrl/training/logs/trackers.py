@@ -22,7 +22,7 @@ from spmdrl.cli.function_code import as_text
 from spmdrl.config import ConfigError, RunConfig, Tracker
 from spmdrl.training.logs.answers import SampleRow, as_markdown, escaped
 
-COLUMNS: list[str | int] = ["prompt", "answer", "reward"]
+COLUMNS: list[Any] = ["prompt", "answer", "reward"]
 METHODS = ("open", "log", "log_answers", "close")
 
 
