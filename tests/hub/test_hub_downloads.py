@@ -184,7 +184,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fetch", "text", "words"), REFUSED, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("fetch", "text", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x))[:40]
+)
 def test_what_cannot_be_had_is_refused_with_the_remedy(hub, fetch, text, words):
     with pytest.raises(ConfigError) as error:
         fetch(text)

@@ -79,7 +79,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("read", "text", "words"), WRONG, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("read", "text", "words"), WRONG, ids=lambda x: getattr(x, "__name__", str(x))[:40]
+)
 def test_what_is_no_name_is_refused_with_the_right_one(monkeypatch, read, text, words):
     monkeypatch.setattr(hub_names, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
