@@ -46,12 +46,14 @@ class EngineSpec:
     leaves_towers: bool = False  # samples the language model of files with a tower by itself
     keeps_floats: bool = False  # has floating-point weights also where a checkpoint is quantised
     mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
-    returns_routed_experts: bool = False  # says which experts it sent each token to
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept
     # of the model: its folder, its whole config; rollout; strict
     check_model: Callable[[str, Any, RolloutConfig, bool], None] = accept
     # of an adapter that is kept beside the weights, and the text model's config; None: it has none
     check_adapter: Callable[[LoraConfig, RolloutConfig, Any], None] | None = None
+    # of a model's experts, whose choice it is to return, by the text model's config; rollout; None:
+    # it does not say which experts it sent a token to
+    check_routed_experts: Callable[[Any, RolloutConfig], None] | None = None
     # of a model whose logprobs are to be equal in every bit, by its config
     check_strict: Callable[[Any], None] = accept

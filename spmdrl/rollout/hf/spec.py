@@ -8,7 +8,7 @@ from spmdrl.config import LoraConfig, RolloutConfig, require
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import RolloutEngine
-from spmdrl.rollout.spec import EngineSpec
+from spmdrl.rollout.spec import EngineSpec, accept
 
 OWN_CACHE = ("minimax",)  # model types; transformers gives them no cache of the usual kind
 
@@ -62,7 +62,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     keeps_floats=True,
     mixes_dtypes=True,
-    returns_routed_experts=True,
+    check_routed_experts=accept,
     check=check,
     check_model=check_model,
     check_strict=check_strict,

@@ -23,6 +23,7 @@ NOWHERE = {
     "minimax": "vLLM has no lightning attention; it can be fine-tuned (spmdrl.sft)",
     "phimoe": "its routers fail in vLLM",
 }
+WITHOUT_ROUTED_EXPERTS = ("granitemoehybrid", "nemotron_h")  # Mamba layers and experts
 # with strict=True: rotary embeddings by pairs, scaled logits
 NOT_STRICT = frozenset({"ernie4_5", "glm4", "granite"})
 AWAY = "its log-probabilities there are not the model's"
@@ -96,6 +97,32 @@ def check_model_type(text: Any, config: RolloutConfig) -> None:
         not on_cpu or not is_latent(text) or backend in (None, CPU_BACKEND),
         f"rollout.engine_args: attention_backend={backend!r} keeps weights of latent attention in "
         f"an order of its own, which a push would miss; leave it out, it is {CPU_BACKEND!r}",
+    )
+
+
+def check_routed_experts(text: Any, config: RolloutConfig) -> None:
+    """Raises ConfigError where vLLM cannot return the experts of a model's tokens. It keeps them by
+    the blocks of its prefix cache. text: the language model's config.
+    """
+    require(
+        config.engine_args.get("enable_prefix_caching", True) is True,
+        "actor.router_replay: vLLM keeps the experts of its tokens by the blocks of its prefix "
+        "cache; leave enable_prefix_caching out of rollout.engine_args",
+    )
+    require(
+        config.enforce_eager is not False or not runs_on_cpu(),
+        "actor.router_replay: on CPUs vLLM's compiled layers do not say which experts they chose; "
+        "leave rollout.enforce_eager out",
+    )
+    require(
+        text.model_type not in WITHOUT_ROUTED_EXPERTS,
+        f"actor.router_replay: vLLM fails to return the experts of model type {text.model_type!r}, "
+        f"whose layers carry a state; {REMEDY}",
+    )
+    require(
+        not (runs_on_cpu() and is_latent(text)),
+        "actor.router_replay: on CPUs vLLM has no prefix cache for latent attention, by whose "
+        f"blocks it keeps the experts of its tokens; {REMEDY}",
     )
 
 

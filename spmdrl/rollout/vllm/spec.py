@@ -22,7 +22,12 @@ from spmdrl.rollout.vllm.core import (
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
-from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_images, check_model_type
+from spmdrl.rollout.vllm.model_types import (
+    NOT_STRICT,
+    check_images,
+    check_model_type,
+    check_routed_experts,
+)
 
 
 def build(
@@ -97,10 +102,10 @@ SPEC = EngineSpec(
     quantizes=True,
     leaves_towers=True,
     takes_engine_args=True,
-    returns_routed_experts=True,
     spreads_experts=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,
+    check_routed_experts=check_routed_experts,
     check_strict=check_strict,
 )
