@@ -283,7 +283,6 @@ def test_what_cannot_work_is_refused(qwen3, tmp_path):
     check_reward_training(reward_model(**best("reward_model/loss", "smallest")), 2)
     for changes, words in [
         (best("eval/reward", "largest"), "has not.*'eval/accuracy' with best_is='largest'"),
-        ({"actor": TrainConfig(engine="megatron")}, "'megatron' has no reward models"),
         ({"actor": TrainConfig(lora=LoraConfig())}, "leave actor.lora out"),
         ({"actor": TrainConfig(offload_params=True)}, "offload_params has no effect"),
         ({"actor": TrainConfig(fsdp=3)}, "actor.fsdp"),
