@@ -80,6 +80,11 @@ def transformer_config(
         "tensor_model_parallel_size": d.tensor, "sequence_parallel": d.sequence,
         "pipeline_model_parallel_size": d.pipeline,
         "virtual_pipeline_model_parallel_size": d.virtual if d.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": d.first_stage,
+        # of two stages the first says all, and Megatron divides by the number of others
+        "num_layers_in_last_pipeline_stage": (
+            None if d.pipeline == 2 and d.first_stage is not None else d.last_stage
+        ),
         "context_parallel_size": d.context, "expert_model_parallel_size": d.expert,
         "expert_tensor_parallel_size": d.expert_tensor,
         # batches of different length, and one division by one global count

@@ -131,7 +131,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
-        "virtual_pipeline": 1, "context_parallel": 1, "expert_parallel": 1,
+        "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None, "context_parallel": 1, "expert_parallel": 1,
         "expert_tensor_parallel": 1,
     },
 }  # fmt: skip

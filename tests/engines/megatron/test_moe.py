@@ -28,10 +28,10 @@ TP_SP = {"tensor_parallel": 2, "sequence_parallel": True}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Half of Qwen3's layers are dense; an expert is 48 wide, so 24 for each of two ranks."""
+    """One of Qwen3's three layers is dense; an expert is 48 wide, so 24 for each of two ranks."""
     folder = tmp_path_factory.mktemp("models")
     for family in ("qwen3_moe", "mixtral"):
-        tiny_megatron_models.save_model(family, folder / family, num_hidden_layers=2, **TOKENS)
+        tiny_megatron_models.save_model(family, folder / family, num_hidden_layers=3, **TOKENS)
         save_tokenizer(folder / family)
     return folder
 
@@ -49,14 +49,15 @@ TWO_RANKS = [
     Case("qwen3_moe", 1, TP_SP | {"expert_tensor_parallel": 2}),
     Case("qwen3_moe", 2, {}, "fsdp"),
     Case("qwen3_moe", 2, {"expert_parallel": 2}),
-    Case("qwen3_moe", 2, {"pipeline_parallel": 2}),
+    Case("qwen3_moe", 2, {"pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 2}),
     Case("mixtral", 2, {}, "fsdp"),
     Case("mixtral", 2, TP_SP | {"expert_parallel": 2}),
 ]
 FOUR_RANKS = [
     Case("qwen3_moe", 2, {}, "fsdp"),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2}),
-    Case("qwen3_moe", 2, TP_SP | {"pipeline_parallel": 2, "expert_parallel": 2}),
+    Case("qwen3_moe", 2, TP_SP | {"pipeline_parallel": 2, "expert_parallel": 2,
+                                  "num_layers_in_last_pipeline_stage": 2}),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}),
 ]
 
