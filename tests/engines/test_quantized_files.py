@@ -21,15 +21,29 @@ from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
 BLOCK = 24  # divides no size of the tiny models
 
 
-def weights_on(topology: Any, model: str) -> dict[str, torch.Tensor]:
+def weights_on(topology: Any, model: str, *layouts: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """All weights as FSDP2 has read them; then as engine megatron has in each of the layouts."""
     from spmdrl.config import TrainConfig
     from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines.fsdp.engine import FsdpEngine
+    from spmdrl.engines.build import build_engine
 
-    config = TrainConfig(dtype="float32")
-    ranks = Topology.build(topology.device, **train_degrees(config))
-    engine = FsdpEngine("policy", model, config, ranks)
-    return {name: t.clone() for name, t in engine.named_weights(torch.float32, 1 << 20)}
+    found = []
+    for engine, layout in (("fsdp", {}), *(("megatron", layout) for layout in layouts)):
+        config = TrainConfig(dtype="float32", engine=engine, **layout)
+        ranks = Topology.build(topology.device, **train_degrees(config))
+        built = build_engine("policy", model, config, ranks, frozen=True)
+        named = built.named_weights(torch.float32, 1 << 20)
+        found.append({name: t.clone() for name, t in named})
+    return found
+
+
+CUTS = {
+    "qwen3": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}),
+    "deepseek_v3": (
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+        {"expert_parallel": 2},
+    ),
+}  # fmt: skip
 
 
 def vllm_from_disk(topology: Any, model: str) -> None:
@@ -52,7 +66,8 @@ def quantize(folder: Path, how: dict[str, Any], change: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.megatron
+@pytest.mark.parametrize("family", CUTS)
 def test_ranks_read_their_rows_of_fp8_blocks(family: str, tmp_path: Path) -> None:
     model = save_family(tmp_path / "model", family)
     wanted: dict[str, torch.Tensor] = {}
@@ -69,9 +84,10 @@ def test_ranks_read_their_rows_of_fp8_blocks(family: str, tmp_path: Path) -> Non
         return {name: stored, name + "_scale_inv": grid}
 
     quantize(model, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, in_fp8)
-    for found in run_ranks(2, weights_on, str(model)):
-        assert found.keys() >= wanted.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for found in run_ranks(2, weights_on, str(model), *CUTS[family]):
+        for weights in found:
+            assert weights.keys() >= wanted.keys()
+            assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.ranks
@@ -107,7 +123,7 @@ def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
     backends = [moe_backend(hf, on_cpu=False, in_floats=pushed) for pushed in (True, False)]
     assert backends == ["triton", "auto"]
     assert not hasattr(config_of_engine(hf), "quantization_config") and is_readable(hf)
-    for found in run_ranks(2, weights_on, str(tmp_path)):
+    for (found,) in run_ranks(2, weights_on, str(tmp_path)):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     # without a trainer (spmdrl.evaluate) vLLM reads MXFP4 itself, for which it has GPUs alone

@@ -29,6 +29,7 @@ from spmdrl.engines.megatron.layout import (
     shared_expert_width,
 )
 from spmdrl.engines.megatron.model import ValueHead, layer_numbers
+from spmdrl.hub.quantized_weights import FP8_SCALE, Part, fp8_weight, is_fp8, quantization_of
 from spmdrl.weights.boxes import Box, sizes
 
 
@@ -257,10 +258,13 @@ def _rows(parameter: Tensor, first: int, count: int) -> Tensor:
 
 
 class Folder:
-    """The tensors of a checkpoint folder, read part by part."""
+    """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, hf_config: PreTrainedConfig | None = None) -> None:
+        """hf_config: it says how large the blocks are; without it there may be none."""
         self.folder = Path(folder)
+        how = quantization_of(hf_config)
+        self.block = tuple(how["weight_block_size"]) if is_fp8(hf_config) else ()
         self.open: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
         self.files: dict[str, str]
@@ -300,19 +304,23 @@ class Folder:
         lead: tuple[int, ...] = ()
         if name not in self.files:
             name, lead, shape, box = self._stacked(name, shape, box)
-        part = self._handle(self.files[name]).get_slice(name)
+        part = self._slice(name)
         there = tuple(part.get_shape())
         if there[len(lead) :] != shape:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {there}, but config.json "
                 f"means {(*there[: len(lead)], *shape)}"
             )
-        if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        ranges = (*lead, *(slice(first, last) for first, last in box))
+        if self.block and not lead and name + FP8_SCALE in self.files:
+            found = fp8_weight(name, there, self.block).read(self._part, ranges)
+        elif part.get_dtype() in ("F64", "F32", "F16", "BF16"):
+            found = part[ranges]
+        else:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {part.get_dtype()}; "
                 "convert the checkpoint to bfloat16 first"
             )
-        found = part[(*lead, *(slice(first, last) for first, last in box))]
         # the sum alone would do, but for weights whose finite sum overflows
         if not found.float().sum().isfinite() and not found.isfinite().all():
             raise ConfigError(
@@ -320,6 +328,12 @@ class Folder:
                 "finite numbers"
             )
         return found
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self.files[name]).get_slice(name)
+
+    def _part(self, name: str, part: Part) -> Tensor:
+        return self._slice(name)[part]
 
     def _stacked(
         self, name: str, shape: tuple[int, ...], box: Box
@@ -352,7 +366,7 @@ def load_pretrained(chunks: list[Any], folder: str | Path, hf_config: PreTrained
     A value head that the folder does not have stays as it is. Local. Raises ConfigError where the
     folder does not fit the config, perhaps on one rank only.
     """
-    checkpoint = Folder(folder)
+    checkpoint = Folder(folder, hf_config)
     for chunk in chunks:
         for _, parameter, parts in pieces(chunk, hf_config):
             for piece in parts:

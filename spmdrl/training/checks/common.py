@@ -32,6 +32,7 @@ from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
+from spmdrl.hub.quantized_weights import is_fp8, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.training.checks.packing import check_packing
 
@@ -94,6 +95,12 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         not has_foreign_code(hf),
         f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
         f"{model!r} brings along: use engine 'fsdp', or leave trust_remote_code off",
+    )
+    how = quantization_of(hf).get("quant_method")
+    require(
+        how is None or is_fp8(hf),
+        f"{name}.engine='megatron' reads weights in floating point or in FP8 blocks, and {model!r} "
+        f"has quant_method={how!r}: convert it to bfloat16 first",
     )
     try:
         check_layout(hf, degrees_of(role), num_ranks)

@@ -74,7 +74,8 @@ def push_on(topology, folder, tuples):
     rollout, key, found = None, (), []
     for case in (Case(*values) for values in tuples):
         model = str(Path(folder) / case.family)
-        config = replace(TRAIN, engine=case.engine, **case.layout)
+        # with the usual eps Adam makes a step of up to lr of a gradient that is all rounding
+        config = replace(TRAIN, engine=case.engine, optim=replace(TRAIN.optim, eps=1e-5), **case.layout)
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", model, config, ranks)
         if key != (case.family, case.tp):  # vLLM has one set of process groups
