@@ -1,6 +1,7 @@
 """GRPO with Qwen3-235B-A22B on 128 GPUs of 80 GB: 16 hosts of 8.
 
-python -m spmdrl.ppo --config configs/qwen3_235b_a22b_grpo_128gpu.py --dry-run --ranks 128 --gpu_gib 80
+python -m spmdrl.ppo --config configs/qwen3_235b_a22b_grpo_128gpu.py \\
+    --dry-run --ranks 128 --gpu_gib 80
 
 Trained by Megatron in 8 pipeline stages, 4 tensor-parallel ranks each, the experts of a layer over
 8. Sampled by 16 vLLM engines of 8 GPUs. It was planned, and never run: docs/megatron.md.

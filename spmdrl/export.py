@@ -1,13 +1,17 @@
 """Checkpoint -> Hugging Face folder: python -m spmdrl.export --checkpoint DIR --out DIR
 
-One process on a CPU, whatever wrote the checkpoint; no GPU and no process group. A checkpoint of
-adapters gives the whole model, base and adapter merged, or with --adapter what peft loads.
+On CPUs, whatever wrote the checkpoint. One tensor is in memory at a time. Several processes may
+share the work, as in python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.export ...: each writes
+files of its own, and the folder is a model when the last is done. A checkpoint of adapters gives
+the whole model, base and adapter merged, or with --adapter what peft loads.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 def main(
     checkpoint: str = "", out: str = "", dtype: str = "", ema: bool = False, adapter: bool = False,
-    base: str = "", trust_remote_code: bool = False, **others: Any,
+    base: str = "", without_mtp: bool = False, trust_remote_code: bool = False, **others: Any,
 ) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load; of a reward
     model what AutoModelForSequenceClassification loads.
@@ -36,7 +40,9 @@ def main(
             given, that of the model that the run started from
         ema: the moving average of the weights, which a run with actor.ema keeps
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
-        base: of a run with lora, where the model lies that was adapted, if it has been moved
+        base: where the model lies that the run started from, if it has been moved: that which lora
+            has adapted, or whose multi-token prediction layers are kept
+        without_mtp: leave out the multi-token prediction layers, which no run trains
         trust_remote_code: run Python files of the model that the checkpoint is of
     """
     if asks_for_help(others, main):
@@ -46,7 +52,8 @@ def main(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
         refuse_unknown(others, main)
-        check_flags({"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code})
+        check_flags({"ema": ema, "adapter": adapter, "without_mtp": without_mtp,
+                     "trust-remote-code": trust_remote_code})  # fmt: skip
         if adapter and dtype:
             raise ConfigError(
                 "--dtype has no effect with --adapter, which is written in float32, as trained"
@@ -57,25 +64,39 @@ def main(
     PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
+        Writers,
         export,
         export_adapter,
     )
     from spmdrl.hub.remote_code import allow_code
 
     folders = Path(str(checkpoint)), Path(str(out))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")
     try:
         if trust_remote_code:
             allow_code(str(folders[0] / "hf"))
-        if adapter:
+        if adapter and rank == 0:  # it is small
             export_adapter(*folders, str(base), ema)
-        else:
-            export(*folders, dtype, ema, str(base))
+        elif not adapter:
+            writers = Writers(rank, world, partial(wait_for_all, world))
+            export(*folders, dtype, ema, str(base), without_mtp, writers)
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now("")
     PROGRESS.line(f"wrote {out}")
     PROGRESS.stop()
+
+
+def wait_for_all(world: int) -> None:
+    """Returns when all processes of an export have called it as often as this one."""
+    import torch.distributed as dist
+
+    if world == 1:
+        return
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+    dist.barrier()
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

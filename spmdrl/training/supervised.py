@@ -231,10 +231,11 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
-        export(weights, run, Path(config.out))
+        shapes = {name: held.shape for name, held in actor.named_shards().items()}
+        export(weights, shapes, run, Path(config.out))
         if config.actor.ema:
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
-            export(weights, run, Path(config.out, "ema"))
+            export(weights, shapes, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
             actor.save_adapter(Path(config.out, "adapter"))
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
@@ -259,16 +260,20 @@ def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batc
     return batch, num_tokens
 
 
-def export(gathered: Iterator[tuple[str, Tensor]], run: SupervisedRun, out: Path) -> None:
-    """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
-    is_first = run.runtime.is_main
-    kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]
-    if is_first:
-        out.mkdir(parents=True, exist_ok=True)
-        config, *others = run.actor.model.pretrained
-        for part in (config, *others, run.tokenizer):
-            part.save_pretrained(out)
-        write_weights(kept, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
+def export(
+    gathered: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
+    run: SupervisedRun, out: Path,
+) -> None:  # fmt: skip
+    """Rank 0 writes the tensors as they are gathered. shapes: of all of them. Collective."""
+    if not run.runtime.is_main:
+        for _ in gathered:
+            pass
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    config, *others = run.actor.model.pretrained
+    for part in (config, *others, run.tokenizer):
+        part.save_pretrained(out)
+    write_weights(gathered, shapes, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
 
 
 def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) -> None:

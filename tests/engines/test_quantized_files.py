@@ -21,7 +21,10 @@ from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
 BLOCK = 24  # divides no size of the tiny models
 
 
-def weights_on(topology: Any, model: str, *layouts: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+Weights = dict[str, torch.Tensor]
+
+
+def weights_on(topology: Any, model: str, *layouts: dict[str, Any]) -> list[Weights]:
     """All weights as FSDP2 has read them; then as engine megatron has in each of the layouts."""
     from spmdrl.config import TrainConfig
     from spmdrl.distributed.topology import Topology, train_degrees

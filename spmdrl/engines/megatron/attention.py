@@ -191,7 +191,7 @@ class RmsNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         ones = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(ones)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -28,8 +28,14 @@ from spmdrl.engines import host_copies as staging
 from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
-from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
-from spmdrl.weights.transfer import gathered
+from spmdrl.engines.megatron.hf_mapping import HfSlice, pieces
+from spmdrl.engines.megatron.layout import Degrees
+from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.engines.megatron.parts import Parts, parallel_sizes, set_hyperparameters
+from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
+from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.weights.boxes import view, whole
 
 COMMON = "common.pt"
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
@@ -83,13 +89,7 @@ def load(parts: Parts, folder: Path) -> int:
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
             "run from that model, or resume with the engine that wrote it"
         )
-    common = read_plain(Path(folder, COMMON))
-    if "num_updates" not in common:
-        raise ConfigError(
-            f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
-            "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
-        )
-    stored = common.get("content_metadata") or {}
+    stored = read_common(folder).get("content_metadata") or {}
     wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
     ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
     with reading_plain():
@@ -103,31 +103,68 @@ def load(parts: Parts, folder: Path) -> int:
     return state["num_updates"]
 
 
-def load_whole(folder: Path, hf_folder: Path) -> dict[str, Tensor]:
-    """Full tensors of a policy by Hugging Face name, in this process alone. Whatever its layout
-    was, the model is put together without a cut."""
+def read_common(folder: Path) -> dict[str, Any]:
+    """Reads what is stored for all ranks. Raises ConfigError for another program's checkpoint."""
+    common = read_plain(Path(folder, COMMON))
+    if "num_updates" not in common:
+        raise ConfigError(
+            f"{folder} is a Megatron checkpoint that another program wrote. Write its weights as a "
+            "Hugging Face folder (save_hf_weights, docs/embedding.md) and start from that model"
+        )
+    return common
+
+
+def weight_sources(folder: Path, hf_folder: Path) -> list[WeightSource]:
+    """The weights of a policy, to be read one parameter at a time, whatever its layout was.
+
+    The float32 weights of the optimizer are read: what was learnt is often less than the last bit
+    of a bfloat16. A model without memory, which nothing cuts, says where each one lies.
+    """
+    common, stored = read_common(folder), StoredTensors(folder)
+    hf_config = load_hf_config(str(hf_folder))
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        common = read_plain(Path(folder, COMMON))
-        config = TrainConfig(engine="megatron", dtype=common["dtype"].removeprefix("torch."))
-        topology = Topology.build(torch.device("cpu"), **train_degrees(config))
-        parts = build_parts("policy", str(hf_folder), config, topology, False, load_weights=False)
-        with parts.state.active():
-            load(parts, folder)
-            show_own_weights(parts)
-        return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
+        topology = Topology.build(
+            torch.device("cpu"), **train_degrees(TrainConfig(engine="megatron"))
+        )
+        state = RoleState.build(topology, **parallel_sizes(Degrees()))
+        with state.active(), mcore_cpu.without_memory():
+            mega = transformer_config(hf_config, Degrees(), torch.float32)
+            (chunk,) = build_chunks(hf_config, mega, "policy")
+            entries = chunk.sharded_state_dict(
+                metadata=layout_metadata() | (common.get("content_metadata") or {})
+            )
+            return [
+                weight_source(stored, entries[name], held)
+                for name, _, held in pieces(chunk, hf_config)
+            ]
     finally:
         dist.destroy_process_group()
 
 
-def show_own_weights(parts: Parts) -> None:
-    """The float32 weights of the optimizer in place of the model's, on a single rank: what was
-    learnt is often less than the last bit of a bfloat16."""
-    for part in compat.optimizer_parts(parts.optimizer):
-        models = [p for group in getattr(part, "model_float16_groups", []) for p in group]
-        for weight, own in zip(models, own_weights(part), strict=True):
-            weight.data = own.detach().view(weight.shape)
+def weight_source(stored: StoredTensors, entry: Any, held: list[HfSlice]) -> WeightSource:
+    """entry: of a parameter in sharded_state_dict. held: what lies in it, all of each tensor."""
+    shapes = {piece.name: piece.shape for piece in held if not piece.tied}
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        parameter = compat.filled(entry, partial(read_sharded, stored))
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=parameter.dtype)
+            for piece in held:
+                if piece.name == name:
+                    view(tensor, whole(shape), piece.box).copy_(piece.view(parameter))
+            yield name, tensor
+
+    return WeightSource(shapes, read)
+
+
+def read_sharded(stored: StoredTensors, shard: Any) -> Tensor:
+    """Reads a ShardedTensor: of a trained weight the optimizer's, of others the model's."""
+    own = f"optimizer.state.param.{shard.key}"
+    lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    box = tuple((o, o + n) for o, n in zip(shard.global_offset, lengths, strict=True))
+    return stored.read(own if own in stored.found else shard.key, box).view(shard.local_shape)
 
 
 def named_chunks(parts: Parts) -> list[tuple[str, Any]]:

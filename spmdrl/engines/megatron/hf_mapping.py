@@ -311,11 +311,11 @@ class Folder:
                 f"model: {name} in {self.folder / self.files[name]} is {there}, but config.json "
                 f"means {(*there[: len(lead)], *shape)}"
             )
-        ranges = (*lead, *(slice(first, last) for first, last in box))
+        ranges = tuple(slice(first, last) for first, last in box)
         if self.block and not lead and name + FP8_SCALE in self.files:
             found = fp8_weight(name, there, self.block).read(self._part, ranges)
         elif part.get_dtype() in ("F64", "F32", "F16", "BF16"):
-            found = part[ranges]
+            found = part[(*lead, *ranges)]
         else:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {part.get_dtype()}; "

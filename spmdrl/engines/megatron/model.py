@@ -261,7 +261,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         kwargs: Any = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kwargs))
         self.bias = nn.Parameter(torch.zeros(1, **kwargs))
@@ -283,7 +283,7 @@ class WholeLinear(nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int, config: Any) -> None:
         super().__init__()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         zeros = torch.zeros(out_dim, in_dim, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(zeros)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

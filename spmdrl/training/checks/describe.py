@@ -119,8 +119,8 @@ def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:
             f", {label} {getattr(role, field)}"
             for label, field in (("sequence parallel", "sequence_parallel"),
                                  ("chunks per stage", "virtual_pipeline"),
-                                 ("layers in the first stage", "num_layers_in_first_pipeline_stage"),
-                                 ("layers in the last stage", "num_layers_in_last_pipeline_stage"),
+                                 ("layers in stage 0", "num_layers_in_first_pipeline_stage"),
+                                 ("layers in the last", "num_layers_in_last_pipeline_stage"),
                                  ("experts over", "expert_parallel"),
                                  ("each over", "expert_tensor_parallel"))
             if getattr(role, field) not in (None, False, 1)

@@ -56,8 +56,12 @@ TWO_RANKS = [
 FOUR_RANKS = [
     Case("qwen3_moe", 2, {}, "fsdp"),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2}),
-    Case("qwen3_moe", 2, TP_SP | {"pipeline_parallel": 2, "expert_parallel": 2,
-                                  "num_layers_in_last_pipeline_stage": 2}),
+    Case(
+        "qwen3_moe",
+        2,
+        TP_SP
+        | {"pipeline_parallel": 2, "expert_parallel": 2, "num_layers_in_last_pipeline_stage": 2},
+    ),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}),
 ]
 
@@ -75,7 +79,8 @@ def push_on(topology, folder, tuples):
     for case in (Case(*values) for values in tuples):
         model = str(Path(folder) / case.family)
         # with the usual eps Adam makes a step of up to lr of a gradient that is all rounding
-        config = replace(TRAIN, engine=case.engine, optim=replace(TRAIN.optim, eps=1e-5), **case.layout)
+        steady = replace(TRAIN.optim, eps=1e-5)
+        config = replace(TRAIN, engine=case.engine, optim=steady, **case.layout)
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", model, config, ranks)
         if key != (case.family, case.tp):  # vLLM has one set of process groups
