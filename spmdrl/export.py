@@ -8,6 +8,7 @@ the whole model, base and adapter merged, or with --adapter what peft loads.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -63,6 +64,7 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
+    from spmdrl.distributed.process import LineHandler
     from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
         Writers,
         export,
@@ -71,6 +73,8 @@ def main(
     from spmdrl.hub.remote_code import allow_code
 
     folders = Path(str(checkpoint)), Path(str(out))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LineHandler()])
+    logging.getLogger("spmdrl").setLevel(logging.INFO)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")
     try:

@@ -411,7 +411,7 @@ def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
 def adapter_tensors(
     read: Callable[[str], Tensor], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Reads `<layer>.lora_A.weight` and `<layer>.lora_B.weight` out of a checkpoint. read: a function
+    """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint. read: a function
     that reads a tensor of it by its name.
     """
     return {

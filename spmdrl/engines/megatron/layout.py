@@ -329,9 +329,11 @@ def rope_frequencies(hf_config: PreTrainedConfig) -> tuple[Tensor, float]:
     parameters = config.rope_parameters
     if parameters["rope_type"] == "default":
         dim = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    with cpu:  # also where a model without memory is built
+        return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, cpu)
 
 
 def padded_vocab(hf_config: PreTrainedConfig, tensor: int) -> int:
