@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import CPU_KV_CACHE_MIB, ConfigError, LoraConfig, RolloutConfig, is_eager
+from spmdrl.config import (
+    CPU_KV_CACHE_MIB,
+    ConfigError,
+    LoraConfig,
+    RolloutConfig,
+    is_eager,
+    require,
+)
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.accelerator import require_compiler
 from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, whole_config
@@ -163,7 +170,12 @@ def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
     miss.
 
     in_floats: whatever the files have, the engine's weights are no quantised ones.
+    Raises ConfigError for experts in MXFP4 on CPUs, for which vLLM has no kernels.
     """
+    require(
+        not on_cpu or in_floats or not is_mxfp4(hf),
+        "rollout.engine='vllm' has no kernels for MXFP4 experts on CPUs; use rollout.engine='hf'",
+    )
     text = hf.get_text_config()
     has_experts = any(
         getattr(text, name, None) for name in ("num_experts", "num_local_experts",
