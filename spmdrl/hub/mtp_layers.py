@@ -1,7 +1,7 @@
 """Reads the multi-token prediction layers of a model's files, which RL neither trains nor samples.
 
 DeepSeek-V3, GLM-4.5 and others have them after the last layer, as model.layers.61 of 61 layers and
-so on (num_nextn_predict_layers of config.json); Qwen3-Next under "mtp.". transformers leaves them
+so on (num_nextn_predict_layers of config.json); Qwen3.5 under "mtp.". transformers leaves them
 out of the models that it builds. An export takes them from the folder that the run started from.
 """
 
