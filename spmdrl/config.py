@@ -23,6 +23,8 @@ class ConfigError(ValueError):
 class DataConfig:
     """Prompts in verl's schema, Parquet or JSONL."""
 
+    # files; or data of a hub: "openai/gsm8k:main:train", "hf://datasets/owner/name/file.parquet",
+    # "modelscope:owner/name:config:split". docs/hubs.md
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
     # the column with the prompt, a chat list or a string; dotted keys reach into structs:
@@ -381,6 +383,8 @@ class ProfileConfig:
 class RunConfig:
     """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
 
+    # a folder; or a model of a hub: "Qwen/Qwen3-0.6B", with @revision, or "modelscope:owner/name".
+    # So is every other model of a config, and an adapter. docs/hubs.md
     model: str = field(kw_only=False)
     data: Any = field(kw_only=False)  # the rows, and how they are read
     steps: int = 100
@@ -450,6 +454,7 @@ class PpoConfig(RunConfig):
 class SftDataConfig:
     """Rows with a `messages` chat, whose last turn is learnt, or a prompt and a response column."""
 
+    # files, or data of a hub as in DataConfig
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
     turns: Literal["last", "all"] = "last"  # of `messages`: "all" learns every assistant turn
@@ -474,6 +479,7 @@ class PreferenceDataConfig:
     A column of a name that is not the default must be there in every row.
     """
 
+    # files, or data of a hub as in DataConfig
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
     chosen_key: str = "chosen"  # dotted keys reach into structs, as in SftDataConfig

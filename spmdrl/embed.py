@@ -54,6 +54,7 @@ from spmdrl.training.build import RlRun, build, close
 from spmdrl.training.checks.rl import check
 from spmdrl.training.collect import evaluate
 from spmdrl.training.embed_compare import check_gap
+from spmdrl.training.fetch import fetch
 from spmdrl.training.push_weights import push_weights
 from spmdrl.training.rl import run_step
 from spmdrl.training.roles import Trainer
@@ -198,6 +199,7 @@ def attach(
         everyone = Topology.build(device_here(), hosted=True, dp=-1)
         phases, guard = Phases(everyone), Guard(everyone, config)
         with guard.watching(phases):
+            config = fetch(config, phases, "roles")
             with phases("attach"):
                 check_use(config)
                 parts = host_parts(chunks, optimizer, config)

@@ -22,6 +22,7 @@ import fire
 
 from spmdrl.cli.arguments import Dry, dry_flags, load_config, shown_config
 from spmdrl.cli.help import asks_for_help
+from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.distributed.env import before_torch
@@ -74,9 +75,11 @@ def main(
     PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.distributed.process import notes_last
+    from spmdrl.training.fetch import fetch
     from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
+        value = fetch(value, runtime.phases, "none" if dry.run else "all", ("eval",))
         run(value, runtime, dry)
 
 
@@ -169,7 +172,7 @@ def model_of(config: PpoConfig, runtime: Runtime) -> EvaluatedModel:
     from spmdrl.training.run_identity import of_evaluation
 
     if config.resume == "never":
-        return EvaluatedModel(0, config.model, config.model)
+        return EvaluatedModel(0, with_names(config.model), config.model)
     folder = exported(config, runtime)  # it finds what is damaged
     saved = read_run(Path(config.resume))
     if runtime.is_main and isinstance(saved.get("identity"), dict):

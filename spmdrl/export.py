@@ -19,7 +19,8 @@ from typing import Any
 import fire
 
 from spmdrl.cli.help import asks_for_help, refuse_unknown
-from spmdrl.cli.paths import check_folder, check_writable, missing_checkpoint
+from spmdrl.cli.hub_names import HubName, hub_model
+from spmdrl.cli.paths import check_model_path, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError
 from spmdrl.distributed.env import before_torch
 from spmdrl.distributed.exit import exit_config
@@ -29,7 +30,8 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 def main(
     checkpoint: str = "", out: str = "", dtype: str = "", ema: bool = False, adapter: bool = False,
-    base: str = "", without_mtp: bool = False, trust_remote_code: bool = False, **others: Any,
+    base: str = "", without_mtp: bool = False, trust_remote_code: bool = False,
+    push_to_hub: str = "", private: bool = True, commit_message: str = "", **others: Any,
 ) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load; of a reward
     model what AutoModelForSequenceClassification loads.
@@ -41,10 +43,15 @@ def main(
             given, that of the model that the run started from
         ema: the moving average of the weights, which a run with actor.ema keeps
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
-        base: where the model lies that the run started from, if it has been moved: that which lora
-            has adapted, or whose multi-token prediction layers are kept
+        base: where the model lies that the run started from, if it has been moved, or its name on a
+            hub: that which lora has adapted, or whose multi-token prediction layers are kept
         without_mtp: leave out the multi-token prediction layers, which no run trains
         trust_remote_code: run Python files of the model that the checkpoint is of
+        push_to_hub: a repository owner/name on the Hugging Face Hub, which is made if there is
+            none, to upload the folder to, with a model card; modelscope:owner/name: on ModelScope.
+            The token is that of HF_TOKEN, or MODELSCOPE_API_TOKEN
+        private: with --push_to_hub, only its owner sees the repository; False: everyone does
+        commit_message: with --push_to_hub; if it is not given, it names the step
     """
     if asks_for_help(others, main):
         return
@@ -54,12 +61,18 @@ def main(
     try:
         refuse_unknown(others, main)
         check_flags({"ema": ema, "adapter": adapter, "without_mtp": without_mtp,
-                     "trust-remote-code": trust_remote_code})  # fmt: skip
+                     "trust-remote-code": trust_remote_code, "private": private})  # fmt: skip
         if adapter and dtype:
             raise ConfigError(
                 "--dtype has no effect with --adapter, which is written in float32, as trained"
             )
         check_given(str(checkpoint), str(out), str(base))
+        target = target_of(push_to_hub, private, commit_message)
+        if target is not None:
+            PROGRESS.now(f"asking for the repository {target}")
+            from spmdrl.hub.upload import open_repository
+
+            open_repository(target, private)
     except ConfigError as error:
         exit_config(error)
     PROGRESS.now(LIBRARIES)
@@ -71,6 +84,7 @@ def main(
         export_adapter,
     )
     from spmdrl.hub.remote_code import allow_code
+    from spmdrl.hub.upload import push_export
 
     folders = Path(str(checkpoint)), Path(str(out))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LineHandler()])
@@ -85,10 +99,15 @@ def main(
         elif not adapter:
             writers = Writers(rank, world, partial(wait_for_all, world))
             export(*folders, dtype, ema, str(base), without_mtp, writers)
+        PROGRESS.now("")
+        PROGRESS.line(f"wrote {out}")
+        if target is not None and rank == 0:
+            PROGRESS.now(f"uploading {out} to {target}")
+            address = push_export(target, *folders, commit_message)
+            PROGRESS.now("")
+            PROGRESS.line(f"pushed it to {address}")
     except ConfigError as error:
         exit_config(error)
-    PROGRESS.now("")
-    PROGRESS.line(f"wrote {out}")
     PROGRESS.stop()
 
 
@@ -109,6 +128,20 @@ def check_flags(flags: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name} {flag}: it takes no value")
 
 
+def target_of(push_to_hub: str, private: bool, commit_message: str) -> HubName | None:
+    """Returns the repository to push to; None: there is none. Raises ConfigError."""
+    if not push_to_hub:
+        if not private or commit_message:
+            raise ConfigError("--private and --commit_message go with --push_to_hub owner/name")
+        return None
+    name = hub_model("--push_to_hub", str(push_to_hub))
+    if name is None or name.revision:
+        raise ConfigError(
+            f"--push_to_hub {push_to_hub}: expected owner/name, or modelscope:owner/name"
+        )
+    return name
+
+
 def check_given(checkpoint: str, out: str, base: str) -> None:
     """Raises ConfigError for folders that cannot be read, or written."""
     if not checkpoint:
@@ -119,7 +152,7 @@ def check_given(checkpoint: str, out: str, base: str) -> None:
         raise ConfigError("--out DIR is required: the folder to write")
     check_writable("--out", out)
     if base:
-        check_folder("--base", base)
+        check_model_path("--base", base)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,13 @@ def main(
     from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.rl import check
     from spmdrl.training.dry_run import show_plan
+    from spmdrl.training.fetch import fetch
     from spmdrl.training.rl import train
     from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
+        value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check(value, world)
         if dry.run:
             show_plan(value, runtime, dry)

@@ -60,11 +60,13 @@ def main(
     before_torch()
     from spmdrl.distributed.process import notes_last
     from spmdrl.training.checks.supervised import check_reward_training
+    from spmdrl.training.fetch import fetch
     from spmdrl.training.runtime import started
     from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
+        value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check_reward_training(value, world)
         if dry.run:
             show_plan(task(value), value, runtime, dry)

@@ -61,11 +61,13 @@ def main(
     from spmdrl.training.checks.supervised import (
         check_sft,  # torch comes in here, see spmdrl/ppo.py
     )
+    from spmdrl.training.fetch import fetch
     from spmdrl.training.runtime import started
     from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world
+        value = fetch(value, runtime.phases, "none" if dry.run else "all")
         check_sft(value, world)
         if dry.run:
             show_plan(task(), value, runtime, dry)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from spmdrl.cli.function_code import as_text, code_of
+from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths
 from spmdrl.config import MOVED, AlgoConfig, ConfigError, RunConfig
 
@@ -341,14 +342,23 @@ def describe(wanted: Any) -> str:
 
 
 def as_source(config: Any, indent: int = 0) -> str:
-    """The config as Python text, every field written out: config.py of the run folder."""
+    """The config as Python text, every field written out: config.py of the run folder.
+
+    A file or folder that was downloaded from a hub has its name there, with its commit.
+    """
     pad = "    " * (indent + 1)
     lines = [f"{type(config).__name__}("]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        text = as_source(value, indent + 1) if dataclasses.is_dataclass(value) else as_text(value)
+        text = (
+            as_source(value, indent + 1) if dataclasses.is_dataclass(value) else field_text(value)
+        )
         lines.append(f"{pad}{field.name}={text},")
     return "\n".join(lines) + "\n" + "    " * indent + ")"
+
+
+def field_text(value: Any) -> str:
+    return as_text(with_names(value))
 
 
 def changed_fields(config: Any, usual: Any = None, where: str = "") -> list[str]:
@@ -365,7 +375,7 @@ def changed_fields(config: Any, usual: Any = None, where: str = "") -> list[str]
             inner = changed_fields(value, default if is_alike else None, f"{key}.")
             lines += inner or ([] if is_alike else [f"{key}={type(value).__name__}()"])
         elif default is dataclasses.MISSING or as_text(value) != as_text(default):
-            lines.append(f"{key}={as_text(value)}")
+            lines.append(f"{key}={field_text(value)}")
     return lines
 
 

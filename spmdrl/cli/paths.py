@@ -13,24 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spmdrl.cli.hub_names import DATA_SUFFIXES, as_tuple, data_name, model_name
 from spmdrl.config import ConfigError, RunConfig, SupervisedConfig
 
 MAX_PATH = 4096  # Linux
-DATA_SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_paths(config: RunConfig, sets: tuple[str, ...] = ("train", "eval")) -> None:
     """Raises ConfigError for a path that cannot be read, or written, as the run is going to.
 
-    sets: the fields of `data` whose files are read.
+    Names of models and data on a hub are only read; whether the hub has them is asked later, once
+    for each host (training/fetch.py). sets: the fields of `data` whose files are read.
     """
-    for where, node in nodes_of(config):
-        model = getattr(node, "model", None)
-        if isinstance(model, str) and (model or not where):
-            check_model_path(f"{where}model", model)
-        adapter = getattr(node, "adapter", None)
-        if adapter is not None:
-            check_folder(f"{where}adapter", adapter)
+    for field, model in model_fields(config).items():
+        if field.endswith("adapter"):
+            check_adapter_path(field, model)
+        else:
+            check_model_path(field, model)
     for name in sets:
         paths = getattr(config.data, name)
         if paths is not None:
@@ -39,6 +38,17 @@ def check_paths(config: RunConfig, sets: tuple[str, ...] = ("train", "eval")) ->
     check_writable("run_dir", config.run_dir)
     if isinstance(config, SupervisedConfig):
         check_out(config.out, config.model)
+
+
+def model_fields(config: RunConfig) -> dict[str, str]:
+    """Returns the fields that name a model or an adapter, by their dotted keys."""
+    found = {}
+    for where, node in nodes_of(config):
+        for name in ("model", "adapter"):
+            value = getattr(node, name, None)
+            if isinstance(value, str) and (value or f"{where}{name}" == "model"):
+                found[f"{where}{name}"] = value
+    return found
 
 
 def nodes_of(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
@@ -51,7 +61,7 @@ def nodes_of(node: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_model_path(name: str, model: str) -> None:
-    """Raises ConfigError for what is neither a Hugging Face model folder nor a hub id."""
+    """Raises ConfigError for what is neither a Hugging Face model folder nor a name on a hub."""
     if not model.strip():
         raise ConfigError(f"{name}={model!r} is no name")
     if len(model) > MAX_PATH or "\0" in model:
@@ -61,50 +71,27 @@ def check_model_path(name: str, model: str) -> None:
             raise ConfigError(
                 f"{name}: {model!r} has no config.json; is it a Hugging Face model folder?"
             )
-        return
-    if not os.path.exists(model) and (model.startswith(("/", ".", "~")) or model.count("/") != 1):
+    elif os.path.exists(model) or model_name(name, model) is None:
         raise ConfigError(f"{name}: no such folder: {model!r} (and not a hub id like owner/name)")
-    if not on_hub(name, model):
-        raise ConfigError(
-            f"{name}: {model!r} is no folder here (looked from {Path.cwd()}), is not cached, and "
-            "the hub cannot be reached"
-        )
 
 
-def on_hub(name: str, model: str) -> bool:
-    """Whether there is any use in asking the hub; transformers would try for half a minute."""
-    import socket
-    from urllib.parse import urlparse
-
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(model)
-    except HFValidationError as error:
-        raise ConfigError(f"{name}: {model!r} is no folder here, and no hub id: {error}") from error
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return True
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
+def check_adapter_path(name: str, adapter: str) -> None:
+    """Raises ConfigError for what is neither a folder nor a name on a hub."""
+    if os.path.exists(adapter) or model_name(name, adapter) is None:
+        check_folder(name, adapter)
 
 
 def check_data_files(name: str, paths: str | tuple[str, ...]) -> None:
     """Raises ConfigError for a file that is not there, is no data file, or is named twice."""
-    paths = (paths,) if isinstance(paths, str) else tuple(paths)
-    if not paths:
+    if not as_tuple(paths):
         raise ConfigError(f"no data file is given: set {name} to one path or several")
-    seen: dict[tuple[int, int], str] = {}  # by device and inode
-    for path in paths:
-        check_data_file(Path(path))
-        status = os.stat(path)
-        file = (status.st_dev, status.st_ino)
+    seen: dict[Any, str] = {}  # by device and inode, or by the name on a hub
+    for path in as_tuple(paths):
+        on_hub = data_name(name, path)
+        if on_hub is None:
+            check_data_file(Path(path))
+            status = os.stat(path)
+        file = on_hub or (status.st_dev, status.st_ino)
         if file in seen:
             both = f"{path!r} twice" if seen[file] == path else f"{seen[file]!r} and {path!r}"
             raise ConfigError(

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from spmdrl.cli.hub_names import name_of
+
 T = TypeVar("T")
 
 TICK_S = 0.5  # between two looks of the thread
@@ -36,6 +38,7 @@ LIBRARIES = "loading the libraries (PyTorch, transformers)"
 # phases of a run (spmdrl/distributed/phases.py) in plain words; others are shown by their name
 WORDS = {
     "check folders": "checking the folders of the run",
+    "download": "downloading models and data",
     "load data": "loading the data",
     "build actor": "loading the model",
     "build ref": "loading the reference model",
@@ -294,9 +297,10 @@ PROGRESS = Progress()
 def model_text(model: str) -> str:
     """A model's name or folder, and the size of its weights where it is a folder."""
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    name = name_of(model) or model
     if size >= 1e9:
-        return f"{model}, {size / 1e9:.1f} GB"
-    return f"{model}, {size / 1e6:.1f} MB" if size else model
+        return f"{name}, {size / 1e9:.1f} GB"
+    return f"{name}, {size / 1e6:.1f} MB" if size else name
 
 
 def columns() -> int:

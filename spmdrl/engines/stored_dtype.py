@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
@@ -20,18 +19,12 @@ def stored_dtype(config: PreTrainedConfig, model: str) -> torch.dtype:
 
     That is the dtype of its config.json; where there is none, that of the first floating-point
     tensor of its safetensors files; without those float32. config: as it was read, since a model
-    that is loaded in another dtype has that one in its config. model: a folder or a hub id.
+    that is loaded in another dtype has that one in its config. model: its folder.
     """
     said: Any = config.dtype or config.get_text_config().dtype
     if said is not None:
         return DTYPES.get(str(said).removeprefix("torch."), torch.float32)
-    folder = Path(model)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(model, "config.json")
-        if not isinstance(cached, str):
-            return torch.float32
-        folder = Path(cached).parent
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names = file.keys()
             kinds = (file.get_slice(name).get_dtype() for name in names)

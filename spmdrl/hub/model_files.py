@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from spmdrl.cli.hub_names import name_of
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.remote_code import UNREADABLE, has_foreign_code, reason_of
@@ -36,7 +37,7 @@ def check_model_files(
     """
     check_architectures(name, model, hf, is_policy)
     if has_weights and Path(model).is_dir():
-        check_weight_files(name, Path(model), hf)
+        check_weight_files(name, Path(model), hf, is_download=name_of(model) is not None)
 
 
 def check_architectures(name: str, model: str, hf: PreTrainedConfig, is_policy: bool) -> None:
@@ -68,16 +69,22 @@ def families_of_classes() -> dict[str, set[str]]:
     return families
 
 
-def check_weight_files(name: str, folder: Path, hf: PreTrainedConfig) -> None:
-    """Raises ConfigError for a file that is missing, damaged or of numbers that are no weights."""
+def check_weight_files(
+    name: str, folder: Path, hf: PreTrainedConfig, is_download: bool = False
+) -> None:  # fmt: skip
+    """Raises ConfigError for a file that is missing, damaged or of numbers that are no weights.
+
+    is_download: the folder is in a hub's cache. Then none is missed here: training/fetch.py has
+    downloaded all, or, for a dry run, none.
+    """
     files = sorted(folder.glob("*.safetensors"))
     pickled = list(folder.glob("*.bin"))
-    if not files and not pickled:
+    if not files and not pickled and not is_download:
         raise ConfigError(
             f"{name}: {str(folder)!r} has no weights: no *.safetensors and no *.bin. Are all files "
             "of it there?"
         )
-    missing = missing_shards(name, folder)
+    missing = [] if is_download else missing_shards(name, folder)
     if missing:
         raise ConfigError(
             f"{name}: {str(folder)!r} lacks {', '.join(missing[:5])}, which {INDEX} names. Fetch "

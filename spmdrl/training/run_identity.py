@@ -20,10 +20,10 @@ from typing import Any
 
 import tokenizers
 import transformers
-from huggingface_hub import try_to_load_from_cache
 
 from spmdrl.algo.advantages import Estimator, advantage_options
 from spmdrl.algo.losses import PolicyLoss, loss_options
+from spmdrl.cli.arguments import field_text
 from spmdrl.cli.function_code import as_text, code_of, is_users
 from spmdrl.config import MOVED, PpoConfig, RunConfig
 from spmdrl.data.pictures import pictures_of
@@ -94,7 +94,7 @@ def settings(config: Any, prefix: str = "") -> dict[str, str]:
             found[name] = type(value).__name__
             found |= settings(value, f"{name}.")
         else:
-            found[name] = as_text(value)
+            found[name] = field_text(value)
     return found
 
 
@@ -213,15 +213,13 @@ def model_print(model: str, with_weights: bool) -> Tree:
     a checkpoint has all others."""
     config = load_hf_config(model)
     found: Tree = {"config": flat(config.to_dict()), "eos_token_ids": list(eos_token_ids(model))}
-    folder = folder_of(model)
-    if folder is not None:
-        files = sorted(folder.glob("*.py"))  # which trust_remote_code would run
-        found["code"] = digest_of("\n".join(path.read_text(errors="replace") for path in files))
-        processor = Path(folder, "preprocessor_config.json")
-        if sees_images(config) and processor.is_file():
-            found["image_processor"] = flat(json.loads(processor.read_text()))
-        if with_weights:
-            found["weights"] = weights_print(folder)
+    files = sorted(Path(model).glob("*.py"))  # which trust_remote_code would run
+    found["code"] = digest_of("\n".join(path.read_text(errors="replace") for path in files))
+    processor = Path(model, "preprocessor_config.json")
+    if sees_images(config) and processor.is_file():
+        found["image_processor"] = flat(json.loads(processor.read_text()))
+    if with_weights:
+        found["weights"] = weights_print(Path(model))
     return found
 
 
@@ -236,13 +234,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def folder_of(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    cached = try_to_load_from_cache(model, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def weights_print(folder: Path) -> str:

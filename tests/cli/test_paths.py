@@ -53,7 +53,7 @@ GOOD = [
 ]  # fmt: skip
 WRONG = [
     (ppo(model="modle"), ["model: no such folder: 'modle'"]),
-    (ppo(model="runs/modle"), ["'runs/modle' is no folder here", "looked from"]),
+    (ppo(model="runs/modle/x"), ["no such folder: 'runs/modle/x' (and not a hub id like"]),
     (ppo(model="empty"), ["'empty' has no config.json"]),
     (ppo(critic=TrainConfig(model="./x")), ["critic.model: no such folder: './x'"]),
     (ppo(reward_model=RewardModelConfig("./x")), ["reward_model.model: no such folder"]),
@@ -166,7 +166,7 @@ EXPORTS = [
     (["--checkpoint", "run"], "no run.json; the newest in it is run/checkpoints/step_00000050"),
     (["--checkpoint", "whole"], "--out DIR is required"),
     (["--checkpoint", "whole", "--out", "/proc/x"], "--out='/proc/x': '/proc' cannot be written"),
-    (["--checkpoint", "whole", "--out", "o", "--base", "gone"], "--base='gone': no such folder"),
+    (["--checkpoint", "whole", "--out", "o", "--base", "gone"], "--base: no such folder: 'gone'"),
     (["--checkpoit", "whole"], "--checkpoit: there is no such flag; nearest: --checkpoint"),
 ]
 

@@ -27,6 +27,7 @@ from spmdrl_kernels.linear import FastLinear, use_fast_linear
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from spmdrl.cli.hub_names import model_name, name_of
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
@@ -34,6 +35,7 @@ from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
 from spmdrl.engines.fsdp.weight_files import open_weights
+from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
@@ -81,7 +83,7 @@ class Adapters:
         """Returns what a checkpoint says of its adapters."""
         lora = self.config
         return {
-            "model": str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model,
+            "model": name_of(self.model) or str(Path(self.model).resolve()),
             "fingerprint": self.fingerprint, "dtype": self.dtype, "rank": lora.rank,
             "alpha": lora.alpha, "use_rslora": lora.use_rslora, "layers": self.layers,
             "target_modules": lora.target_modules,
@@ -145,12 +147,15 @@ def adapt_layers(hf: Any, layers: Sequence[str], config: Any) -> None:
 
 
 def peft_config(lora: LoraConfig, targets: Sequence[str], model: str) -> Any:
+    """model: a folder; one in a hub's cache is named as peft names it, by its id and commit."""
     from peft import LoraConfig as PeftConfig
 
+    name = model_name("model", name_of(model) or model)
     return PeftConfig(
         r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora,
         target_modules=list(targets), lora_dropout=0.0, task_type="CAUSAL_LM",
-        base_model_name_or_path=model,
+        base_model_name_or_path=name.repo if name else model,
+        revision=name.revision or None if name else None,
     )  # fmt: skip
 
 
@@ -428,8 +433,8 @@ def merged_sources(
     base as it was held, and scale B A. base: where it lies now; "": where it lay. Raises
     ConfigError where the base is not there, or is another model.
     """
-    path = base or saved["model"]
-    if not base and Path(path).is_absolute() and not Path(path).is_dir():
+    path = local_model("base" if base else "the base of these adapters", base or saved["model"])
+    if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
     shapes, read_parameter = parameters_of(path)
     sums = {name: checksum(read_parameter(name)) for name in shapes}

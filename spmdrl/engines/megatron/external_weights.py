@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from spmdrl.config import require
+from spmdrl.distributed.once_per_host import once_per_host
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
@@ -26,8 +28,9 @@ from spmdrl.engines.megatron.external_model import check_host_model
 from spmdrl.engines.megatron.hf_mapping import load_pretrained
 from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.parallel_state import RoleState
-from spmdrl.engines.megatron.parts import Groups, Parts, generation_config, model_folder
+from spmdrl.engines.megatron.parts import Groups, Parts, generation_config
 from spmdrl.engines.stored_dtype import as_stored
+from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.weights.transfer import gathered
 
@@ -47,12 +50,12 @@ def load_hf_weights(model: Any, folder: str, optimizer: Any = None) -> None:
     with everyone() as topology:
         phases = Phases(topology)
         with phases("load weights"):
+            folder = once_per_host(partial(local_model, "folder", folder), topology)[0]
             hf_config = load_hf_config(folder)
             parts = parts_of(chunks_of(model), optimizer, hf_config)
             check_host_model(parts, hf_config)
-        path = model_folder(folder, topology)
         with phases("load weights"):
-            load_pretrained(parts.raw, path, hf_config)
+            load_pretrained(parts.raw, Path(folder), hf_config)
             if optimizer is not None:
                 optimizer.reload_model_params()
 
@@ -75,6 +78,7 @@ def save_hf_weights(
                 not Path(out, "config.json").exists(),
                 f"save_hf_weights: {out} already holds a model; name another folder",
             )
+            like = once_per_host(partial(local_model, "like", like, False), topology)[0]
             hf_config = load_hf_config(like)
             parts = parts_of(chunks_of(model), None, hf_config)
             check_host_model(parts, hf_config)

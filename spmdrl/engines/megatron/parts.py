@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -322,7 +321,7 @@ def build_parts(
         if chunks[0].pre_process:
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
         if load_weights:
-            load_pretrained(chunks, model_folder(model, topology), hf_config)
+            load_pretrained(chunks, Path(model), hf_config)
         optimizer = None
         if frozen:
             for chunk in chunks:
@@ -401,19 +400,6 @@ def set_hyperparameters(optimizer: Any, optim: OptimConfig) -> None:
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = optim.betas, optim.eps
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-
-
-def model_folder(model: str, topology: Topology) -> Path:
-    """Returns the folder of the model's files; the first rank of the role fetches what is not there
-    yet.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    wanted = ["*.safetensors", "*.json"]
-    if topology.rank == 0:
-        snapshot_download(model, allow_patterns=wanted)
-    dist.barrier(group=topology.control)
-    return Path(snapshot_download(model, allow_patterns=wanted))
 
 
 def generation_config(model: str) -> list[GenerationConfig]:

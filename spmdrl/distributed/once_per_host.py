@@ -1,0 +1,43 @@
+"""Has one rank of each host do what all ranks of that host then share, such as a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from spmdrl.config import ConfigError
+from spmdrl.distributed.topology import Topology
+
+T = TypeVar("T")
+
+
+def once_per_host(work: Callable[[], T], topology: Topology) -> list[T]:
+    """Calls `work` on the first rank of each host. Returns its results of all hosts, that of this
+    rank's own first. Collective; `work` holds no collective, and its result can be pickled.
+
+    The others wait in a collective: what bounds `work` is the limit for a phase without progress
+    (stall_timeout_s). Raises on all ranks where it fails on any: a ConfigError as it is, anything
+    else as a RuntimeError that names the host.
+    """
+    hosts: list[Any] = [None] * topology.world
+    dist.all_gather_object(hosts, topology.host, group=topology.control)
+    failure: Exception | None = None
+    mine: Any = None
+    if hosts.index(topology.host) == topology.rank:
+        try:
+            mine = (work(), None)
+        except Exception as error:  # noqa: BLE001  raised again on every rank below
+            failure = error
+            wrong = isinstance(error, ConfigError)
+            mine = (None, (wrong, str(error) if wrong else repr(error)))
+    told: list[Any] = [None] * topology.world
+    dist.all_gather_object(told, mine, group=topology.control)
+    for host, answer in zip(hosts, told, strict=True):
+        if answer is not None and answer[1] is not None:
+            wrong, text = answer[1]
+            kind = ConfigError if wrong else RuntimeError
+            raise kind(text if wrong else f"on {host}: {text}") from failure
+    first = told[hosts.index(topology.host)][0]
+    return [first, *(answer[0] for answer in told if answer is not None and answer[0] is not first)]
