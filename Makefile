@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models gpu-session \
+.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs gpu-session \
 	verdicts soak \
 	clean
 
@@ -56,6 +56,10 @@ bench-kernels: .venv  ## time every kernel against the machine's ceilings; needs
 
 models: .venv  ## try every family of models in every column; writes docs/models.md, 20 minutes
 	@$(BIN)/python tests/models/table.py
+
+docs: .venv  ## build the documentation's site into runs/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file .mkdocs.yml
+	@echo "open runs/site/index.html; with the search: python3 -m http.server --directory runs/site"
 
 gpu-session:  ## try on a GPU all that needs one, in 25 minutes; table into docs/gpu.md
 	@tests/gpu/session.sh

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 RewardFn = Callable[..., Any]
 Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
@@ -105,6 +106,9 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tensor_parallel: int = 1
+    # vLLM's: each tensor-parallel rank has whole experts of a layer, not a part of every expert.
+    # docs/experts.md
+    expert_parallel: bool = False
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Literal["fp8"] | None = None  # linear layers in e4m3, 128 x 128 blocks: vLLM
     max_num_seqs: int = 256  # sequences decoded at once, per engine
@@ -176,6 +180,9 @@ class TrainConfig:
     # its backward pass, as ZeRO-2 does, which gathers once and not twice
     reshard_after_forward: bool = True
     ulysses: int = 1  # of fsdp: ranks that share the tokens of a micro-batch, out of those of fsdp
+    # ranks that share the experts of a layer, out of the data-parallel ones (of fsdp: of those that
+    # share a copy of the weights). docs/experts.md
+    expert_parallel: int = 1
     # the layout of megatron; what the degrees leave is data parallel
     tensor_parallel: int = 1
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
@@ -186,7 +193,6 @@ class TrainConfig:
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     context_parallel: int = 1  # ranks that share the tokens of a sequence
-    expert_parallel: int = 1  # ranks that share the experts of a layer, out of the data-parallel
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE
@@ -205,7 +211,11 @@ class TrainConfig:
     # optimizer steps there; a layer's weights are on the device while it is computed
     offload_policy: bool = False
     ema: float = 0.0  # decay per optimizer step of a moving average of the weights; 0: none
-    lora: LoraConfig | None = None  # train adapters only; of fsdp. docs/lora.md
+    # of the actor, whose model has experts. R3: its passes send each token to the experts that the
+    # rollout engine sent it to (rollout routing replay); None: to those that it chooses itself.
+    # docs/experts.md
+    router_replay: Literal["R3"] | None = None
+    lora: LoraConfig | None = None  # train adapters only. docs/lora.md
     freeze_vision: bool = False  # of a model that sees images: its tower stays as it is
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -379,6 +389,32 @@ class ProfileConfig:
     trace: bool = True  # False: on GPUs, only nsys's window and its ranges of phases
 
 
+class Tracker(Protocol):
+    """Where a run is shown. An object of your own in `trackers` has these methods, or some of them
+    where its class inherits this one. They are called on the first rank alone.
+    """
+
+    def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
+        """Begins a run, or goes on with it. options: its config by dotted names; done: the steps
+        that it has done.
+        """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of a step. A run that resumes from an earlier checkpoint gives a step
+        again.
+        """
+
+    def log_answers(self, step: int, name: str, answers: list[dict[str, Any]]) -> None:
+        """Takes some rows of a file in samples/. name: "samples/train", "samples/eval"."""
+
+    def close(self) -> None:
+        """Ends the run."""
+
+
+# Former fields of every run -> how they are written now.
+REPLACED = {"tensorboard": "trackers", "wandb": "trackers and project"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Holds what every run has; PpoConfig, SftConfig and RewardTrainingConfig add their own."""
@@ -391,13 +427,17 @@ class RunConfig:
     run_dir: str
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that a model's folder brings along
+    # train the tower for images of a model whose language model could be loaded alone, too
+    vision_tower: bool = False
     resume: str = "never"  # "never" | "auto" | a checkpoint folder
     eval_every: int  # steps; 0: only before and after
     # what is trained; it is saved under this name in every program
     actor: TrainConfig
     checkpoint: CheckpointConfig
-    tensorboard: bool = True
-    wandb: str | None = None  # a project of Weights & Biases
+    # where numbers and answers go, beside the run's own files: "tensorboard", "wandb", "mlflow",
+    # "swanlab", "trackio", or an object of your own (Tracker). docs/trackers.md
+    trackers: tuple[Any, ...] = ("tensorboard",)
+    project: str = "spmdrl"  # in wandb, mlflow, swanlab and trackio
     profile: ProfileConfig | None = None
     # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
     show_metrics: tuple[str, ...] = ()
@@ -409,6 +449,15 @@ class RunConfig:
     start_timeout_s: float = 600.0  # until all ranks have started and are connected
     stall_timeout_s: float = 1800.0  # a rank that makes no progress for so long ends the run
     lost_timeout_s: float = 10.0  # so does one without a sign of life: frozen, or cut off
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        """Raises TypeError, with the new spelling, for a former field."""
+        for name in REPLACED.keys() & fields.keys():
+            raise TypeError(
+                f"{cls.__name__} has no field {name!r} any more; it is {REPLACED[name]}: "
+                'trackers=("tensorboard", "wandb"), project="sums"'
+            )
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True)

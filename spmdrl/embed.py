@@ -246,7 +246,7 @@ def check_use(config: PpoConfig) -> None:
     require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
-        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "wandb", "profile",
+        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "project", "profile",
         "show_metrics",
     ):  # fmt: skip
         require(

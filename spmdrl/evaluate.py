@@ -276,6 +276,7 @@ def sampler_of(
 ) -> Sampler:  # fmt: skip
     """Builds a sampler on all ranks. Collective."""
     from spmdrl.distributed.topology import Topology
+    from spmdrl.hub.hf_folder import keep_tower
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
@@ -288,6 +289,8 @@ def sampler_of(
     with runtime.phases("build rollout"):
         if config.trust_remote_code:
             allow_code(model)
+        if config.vision_tower:
+            keep_tower(model)
         ranks = Topology.build(topology.device, dp=-1, tp=rollout.tensor_parallel)
         PROGRESS.detail(engine_text(rollout, model))
         engine = build_engine(

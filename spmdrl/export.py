@@ -83,6 +83,7 @@ def main(
         export,
         export_adapter,
     )
+    from spmdrl.hub.hf_folder import keep_tower
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.hub.upload import push_export
 
@@ -94,6 +95,7 @@ def main(
     try:
         if trust_remote_code:
             allow_code(str(folders[0] / "hf"))
+        keep_tower(str(folders[0] / "hf"))  # whose config has one where it was trained
         if adapter and rank == 0:  # it is small
             export_adapter(*folders, str(base), ema)
         elif not adapter:

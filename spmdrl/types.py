@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,8 @@ class Sample:
     invalid: str | None = None  # why there is no reward: the traceback or the time limit
     reward_info: dict[str, float] = field(default_factory=dict)  # further numbers to be logged
     pred: str | None = None  # what the reward function read as the answer, if it says so
+    # with actor.router_replay: as Completion.routed_experts
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +159,9 @@ class Batch:
     nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL
     # (num_tokens,) float32: 1 on the tokens that clip_cov or kl_cov acts on
     selected_mask: Tensor | None = None
+    # (num_tokens, num_moe_layers, top_k) uint8 or int16, with actor.router_replay: the experts that
+    # each token was sent to while it was sampled; any where nobody knows
+    routed_experts: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -193,6 +199,26 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         names, values = zip(*self.tensors(), strict=True)
         return replace(self, **dict(zip(names, to_device(values, device), strict=True)))
+
+
+class Routing(NamedTuple):
+    """Says how many experts a token is sent to, and out of how many, in each layer with experts."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest dtype that holds an expert's number and that gloo or NCCL send as bytes."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    def unknown(self, num_tokens: int) -> Tensor:
+        """(num_tokens, num_layers, top_k): the first experts, for tokens of which nobody knows
+        where they were sent. They differ, as a router's choice does.
+        """
+        row = torch.arange(self.top_k, dtype=self.dtype)
+        return row.expand(num_tokens, self.num_layers, -1).clone()
 
 
 class PolicyStats(NamedTuple):

@@ -82,7 +82,7 @@ def rl_config(model: str, folder: str | None = None, **changes: Any) -> PpoConfi
         "model": model, "reward": reward, "run_dir": f"{folder}/run",
         "data": DataConfig(train=f"{folder}/train.jsonl", eval=f"{folder}/eval.jsonl",
                            prompts_per_step=8, max_prompt_tokens=16),
-        "rewards": RewardConfig(workers=1), "tensorboard": False,
+        "rewards": RewardConfig(workers=1), "trackers": (),
         "rollout": RolloutConfig(engine="hf", n=4, max_tokens=8, dtype="float32"),
         "actor": TrainConfig(micro_batch_tokens=64),
     } | changes  # fmt: skip

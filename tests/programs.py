@@ -51,7 +51,7 @@ config = PpoConfig(
     rollout=RolloutConfig(engine="hf", n=4, max_tokens=8, dtype="float32", kv_cache_mib=32),
     actor=TrainConfig(dtype="float32", micro_batch_tokens=128, optim=OptimConfig(lr=1e-3)),
     checkpoint=CheckpointConfig(every_steps=0),
-    tensorboard=False,
+    trackers=(),
 )
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,11 @@ import torch
 from tiny_models import CHARS, save_qwen3, save_tokenizer
 from training_batches import on_data_ranks
 
+from spmdrl.data.images import BatchImages
 from spmdrl.data.packing import empty_batch
 from spmdrl.rollout.base import Completion, Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.build import ENGINES
+from spmdrl.types import Prompt
 from spmdrl.weights.boxes import view, whole
 
 EOS = 2
@@ -157,11 +160,17 @@ def rollout_difference(actor: Any, ranks: Any, rollout: Any) -> float:
     return gaps.max().item() if len(gaps) else 0.0
 
 
-def rollout_gaps(actor: Any, ranks: Any, rollout: Any) -> torch.Tensor:
+def rollout_gaps(
+    actor: Any, ranks: Any, rollout: Any, prompts: Sequence[Prompt] = (),
+    images: BatchImages | None = None,
+) -> torch.Tensor:  # fmt: skip
     """How far the engine's logprob of each sampled token is from the trainer's. Every engine
-    answers the same.
+    answers the same. prompts: with images, to be answered instead of random ones.
     """
-    requests = [replace(r, max_tokens=2 + i % 11) for i, r in enumerate(some_requests(24))]
+    asked = [prompts[i % len(prompts)] for i in range(24)] if prompts else []
+    plain = [Request(p.token_ids, 7**i % 2**63, images=p.images) for i, p in enumerate(asked)]
+    requests = plain or some_requests(24)
+    requests = [replace(r, max_tokens=2 + i % 11) for i, r in enumerate(requests)]
     answers = rollout.generate(requests, SamplingParams(temperature=1.0, max_tokens=12))
     both = list(zip(requests, answers, strict=True))
     batch = empty_batch(torch.tensor([len(r.prompt_ids) + len(a.token_ids) for r, a in both]))
@@ -169,7 +178,9 @@ def rollout_gaps(actor: Any, ranks: Any, rollout: Any) -> torch.Tensor:
     rows = [([0.0] * len(r.prompt_ids), a.logprobs) for r, a in both]
     batch.rollout_logprobs = torch.tensor([x for none, some in rows for x in none + some])
     batch.loss_mask = (batch.rollout_logprobs != 0).float()
+    if prompts:
+        batch.prompts = torch.tensor([prompt.id for prompt in asked])
     assert batch.loss_mask.sum() > 100
     batch = on_data_ranks(ranks, batch)
-    away = actor.logprobs(batch, 1.0).logprobs - batch.rollout_logprobs
+    away = actor.logprobs(batch, 1.0, images=images).logprobs - batch.rollout_logprobs
     return away.abs()[batch.loss_mask.bool()]

@@ -79,8 +79,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3(folder, max_position_embeddings=4096)
 
 
-# Megatron has no adapters and no reward models; what is of Megatron is not switched to it
-LEFT_OUT = {"lora", "reward", "256gpu", "128gpu"}
+# the model here has no experts; what is of Megatron is not switched to it
+LEFT_OUT = {"lora", "reward", "a3b", "256gpu", "128gpu"}
 WHOLE = [path for path in CONFIGS if not LEFT_OUT & set(path.stem.split("_"))]
 
 
@@ -136,13 +136,34 @@ def test_readme_config_is_short_and_loads(tmp_path: Path) -> None:
 
 
 def test_readme_names_what_exists() -> None:
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs/install.md").read_text()
+    pages = ["README.md", *(f"docs/{name}.md" for name in ("install", "how_to", "run_folder",
+             "troubleshooting", "speed"))]  # fmt: skip
+    text = "".join((ROOT / page).read_text() for page in pages)
     targets = set(re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"`make ([a-z.-]+)", text)) <= targets
     paths = re.findall(r"\b(?:spmdrl|configs|examples|launch|docs|tests)/[\w./-]+\.\w+", text)
     assert not [path for path in paths if not (ROOT / path).exists()]
     modules = re.findall(r"-m (spmdrl\.\w+)", text)
     assert modules and all(importlib.util.find_spec(name) for name in modules)
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if "://" not in link]
+    assert len(links) > 20
+    assert not [link for link in links if not (ROOT / link).exists()]
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(links), "every page of docs/ is reached from the README"
+
+
+def test_picture_of_a_step_has_its_lines_in_their_order() -> None:
+    script = load_module("docs/pictures/one_step.py")
+    names = script.called_in_train_step()
+    assert set(names) == set(script.LINES)
+    picture = (ROOT / "docs/pictures/one_step.svg").read_text()
+    drawn = re.findall(r">(" + "|".join(script.LINES) + r")</text>", picture)
+    assert drawn == names
 
 
 # A recorded run: three steps, evaluated before the first and after the last.

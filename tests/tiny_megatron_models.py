@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "pad_token_id": None,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
@@ -37,6 +37,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
         "n_shared_experts": 2, "rms_norm_eps": 1e-5,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}  # fmt: skip
+WINDOWED = ["sliding_attention", "full_attention"] * 2
+GEMMA = {
+    "head_dim": 32, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 24,
+    "layer_types": WINDOWED, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+FAMILIES |= {
+    "mistral": {"head_dim": 32, "sliding_window": 5},
+    "seed_oss": {"head_dim": 32, "attention_out_bias": False},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80, "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "head_dim": 32, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    },
+    "glm4": {"head_dim": 32},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": GEMMA | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }},
+    "gpt_oss": {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+        "layer_types": WINDOWED, "intermediate_size": 48, "swiglu_limit": 0.3,
     },
 }  # fmt: skip
 FAMILIES["qwen3_moe normalised"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": True}
@@ -133,7 +161,7 @@ def checkpoint_names(model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         stacked = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-        if stacked is None:
+        if stacked is None or model.config.model_type == "gpt_oss":
             out[name] = tensor
             continue
         for number, expert in enumerate(tensor):

@@ -50,6 +50,26 @@ def save_qwen3(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
     return Path(folder)
 
 
+def save_qwen3_moe(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
+    """A two-layer Qwen3-MoE of eight experts with random float32 weights, and its tokenizer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = {
+        "vocab_size": len(CHARS), "hidden_size": 64, "moe_intermediate_size": 32,
+        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+    } | overrides  # fmt: skip
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return Path(folder)
+
+
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 SHOWING_TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}"

@@ -32,7 +32,8 @@ def image_question(seed: int) -> dict:
 
 def run_task(folder: Path, name: str, ranks: int, *args: str) -> list[dict]:
     """Rows of metrics of a run in folder/name; `save_task` made the folder."""
-    done = train(folder, ranks, "--config", "cfg.py", "--run_dir", name, *args)
+    config = [] if "--config" in args else ["--config", "cfg.py"]
+    done = train(folder, ranks, *config, "--run_dir", name, *args)
     assert done.code == 0, done.output[-6000:]
     return metrics_of(folder / name)
 

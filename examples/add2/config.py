@@ -53,6 +53,6 @@ config = PpoConfig(
         optim=OptimConfig(lr=1e-4, weight_decay=0.0, clip_norm=1.0),
     ),
     checkpoint=CheckpointConfig(every_steps=0),
-    tensorboard=False,
+    trackers=(),
     log_samples=0,
 )

@@ -48,7 +48,7 @@ SETTINGS = {
     "algo.mini_batches": UPDATES,
     "eval_every": 0,  # before and after
     "checkpoint.every_steps": 0,
-    "tensorboard": False,
+    "trackers": (),
 }
 
 # Which config a name is run from. An estimator without one is GRPO's config with its name put in.

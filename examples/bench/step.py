@@ -60,7 +60,7 @@ config = PpoConfig(
     rollout=RolloutConfig(n={n}, max_tokens={answer}, ignore_eos=True, max_num_seqs=512),
     actor=TrainConfig(
         micro_batch_tokens=16384, activation_checkpointing=False, optim=OptimConfig(lr=1e-6)),
-    checkpoint=CheckpointConfig(every_steps=0), tensorboard=False, log_samples=0,
+    checkpoint=CheckpointConfig(every_steps=0), trackers=(), log_samples=0,
 )
 """
 

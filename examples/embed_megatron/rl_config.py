@@ -29,5 +29,5 @@ config = PpoConfig(
     rollout=RolloutConfig(n=8, max_tokens=8, dtype="float32", kv_cache_mib=64),
     actor=TrainConfig(micro_batch_tokens=8192),
     log_samples=0,  # the host logs
-    tensorboard=False,
+    trackers=(),
 )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from spmdrl.cli.function_code import as_text, code_of
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths
-from spmdrl.config import MOVED, AlgoConfig, ConfigError, RunConfig
+from spmdrl.config import MOVED, REPLACED, AlgoConfig, ConfigError, RunConfig
 
 OPTIONS = ("--algo.loss_args.", "--algo.advantage_args.")
 
@@ -209,6 +209,11 @@ def _replaced(node: Any, names: list[str], value: Any, flag: str) -> Any:
     if isinstance(node, AlgoConfig) and names[0] in MOVED:
         moved = ".".join([MOVED[names[0]], *names[1:]])
         raise ConfigError(f"{flag}: it is now --{above_of(flag, names)}{moved}")
+    if isinstance(node, RunConfig) and names[0] in REPLACED:
+        raise ConfigError(
+            f"{flag}: it is now {REPLACED[names[0]]}: "
+            """--trackers '("tensorboard", "wandb")' --project sums"""
+        )
     if names[0] not in known:
         close = ", ".join(f"{above_of(flag, names)}{key}" for key in nearest_keys(node, names[0]))
         where = type(node).__name__

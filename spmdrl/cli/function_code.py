@@ -260,4 +260,6 @@ def as_text(value: Any) -> str:
         return "[" + ", ".join(map(as_text, value)) + "]"
     if isinstance(value, set | frozenset) and value:  # their order is another in each process
         return "{" + ", ".join(sorted(map(as_text, value))) + "}"
+    if type(value).__repr__ is object.__repr__:  # it has an address, another in each process
+        return f"{type(value).__qualname__}()"
     return repr(value)

@@ -54,6 +54,8 @@ class Encoder:
     limit: int  # tokens beyond which nobody reads
     vocab_size: int | None = None  # rows of the model's embedding; None: not checked
     all_added: bool = False  # names of added tokens that are not special are ordinary text too
+    # the mark that the template writes for an image, and the text that is tokenised in its place
+    image_text: tuple[str, str] | None = None
 
     def prompt(self, prompt: list[dict[str, Any]] | str) -> Encoded:
         """Token ids that end where the model is to answer. Raises BadRow, ConfigError."""
@@ -76,7 +78,7 @@ class Encoder:
     def chat(self, chat: list[dict[str, Any]], asks: bool = True) -> Encoded:
         """asks: ends where the model is to answer. Raises BadRow, ConfigError."""
         marked, names = self.marked(chat, "prompt")
-        text = render_chat(marked, self.tokenizer, self.config.chat_template_kwargs, asks)
+        text = self.render(marked, asks)
         if not names:
             return Encoded(self.bounded(text, special=False, keep="end"), text)
         return self.unmarked(text, names)
@@ -86,8 +88,12 @@ class Encoder:
 
         Raises BadRow, ConfigError.
         """
-        kwargs = self.config.chat_template_kwargs
-        return left_out(chat, lambda asked: render_chat(asked, self.tokenizer, kwargs, asks))
+        return left_out(chat, lambda asked: self.render(asked, asks))
+
+    def render(self, chat: list[dict[str, Any]], asks: bool = True) -> str:
+        """The chat as the text that is tokenised. Raises BadRow, ConfigError."""
+        text = render_chat(chat, self.tokenizer, self.config.chat_template_kwargs, asks)
+        return text if self.image_text is None else text.replace(*self.image_text)
 
     def marked(
         self, chat: list[dict[str, Any]], field: str

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spmdrl.data.chat import MARGIN, TEMPLATE_ERRORS, Encoder, render_chat
+from spmdrl.data.chat import MARGIN, TEMPLATE_ERRORS, Encoder
 from spmdrl.data.left_out import calls_left_out
 from spmdrl.data.table_files import BadRow
 
@@ -45,7 +45,7 @@ def encode_turns(chat: list[dict[str, Any]], encoder: Encoder) -> Turns:
     """
     tokenizer = encoder.tokenizer
     marked, names = encoder.marked(chat, "messages")
-    text = render_chat(marked, tokenizer, encoder.config.chat_template_kwargs, asks=False)
+    text = encoder.render(marked, asks=False)
     require_calls(chat, encoder)
     says_itself = GENERATION.search(template_of(encoder)) is not None
     spans = generation_spans(marked, encoder) if says_itself else turn_spans(marked, text, encoder)
@@ -71,8 +71,7 @@ def encode_turns(chat: list[dict[str, Any]], encoder: Encoder) -> Turns:
 def require_calls(chat: list[dict[str, Any]], encoder: Encoder) -> None:
     """Raises BadRow where the template leaves out calls of the assistant: what would be learnt in
     their place is an empty turn."""
-    kwargs = encoder.config.chat_template_kwargs
-    missing = calls_left_out(chat, lambda c: render_chat(c, encoder.tokenizer, kwargs, asks=False))
+    missing = calls_left_out(chat, lambda c: encoder.render(c, asks=False))
     if missing:
         raise BadRow(
             f"field 'messages': the chat template leaves out {', '.join(sorted(missing))}, so what "
@@ -90,9 +89,7 @@ def turn_spans(chat: list[dict[str, Any]], text: str, encoder: Encoder) -> Spans
             continue
         if i == 0:
             raise BadRow("field 'messages[0]': an answer that nothing stands before")
-        kwargs = encoder.config.chat_template_kwargs
-        before = render_chat(chat[:i], encoder.tokenizer, kwargs)
-        after = render_chat(chat[: i + 1], encoder.tokenizer, kwargs, asks=False)
+        before, after = encoder.render(chat[:i]), encoder.render(chat[: i + 1], asks=False)
         if not (after.startswith(before) and text.startswith(after)):
             raise BadRow(
                 f"field 'messages[{i}]': the chat template writes this answer otherwise when it is "
@@ -130,10 +127,17 @@ def generation_spans(chat: list[dict[str, Any]], encoder: Encoder) -> Spans:
     given |= {"chat_template": template_of(encoder), "return_assistant_tokens_mask": True}
     render: Any = render_jinja_template  # annotated as if it returned the text alone
     try:
-        _, [spans] = render(conversations=[chat], **given)
+        [text], [spans] = render(conversations=[chat], **given)
     except TEMPLATE_ERRORS as error:
         raise BadRow(f"field 'messages': the chat template refuses the chat: {error}") from error
-    return list(spans)
+    if encoder.image_text is None:
+        return list(spans)
+    mark, written = encoder.image_text  # the spans are of the text with the marks
+    more = len(written) - len(mark)
+    return [
+        (start + more * text.count(mark, 0, start), end + more * text.count(mark, 0, end))
+        for start, end in spans
+    ]
 
 
 def tokens_of(

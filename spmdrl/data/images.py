@@ -4,8 +4,9 @@
     prompt   [{"role": "user", "content": "<image>How many are red?"}]
 
 "<image>" says where each image stands; TRL's content parts, {"type": "image"}, do too. The chat
-template writes one placeholder token for it, of which there are then as many as the tower gives
-vectors. Pixels do not travel: whoever needs them reads them from its own copy of the data.
+template writes one placeholder token for it, in whose place stand then the image's tokens: one for
+each vector of the tower, and those that some families put between them (hub/vision_families.py).
+Pixels do not travel: whoever needs them reads them from its own copy of the data.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,19 +23,19 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoImageProcessor,
-    PreTrainedConfig,
-)
+from torch.nn.functional import pad
+from transformers import AutoImageProcessor, PreTrainedConfig
 from transformers.utils import cached_file
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, size_of
 from spmdrl.data.table_files import BadRow
-from spmdrl.hub.hf_folder import sees_images
+from spmdrl.hub.hf_folder import load_tokenizer, sees_images
+from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
 from spmdrl.types import Batch, Picture
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
+MOST_LAYOUTS = 1 << 14
 FILES = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
     "chat_template.json",
@@ -45,15 +46,15 @@ FILES = (
 class PromptImages:
     """Holds what a prompt is to a model with a vision tower.
 
-    pixels: of each image, (patches, channels * patch area) float32 by the image processor; grids:
-    (num_images, 3) int64, patches in time, height and width; spans: (first token, tokens) of each;
-    positions: (3, prompt tokens) int64, of multimodal rotary embeddings.
+    pixels: of each image, what the image processor made of it, by name; spans: (first token,
+    tokens) of each; is_image: (prompt tokens,) bool, the tokens that the tower's vectors stand for;
+    positions: (3, prompt tokens) int64, of multimodal rotary embeddings, None in other families.
     """
 
-    pixels: list[Tensor]
-    grids: Tensor
+    pixels: list[Pixels]
     spans: list[tuple[int, int]]
-    positions: Tensor
+    is_image: Tensor
+    positions: Tensor | None
     digests: list[str]
 
     @property
@@ -61,32 +62,67 @@ class PromptImages:
         """Returns the position of the first token behind the prompt; the later ones count on from
         there.
         """
+        if self.positions is None:
+            return len(self.is_image)
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
+
+
+@dataclass(frozen=True)
+class LooksAhead:
+    """Tokens of a packed row that see each other, also those behind them: those of one image.
+
+    blocks: (num_tokens,) int64 on the CPU, the number of a token's image, -1 for other tokens;
+    windows_alone: they do so only in layers with a sliding window.
+    """
+
+    blocks: Tensor
+    windows_alone: bool
 
 
 @dataclass(frozen=True)
 class ImageInputs:
     """The images of packed sequences, on their device.
 
-    pixels (patches, size) float32, grids (num_images, 3), is_image (num_tokens,) bool, positions
-    (3, num_tokens).
+    pixels: by the names of the model's own arguments, all images in one; is_image: (num_tokens,)
+    bool; positions: (3, num_tokens), or None; ahead: which tokens see each other, also those behind
+    them; None: none do; own: which of the tower's vectors stand at these tokens; None: all.
     """
 
-    pixels: Tensor
-    grids: Tensor
+    pixels: Pixels
     is_image: Tensor
-    positions: Tensor
+    positions: Tensor | None
+    ahead: LooksAhead | None
+    own: slice | None
+
+    def of_tokens(self, first: int, count: int) -> ImageInputs:
+        """Returns the same images for a run of the tokens; there may be none of it behind the last.
+        `ahead` stays that of all tokens.
+        """
+        behind = max(0, first + count - len(self.is_image))
+        before = int(self.is_image[:first].sum())
+        is_image = pad(self.is_image, (0, behind))[first : first + count]
+        positions = self.positions
+        if positions is not None:
+            positions = pad(positions, (0, behind))[:, first : first + count]
+        own = slice(before, before + int(is_image.sum()))
+        return replace(self, is_image=is_image, positions=positions, own=own)
 
 
 class ImageProcessor:
     """A model's image processor, and which tokens stand for an image."""
 
-    def __init__(self, config: PreTrainedConfig, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, config: PreTrainedConfig, processor: Any, ids: Mapping[str, int]) -> None:
+        """ids: of the family's further tokens."""
+        self.family = FAMILIES[config.model_type]
+        self.sizes = ImageSizes(processor, config, self.family.options(config), ids)
         self.token_id: int = config.image_token_id
-        self.merge: int = config.vision_config.spatial_merge_size  # patches a side per token
-        self.cache: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+        self.cache: OrderedDict[str, Pixels] = OrderedDict()
         self.cached_bytes = 0
+        self.known: dict[str, list[int]] = {}  # layouts by digest, so that files are read once
+
+    @property
+    def processor(self) -> Any:
+        return self.sizes.processor
 
     @classmethod
     def load(
@@ -95,33 +131,35 @@ class ImageProcessor:
         """None where the model sees no images. Raises ConfigError."""
         if not sees_images(config):
             return None
-        processor = load_processor(model)
-        edges = ("shortest_edge", data.image_min_pixels), ("longest_edge", data.image_max_pixels)
-        limits = {edge: limit for edge, limit in edges if limit is not None}
-        if limits:
-            processor.size = replace(processor.size, **limits)
-        least, most = processor.size.shortest_edge, processor.size.longest_edge
-        if least > most:
-            raise ConfigError(
-                f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
-                "be what the model's preprocessor_config.json says)"
-            )
-        return cls(config, processor)
+        processor, family = load_processor(model), FAMILIES[config.model_type]
+        set_pixels(processor, config, data)
+        ids: dict[str, int] = {}
+        if family.others:
+            tokenizer = load_tokenizer(model)
+            ids = {name: tokenizer.convert_tokens_to_ids(name) for name in family.others}
+        return cls(config, processor, ids)
 
-    def num_tokens(self, picture: Picture) -> int:
-        """Returns the number of tokens that an image takes, by its size. Raises BadRow for one that
-        has none, or is far too long a strip.
+    def layout(self, picture: Picture) -> list[int]:
+        """Returns the ids of the tokens that an image becomes. Raises BadRow for one that has none,
+        or is far too long a strip.
         """
-        width, height = size_of(picture)
         try:
-            patches = self.processor.get_number_of_image_patches(height, width, {})
-        except ValueError as error:
-            raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
-        return patches // self.merge**2
+            key = picture.digest
+        except OSError as error:
+            raise BadRow(f"field 'images': {picture} cannot be read: {error!r}") from error
+        if key not in self.known:
+            width, height = size_of(picture)
+            try:
+                self.known[key] = self.family.layout(self.sizes, height, width)
+            except ValueError as error:
+                raise BadRow(f"field 'images': {picture}, {width} x {height}: {error}") from error
+            if len(self.known) > MOST_LAYOUTS:
+                del self.known[next(iter(self.known))]
+        return self.known[key]
 
-    def times(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """Returns how often each of the template's tokens is to stand there: a placeholder as often
-        as its image wants it, all others once.
+    def layouts(self, ids: list[int], pictures: Sequence[Picture]) -> list[list[int]]:
+        """Returns what each of the template's tokens becomes: a placeholder the tokens of its
+        image, all others themselves.
 
         Raises BadRow where the template wrote more or fewer placeholders than there are images.
         """
@@ -130,62 +168,105 @@ class ImageProcessor:
                 f"field 'images': {len(pictures)} of them, but the chat template gives "
                 f"{ids.count(self.token_id)} image tokens"
             )
-        counts = map(self.num_tokens, pictures)
-        return [next(counts) if id == self.token_id else 1 for id in ids]
+        images = map(self.layout, pictures)
+        return [next(images) if id == self.token_id else [id] for id in ids]
 
     def placed(self, ids: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """The template's token ids, with as many placeholders as the images want. Raises BadRow."""
-        return repeated(ids, self.times(ids, pictures))
+        """The template's token ids, with the tokens of the images. Raises BadRow."""
+        return [id for tokens in self.layouts(ids, pictures) for id in tokens]
 
     def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> PromptImages:
-        found = [self.pixels(picture) for picture in pictures]
-        grids = torch.stack([torch.empty(3, dtype=torch.int64), *(g for _, g in found)])[1:]
-        spans = self.spans(prompt_ids, grids)
-        return PromptImages(
-            [pixels for pixels, _ in found], grids, spans,
-            rope_positions(len(prompt_ids), spans, grids // torch.tensor([1, *[self.merge] * 2])),
-            [picture.digest for picture in pictures],
-        )  # fmt: skip
+        spans = self.spans(prompt_ids, pictures)
+        pixels = [self.pixels(picture) for picture in pictures]
+        is_image = torch.zeros(len(prompt_ids), dtype=torch.bool)
+        for first, count in spans:
+            ids = torch.tensor(prompt_ids[first : first + count])
+            is_image[first : first + count] = ids == self.token_id
+        positions = None
+        if self.family.mrope:
+            merge = self.sizes.config.vision_config.spatial_merge_size
+            grids = [each["image_grid_thw"] // torch.tensor([1, merge, merge]) for each in pixels]
+            grid = torch.cat(grids) if grids else torch.empty(0, 3, dtype=torch.int64)
+            positions = rope_positions(len(prompt_ids), spans, grid)
+        digests = [picture.digest for picture in pictures]
+        return PromptImages(pixels, spans, is_image, positions, digests)
 
-    def spans(self, prompt_ids: Sequence[int], grids: Tensor) -> list[tuple[int, int]]:
+    def spans(
+        self, prompt_ids: Sequence[int], pictures: Sequence[Picture]
+    ) -> list[tuple[int, int]]:  # fmt: skip
         """Raises ValueError where the tokens are of other images."""
         spans, first = [], 0
-        for count in (grids.prod(1) // self.merge**2).tolist():
+        for picture in pictures:
+            wanted = self.layout(picture)
             first = prompt_ids.index(self.token_id, first)
-            if any(id != self.token_id for id in prompt_ids[first : first + count]):
+            if list(prompt_ids[first : first + len(wanted)]) != wanted:
                 raise ValueError("the images of a prompt have changed since it was tokenised")
-            spans.append((first, count))
-            first += count
+            spans.append((first, len(wanted)))
+            first += len(wanted)
         return spans
 
-    def pixels(self, picture: Picture) -> tuple[Tensor, Tensor]:
-        """(patches, size) float32 and (3,) int64."""
+    def pixels(self, picture: Picture) -> Pixels:
+        """What the image processor makes of an image, float32 where it is pixels."""
         key = picture.digest
         if key not in self.cache:
-            made = self.processor(images=[open_picture(picture)], return_tensors="pt")
-            found = made["pixel_values"].float(), made["image_grid_thw"][0]
-            self.cache[key] = found
-            self.cached_bytes += found[0].nbytes
+            self.cache[key] = found = self.processed(open_picture(picture))
+            self.cached_bytes += num_bytes(found)
             while self.cached_bytes > CACHE_BYTES and len(self.cache) > 1:
-                _, (oldest, _) = self.cache.popitem(last=False)
-                self.cached_bytes -= oldest.nbytes
+                _, oldest = self.cache.popitem(last=False)
+                self.cached_bytes -= num_bytes(oldest)
         self.cache.move_to_end(key)
         return self.cache[key]
 
-    def nothing(self) -> tuple[Tensor, Tensor]:
-        """Pixels and grid of the smallest image there is, one token's."""
-        grid = torch.tensor([[1, self.merge, self.merge]])
-        return torch.zeros(self.merge**2, self.num_values), grid
+    def processed(self, image: Image.Image) -> Pixels:
+        made = self.processor(images=[image], return_tensors="pt", **self.sizes.options)
+        found = {name: made[name] for name in self.family.inputs}
+        return found | {"pixel_values": found["pixel_values"].float()}
 
     @cached_property
-    def num_values(self) -> int:
-        """Returns the number of values of a patch."""
-        probe = self.processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
-        return probe["pixel_values"].shape[1]
+    def nothing(self) -> Pixels:
+        """Pixels of the smallest image there is."""
+        small = self.processed(Image.new("RGB", (28, 28)))
+        return self.family.least(small, self.sizes.config)
 
 
-def repeated(values: list[int], times: list[int]) -> list[int]:
-    return [value for value, n in zip(values, times, strict=True) for _ in range(n)]
+def num_bytes(pixels: Pixels) -> int:
+    return sum(part.nbytes for part in pixels.values())
+
+
+def set_pixels(
+    processor: Any, config: PreTrainedConfig, data: DataConfig | SftDataConfig
+) -> None:  # fmt: skip
+    """Has images scaled to what the data config says. Raises ConfigError."""
+    edges = ("shortest_edge", data.image_min_pixels), ("longest_edge", data.image_max_pixels)
+    limits = {edge: limit for edge, limit in edges if limit is not None}
+    if not FAMILIES[config.model_type].in_pixels:
+        if limits:
+            raise ConfigError(
+                "data.image_min_pixels and image_max_pixels are not of model type "
+                f"{config.model_type!r}, whose images have sizes of their own: leave them out"
+            )
+        return
+    processor.size = replace(processor.size, **limits)
+    least, most = processor.size.shortest_edge, processor.size.longest_edge
+    if least > most:
+        raise ConfigError(
+            f"data.image_min_pixels={least} is above image_max_pixels={most} (one of them may "
+            "be what the model's preprocessor_config.json says)"
+        )
+
+
+def together(several: Sequence[Pixels]) -> Pixels:
+    """All images in one, by name: along the first axis; the others are padded to the largest."""
+    return {name: padded_cat([each[name] for each in several]) for name in several[0]}
+
+
+def padded_cat(parts: Sequence[Tensor]) -> Tensor:
+    widest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    wide = []
+    for part in parts:
+        missing = [most - size for most, size in zip(widest, part.shape[1:], strict=True)]
+        wide.append(pad(part, [n for more in reversed(missing) for n in (0, more)]))
+    return torch.cat(wide)
 
 
 @dataclass(frozen=True)
@@ -195,6 +276,7 @@ class ImageLimits:
     vision: ImageProcessor
     per_prompt: int  # images, at most; 0: none
     tokens: int  # of the largest
+    size: tuple[int, int]  # its width and height
 
 
 class Illustrated(Protocol):
@@ -220,33 +302,40 @@ class BatchImages:
     def scene(self, batch: Batch) -> ImageInputs:
         """A batch without images gets the smallest one, which no token stands for: the tower's
         weights are sharded, so every rank has to pass through it."""
-        pixels, grids, firsts = [], [], []
-        is_image = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        positions = torch.empty(3, batch.num_tokens, dtype=torch.int64)
         starts, lens = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
-        for start, length, id in zip(starts, lens, batch.prompts.tolist(), strict=False):
-            view = self.view(id)
-            known = min(view.positions.shape[1], length)
-            behind = torch.arange(length - known) + view.next_position
-            positions[:, start : start + length] = torch.cat(
-                [view.positions[:, :known], behind.expand(3, -1)], 1
-            )
-            pixels += view.pixels
-            grids.append(view.grids)
-            firsts += [(start + first, count) for first, count in view.spans]
-        for first, count in firsts:
-            is_image[first : first + count] = True
+        views = [self.view(id) for id in batch.prompts.tolist()]
+        is_image = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        blocks = torch.full((batch.num_tokens,), -1)
+        number = 0
+        for start, length, view in zip(starts, lens, views, strict=False):
+            known = min(len(view.is_image), length)
+            is_image[start : start + known] = view.is_image[:known]
+            for first, count in view.spans:
+                blocks[start + first : start + first + count] = number
+                number += 1
+        blocks[~is_image] = -1
         device = batch.token_ids.device
         is_image = is_image.to(device)
         if bool((batch.token_ids[is_image] != self.vision.token_id).any()):
             raise ValueError("a sequence and the data of its prompt disagree about images")
-        if not pixels:
-            empty, grid = self.vision.nothing()
-            pixels, grids = [empty], [grid]
+        pixels = together([p for view in views for p in view.pixels] or [self.vision.nothing])
+        kind = self.vision.family.looks_ahead(self.vision.sizes.config)
         return ImageInputs(
-            torch.cat(pixels).to(device), torch.cat(grids).to(device), is_image,
-            positions.to(device),
+            {name: part.to(device) for name, part in pixels.items()}, is_image,
+            self.positions(batch, views) if self.vision.family.mrope else None,
+            LooksAhead(blocks, kind == "window") if number and kind else None,
+            None if number else slice(0),
         )  # fmt: skip
+
+    def positions(self, batch: Batch, views: Sequence[PromptImages]) -> Tensor:
+        """(3, num_tokens) int64 on the batch's device."""
+        parts = []
+        for length, view in zip(batch.seq_lens.tolist(), views, strict=True):
+            assert view.positions is not None
+            known = min(view.positions.shape[1], length)
+            behind = torch.arange(length - known) + view.next_position
+            parts += [view.positions[:, :known], behind.expand(3, -1)]
+        return torch.cat(parts, 1).to(batch.token_ids.device)
 
     def view(self, id: int) -> PromptImages:
         """id: of a prompt; negative where a sequence is of none."""
@@ -292,7 +381,8 @@ def same_pixels(model: str, other: str) -> bool:
     """Whether both are given the same numbers for an image. Raises ConfigError."""
     mine, theirs = (load_processor(name).to_dict() for name in (model, other))
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std",
-             "rescale_factor", "size")  # fmt: skip
+             "rescale_factor", "size", "crop_to_patches", "min_patches", "max_patches",
+             "max_soft_tokens", "pooling_kernel_size", "do_pan_and_scan")  # fmt: skip
     return all(mine.get(name) == theirs.get(name) for name in names)
 
 

@@ -12,18 +12,22 @@ from torch import Tensor
 
 from spmdrl.data.shared_prefix import shared_work, worth_sharing
 from spmdrl.distributed.placement import Ranks
-from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
+from spmdrl.types import TOKEN_FIELDS, Batch, Routing, Sample, lengths_to_cu_seqlens, turn_ends
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 
 
-def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool = False) -> Batch:
+def pack_samples(
+    samples: list[Sample], keys: Sequence[str] = (), per_turn: bool = False,
+    routing: Routing | None = None,
+) -> Batch:  # fmt: skip
     """One Batch of all samples, in order. Tokens of an invalid sample are masked from the loss.
 
-    keys: which of the samples' rewards_by_key are wanted; per_turn: whether their turn_rewards are.
+    keys: which of the samples' rewards_by_key are wanted; per_turn: whether their turn_rewards are;
+    routing: of the experts, where the samples' routed_experts are.
     """
     lens = torch.tensor([s.num_tokens for s in samples], dtype=torch.int64)
-    batch = empty_batch(lens, len(keys), per_turn=per_turn)
+    batch = empty_batch(lens, len(keys), per_turn=per_turn, routing=routing)
     tokens: list[int] = []
     mask: list[float] = []
     logprobs: list[float] = []
@@ -54,7 +58,22 @@ def pack_samples(samples: list[Sample], keys: Sequence[str] = (), per_turn: bool
     if per_turn:
         by_token = [reward for s in samples for reward in turn_rewards_by_token(s)]
         batch.turn_rewards = torch.tensor(by_token, dtype=torch.float64)
+    if batch.routed_experts is not None:
+        for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
+            add_routed_experts(batch, sample, start)
     return batch
+
+
+def add_routed_experts(batch: Batch, sample: Sample, start: int) -> None:
+    """start: of the sample's tokens in the batch."""
+    assert batch.routed_experts is not None
+    rows, trained = sample.routed_experts, batch.loss_mask[start : start + sample.num_tokens]
+    num_rows = 0 if rows is None else len(rows)
+    places = trained.nonzero()
+    # what stands before the last token that is trained on was computed by the engine
+    assert not len(places) or num_rows >= int(places[-1]), (num_rows, sample.num_tokens)
+    if rows is not None:
+        batch.routed_experts[start : start + num_rows] = torch.tensor(rows)
 
 
 def prompt_lens(batch: Batch) -> Tensor:
@@ -84,11 +103,13 @@ def turn_rewards_by_token(sample: Sample) -> list[float]:
 
 
 def empty_batch(
-    seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False
-) -> Batch:
+    seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False,
+    routing: Routing | None = None,
+) -> Batch:  # fmt: skip
     """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
 
     without: per-token fields that are to be set by the caller. per_turn: with turn_rewards.
+    routing: with routed_experts, which nobody knows.
     """
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
     tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
@@ -108,6 +129,7 @@ def empty_batch(
         turn_rewards=(
             torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None
         ),
+        routed_experts=None if routing is None else routing.unknown(tokens["routed_experts"]),
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageProcessor
-from spmdrl.data.pictures import open_picture, says_image, with_parts
+from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
 from spmdrl.data.prompt_fields import PromptFields, encode, prompt_fields, truth_key, without_truth
 from spmdrl.data.row_reports import (
     report_blind,
@@ -32,7 +32,7 @@ class MostImages:
     """Counts the most images, and the largest, that an engine must be ready for."""
 
     per_prompt: int = 0
-    tokens: int = 0  # of the largest
+    largest: tuple[int, int, int] = (0, 0, 0)  # its tokens, width and height
     blind: int = 0  # prompts that say <image> and have none
 
     def beside(self, fields: PromptFields, vision: ImageProcessor, is_used: bool) -> MostImages:
@@ -45,17 +45,17 @@ class MostImages:
             return replace(self, blind=self.blind + says_image(fields.turns))
         if not is_used:
             return self
-        largest = max(map(vision.num_tokens, fields.images))
+        sizes = [(len(vision.layout(image)), *size_of(image)) for image in fields.images]
         return replace(
             self, per_prompt=max(self.per_prompt, len(fields.images)),
-            tokens=max(self.tokens, largest),
+            largest=max(self.largest, *sizes),
         )  # fmt: skip
 
     @classmethod
     def of(cls, several: Iterable[MostImages]) -> MostImages:
         each = list(several)
         return cls(
-            max(one.per_prompt for one in each), max(one.tokens for one in each),
+            max(one.per_prompt for one in each), max(one.largest for one in each),
             sum(one.blind for one in each),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
 from spmdrl.data.pictures import MARK, pictures_of, with_parts
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
-from spmdrl.hub.hf_folder import FAMILIES
+from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Picture
 
 
@@ -153,6 +153,7 @@ def encode(
 
 def sees_none() -> ConfigError:
     return ConfigError(
-        "the data has images, which the model does not see: model types that do are "
-        f"{', '.join(FAMILIES)}"
+        "the data has images, which the model does not see. Model types that do are "
+        f"{', '.join(FAMILIES)}; where one of them has a language model that can be loaded alone, "
+        "set vision_tower=True"
     )

@@ -102,7 +102,10 @@ class PromptDataset:
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
         files = load_together(topology, lambda: Files.open(paths, columns_of(config), SCHEMA))
-        encoder = Encoder(tokenizer, config, config.max_prompt_tokens, vocab_size)
+        written = None if vision is None else vision.family.text
+        encoder = Encoder(
+            tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
+        )  # fmt: skip
         checker = RowChecker(config, encoder, vision, needs_truth, wrong_truth)
         lengths = measure_rows(files, checker.length, topology, config.on_bad_row)
         rows = np.flatnonzero(lengths != BAD_ROW)
@@ -148,7 +151,8 @@ class PromptDataset:
         if self.vision is None:
             return None
         most = MostImages.of([self.images, *(other.images for other in others)])
-        return ImageLimits(self.vision, most.per_prompt, most.tokens)
+        tokens, width, height = most.largest
+        return ImageLimits(self.vision, most.per_prompt, tokens, (width, height))
 
     def by_id(self, row: int) -> Prompt:
         """The prompt whose id this is. Raises ConfigError where the data has it no longer."""

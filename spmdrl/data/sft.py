@@ -15,7 +15,7 @@ import torch
 from spmdrl.config import ConfigError, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.chat_labels import encode_turns
-from spmdrl.data.images import BatchImages, ImageProcessor, Picture, repeated
+from spmdrl.data.images import BatchImages, ImageProcessor, Picture
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.pictures import open_picture, parts_of, pictures_of, says_image, with_parts
@@ -96,7 +96,8 @@ class SftDataset:
         keys = (config.prompt_key, config.response_key, "messages")
         columns = (*columns_at(*keys), "images", "image", "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
-        encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size)
+        written = None if vision is None else vision.family.text
+        encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size, image_text=written)
         reader = SftReader(encoder, config, vision)
 
         def size(row: dict[str, Any], folder: Path) -> Size:
@@ -258,11 +259,13 @@ class SftReader:
             return TokenisedRow(
                 ids, learnt, escaped, images, len(ids)
             )  # not all of a very long text
-        times = self.vision.times(ids, images)
+        layouts = self.vision.layouts(ids, images)
         last = len(ids) - ids[::-1].index(self.vision.token_id)
+        labels = [label for label, ids in zip(learnt, layouts, strict=True) for _ in ids]
         return TokenisedRow(
-            repeated(ids, times), repeated(learnt, times), escaped, images, sum(times[:last])
-        )
+            [id for ids in layouts for id in ids], labels, escaped, images,
+            sum(map(len, layouts[:last])),
+        )  # fmt: skip
 
 
 def messages_of(row: dict[str, Any], parts: bool) -> list[dict[str, Any]]:

@@ -40,8 +40,12 @@ class Topology:
     control: dist.ProcessGroup  # these ranks again: gloo, for what ranks tell each other
     device: torch.device
     host: str
-    # where sequences are shared (sp) the ranks as FSDP has them: replicas x ranks that share a copy
+    # where sequences (sp) or experts (ep) are shared the ranks as FSDP has them: replicas x ranks
+    # that share a copy
     sharding: DeviceMesh | None = None
+    # where experts are shared: replicas x ranks that share the same experts x ranks that have
+    # other experts of a layer each
+    experts: DeviceMesh | None = None
     # the groups of the axes and of these ranks, for other arrangements of the same ranks; the same
     # keys on every rank of the job
     groups: Groups = field(default_factory=dict, repr=False, compare=False)
@@ -78,12 +82,15 @@ class Topology:
         group = group_of(chosen, groups, device)
         table = torch.tensor(chosen).view(*shape.values())
         mesh = build_mesh(table, tuple(shape), groups, device)
-        sharding = None
-        if "sp" in shape:
+        sharding = experts = None
+        if "sp" in shape or "ep" in shape:
             table = table.view(shape["dp"], -1)
             sharding = build_mesh(table, ("dp", "fsdp"), groups, device)
+        if "ep" in shape:
+            table = table.view(shape["dp"], -1, shape["ep"] * shape.get("sp", 1))
+            experts = build_mesh(table, ("dp", "fsdp", "ep"), groups, device)
         host = socket.gethostname()
-        return cls(chosen, mesh, group, control, device, host, sharding, groups)
+        return cls(chosen, mesh, group, control, device, host, sharding, experts, groups)
 
     @classmethod
     def from_megatron(cls, share: Topology) -> Topology:
@@ -240,20 +247,31 @@ def train_degrees(role: TrainConfig) -> dict[str, Any]:
     """Axes of a training role.
 
     fsdp: replicas of groups of `fsdp` ranks that share one copy; -1: all. Of a copy's ranks, each
-    `ulysses` neighbours share their sequences too (sp). megatron: its own order. Raises ConfigError
+    `ulysses` neighbours share their sequences too (sp), and each `expert_parallel` neighbours have
+    all experts between them (ep, and sp within it). megatron: its own order. Raises ConfigError
     where a copy has no such groups.
     """
     if role.engine == "megatron":
         return {"pp": role.pipeline_parallel, "dp": -1, "cp": role.context_parallel,
                 "tp": role.tensor_parallel}  # fmt: skip
     dp = 1 if role.fsdp == -1 else -1
-    if role.ulysses == 1:
-        return {"dp": dp, "fsdp": role.fsdp}
-    if role.ulysses < 1 or (role.fsdp != -1 and role.fsdp % role.ulysses):
+    ulysses, experts = role.ulysses, role.expert_parallel
+    if experts < 1 or (experts > 1 and experts % max(ulysses, 1)):
         raise ConfigError(
-            f"ulysses={role.ulysses} with fsdp={role.fsdp}: ranks that share sequences share a "
-            "copy of the weights too: fsdp must be -1 or a multiple of ulysses, which is 1 or more"
+            f"expert_parallel={experts} with ulysses={ulysses}: expert_parallel must be 1, or a "
+            "multiple of ulysses, whose ranks share a sequence's tokens within it"
         )
-    return {
-        "dp": dp, "fsdp": -1 if dp == 1 else role.fsdp // role.ulysses, "sp": role.ulysses,
-    }  # fmt: skip
+    spread = experts > 1
+    name, neighbours = ("expert_parallel", experts) if spread else ("ulysses", ulysses)
+    if ulysses < 1 or (role.fsdp != -1 and role.fsdp % neighbours):
+        raise ConfigError(
+            f"{name}={neighbours} with fsdp={role.fsdp}: ranks that share sequences or experts "
+            f"share a copy of the weights too: fsdp must be -1 or a multiple of {name}, which is 1 "
+            "or more"
+        )
+    degrees = {"dp": dp, "fsdp": -1 if dp == 1 else role.fsdp // neighbours}
+    if spread:
+        degrees["ep"] = experts // ulysses
+    if ulysses > 1:
+        degrees["sp"] = ulysses
+    return degrees

@@ -18,10 +18,10 @@ def build_engine(
 ) -> TrainEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
-    kind: "policy", "value", of fsdp also "reward", which is frozen or trained on pairs; topology:
-    with the axes of topology.train_degrees(config); job: all ranks, where torch.distributed's own
-    group cannot take CPU tensors. strict: see FsdpEngine. load_weights: without it only the
-    model's config is read, and `take_weights` is to follow.
+    kind: "policy", "value", or "reward", which is frozen or trained on pairs; topology: with the
+    axes of topology.train_degrees(config); job: all ranks, where torch.distributed's own group
+    cannot take CPU tensors. strict: see FsdpEngine. load_weights: without it only the model's
+    config is read, and `take_weights` is to follow.
     Collective over the job: ranks outside of the topology get None.
     """
     engine: TrainEngine | None = None

@@ -127,17 +127,17 @@ def sources_of(
     ema: of the moving average; weights that were not trained have none and are as they are.
     """
     folder, hf = Path(checkpoint, role), Path(checkpoint, "hf")
-    if Path(folder, "metadata.json").exists():
+    saved = read_base(folder)
+    if saved is None and Path(folder, "metadata.json").exists():
         if ema:
-            raise ConfigError(f"--ema: {folder} was written by engine megatron, which has none")
+            require_average(folder, StoredTensors(folder))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
             from spmdrl.engines.megatron.checkpoint import weight_sources
 
-            return weight_sources(folder, hf)
+            return weight_sources(folder, hf, ema)
     stored, names = StoredTensors(folder), stored_names(folder, ema)
     parts = checkpoint_parts(load_hf_config(str(hf)))
-    saved = read_base(folder)
     if saved is not None:
         read = reader_of(folder, ema)
         return [
@@ -148,17 +148,26 @@ def sources_of(
 
 
 def stored_names(folder: Path, ema: bool = False) -> dict[str, str]:
-    """Returns where FSDP's engine has saved each tensor, by the names of its module."""
+    """Returns where FSDP's engine has saved each tensor, or either engine those of adapters, by the
+    names of FSDP's module.
+    """
     stored = StoredTensors(folder)
     names = {name: f"model.{name}" for name in stored.names("model.")}
-    average = {name: f"ema.{name}" for name in stored.names("ema.")} if ema else {}
-    if ema and not average:
+    if not ema:
+        return names
+    require_average(folder, stored)
+    average = {name: f"ema.{name}" for name in stored.names("ema.")}
+    assert average.keys() <= names.keys(), sorted(average.keys() - names.keys())
+    return names | average
+
+
+def require_average(folder: Path, stored: StoredTensors) -> None:
+    """Raises ConfigError where a checkpoint has no moving average."""
+    if not stored.names("ema."):
         raise ConfigError(
             f"--ema: {folder} has no moving average of the weights; a run keeps one with "
             f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
         )
-    assert average.keys() <= names.keys(), sorted(average.keys() - names.keys())
-    return names | average
 
 
 def reader_of(folder: Path, ema: bool = False) -> Callable[[str], Tensor]:

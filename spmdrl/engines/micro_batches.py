@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.data.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
 from spmdrl.data.shared_prefix import Unit, single_units
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import SEQ_FIELDS, Batch
+from spmdrl.types import SEQ_FIELDS, Batch, Routing
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ def cut(
     return found
 
 
+def pairs_of(batch: Batch) -> list[Unit]:
+    """Keeps the two sequences of a pair, which stand one after the other, together."""
+    return [Unit((first, first + 1)) for first in range(0, batch.num_seqs, 2)]
+
+
 def renumbered(units: Sequence[Unit]) -> list[Unit]:
     """The units of a micro-batch by the numbers that its sequences have in it; of none, those of a
     stand-in.
@@ -69,6 +74,9 @@ def token_rows(batch: Batch, seqs: list[int]) -> Tensor:
 def stand_in(batch: Batch) -> Batch:
     """One sequence of two masked tokens, with the optional fields that `batch` has."""
     dummy = empty_batch(torch.tensor([2]), batch.reward_components.shape[1])
+    if batch.routed_experts is not None:  # of which only the shape counts
+        _, num_layers, top_k = batch.routed_experts.shape
+        dummy.routed_experts = Routing(num_layers, top_k, 0).unknown(2)
     for name, value in batch.tensors():
         if getattr(dummy, name) is None:
             setattr(dummy, name, torch.zeros(1 if name in SEQ_FIELDS else 2, dtype=value.dtype))

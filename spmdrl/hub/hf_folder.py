@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,10 +26,19 @@ from spmdrl.cli.paths import check_model_path
 from spmdrl.config import ConfigError
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import model_class
+from spmdrl.hub.vision_families import FAMILIES
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose images are understood
+# whose towers are kept though they have a language model that could be loaded alone
+WITH_TOWER: set[str] = set()
+
+
+def keep_tower(*models: str) -> None:
+    """Has these models, folders or hub ids, loaded with their towers from here on: a program calls
+    it where the user says so (vision_tower=True).
+    """
+    WITH_TOWER.update(models)
 
 
 def sees_images(config: PreTrainedConfig) -> bool:
@@ -39,6 +49,13 @@ def sees_images(config: PreTrainedConfig) -> bool:
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' class that finds the model's, with its vision tower where there is one."""
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def towers(model: Any) -> list[nn.Module]:
+    """Returns all that a model that sees images has beside its language model: its towers, for
+    sounds too, and what brings their vectors to the language model's width.
+    """
+    return [child for name, child in model.base_model.named_children() if name != "language_model"]
 
 
 def load_hf_config(model: str) -> PreTrainedConfig:
@@ -65,11 +82,12 @@ def whole_config(model: str) -> PreTrainedConfig:
 
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config of the language model alone, where a model has a tower for images or
-    sounds that is not understood here: it is trained and sampled without (language_model.py).
-    Every other config is returned as it is.
+    sounds that is not to be kept: it is trained and sampled without (language_model.py). Every
+    other config is returned as it is, also where the language model cannot be had alone.
     """
     text: Any = whole.get_text_config()
-    if text is whole or sees_images(whole) or not has_language_model(text):
+    kept = sees_images(whole) and whole.name_or_path in WITH_TOWER
+    if text is whole or kept or not has_language_model(text):
         return whole
     text = copy.deepcopy(text)
     text.name_or_path, text.tie_word_embeddings = whole.name_or_path, whole.tie_word_embeddings

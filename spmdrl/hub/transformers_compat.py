@@ -77,3 +77,10 @@ def is_stateful(model_class: Any) -> bool:
     _is_stateful.
     """
     return bool(getattr(model_class, "_is_stateful", False))
+
+
+def apply_expert_gate(experts: Any, gate_up: Any) -> Any:
+    """Returns what a module of stacked experts makes of (rows, 2 * width) gates and ups before it
+    projects them down, (rows, width): act(gate) * up, or the model's own. Calls its _apply_gate.
+    """
+    return experts._apply_gate(gate_up)

@@ -9,18 +9,20 @@ from transformers import PreTrainedConfig
 from spmdrl.config import ConfigError, DataConfig, RewardModelConfig, TrainConfig
 from spmdrl.data.chat import Encoder, encode_said
 from spmdrl.data.packing import to_batch
+from spmdrl.data.pictures import MARK, parts_of
 from spmdrl.data.table_files import BadRow
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.fsdp.classifier import SUFFIX, check_classifier, is_classifier
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.types import Sample
+from spmdrl.types import Message, Sample
 
 NO_LIMIT = 2**24  # tokens; what is too long for the model makes the sample invalid
 
 
 class RewardModel:
     """The reward model, on each rank that scores. The model reads prompt and answer in its own chat
-    template and tokens; a prompt that is a plain string, with the last turn right behind it.
+    template and tokens; a prompt that is a plain string, with the last turn right behind it. It
+    sees no images: where one stands it reads "<image>".
     """
 
     def __init__(self, config: RewardModelConfig, engine: TrainEngine, tokenizer: Any) -> None:
@@ -48,7 +50,8 @@ class RewardModel:
         """Its tokens; of an invalid sample any."""
         is_text = sample.prompt.chat is None
         try:
-            said = sample.prompt.text + sample.response if is_text else sample.chat
+            chat = [without_images(message) for message in sample.chat]
+            said = sample.prompt.text + sample.response if is_text else chat
             ids = encode_said(said, self.encoder, self.append_eos).ids
             if len(ids) >= self.longest:  # one more stands behind them
                 raise BadRow(f"{len(ids)} tokens, more than its {self.longest} positions less one")
@@ -56,6 +59,17 @@ class RewardModel:
             sample.invalid = sample.invalid or f"the reward model cannot read it: {error}"
             return [0]
         return ids
+
+
+def without_images(message: Message) -> Message:
+    """The message with a text as its content, in which each image is "<image>": reward models see
+    none. Raises BadRow.
+    """
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    parts = (MARK if part["type"] == "image" else part["text"] for part in parts_of(content))
+    return {**message, "content": "".join(parts)}
 
 
 def appends_eos(model: str) -> bool:

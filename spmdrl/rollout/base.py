@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from spmdrl.config import RolloutConfig, require
@@ -49,6 +50,8 @@ class Request:
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
     images: Sequence[Picture] = ()  # of the prompt
+    # as Completion.routed_experts
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_earlier(self) -> int:
@@ -60,11 +63,16 @@ class Request:
         after = list(self.versions)[::-1].index(NOT_CHOSEN)
         return len(self.versions) - after
 
+    @property
+    def num_routed(self) -> int:
+        """The number of tokens of prompt and answer whose experts are known."""
+        return 0 if self.routed_experts is None else len(self.routed_experts)
+
     def begun(self) -> Completion:
         """The part of the answer that is there."""
         return Completion(
             list(self.response_ids), list(self.logprobs), "stop" if self.awaits_reply else "abort",
-            list(self.versions), list(self.replies),
+            list(self.versions), list(self.replies), self.routed_experts,
         )  # fmt: skip
 
     def limit(self, params: SamplingParams) -> int:
@@ -88,6 +96,10 @@ class Completion:
     # JSON, a list of messages: what stands in each run of tokens that were not chosen, in order;
     # one more where the last thing said was no token ("error")
     replies: list[str] = field(default_factory=list)
+    # (num_rows, num_moe_layers, top_k) uint8 or int16, where the engine returns them: the experts
+    # that the first num_rows tokens of prompt and answer were sent to when they were computed. The
+    # last token, which no pass has been given, has no row, nor has a reply that is not answered
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -100,16 +112,33 @@ class Answer:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str | None = None  # None while it goes on
+    # parts of Completion.routed_experts, in order; none where the engine does not return them
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    num_routed: int = 0  # their rows
 
     @classmethod
     def begin(cls, request: Request, params: SamplingParams) -> Answer:
         begun = list(request.response_ids), list(request.logprobs), list(request.versions)
-        return cls(request, params, *begun)
+        answer = cls(request, params, *begun)
+        if request.routed_experts is not None:
+            answer.add_routed(request.routed_experts, len(request.routed_experts))
+        return answer
+
+    def add_routed(self, rows: np.ndarray, end: int) -> None:
+        """Adds the routed experts of the tokens before `end`, of which `rows` has the last. Those
+        that are known already stay: they are of the weights that chose what follows.
+        """
+        num_new = end - self.num_routed
+        assert num_new <= len(rows), (end, self.num_routed, len(rows))
+        if num_new > 0:
+            self.routed_experts.append(rows[len(rows) - num_new :].copy())
+            self.num_routed = end
 
     def completion(self) -> Completion:
         return Completion(
             self.token_ids, self.logprobs, self.finish_reason or "abort", self.versions,
             list(self.request.replies),
+            np.concatenate(self.routed_experts) if self.routed_experts else None,
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
     job: Topology | None = None, strict: bool = False, lora: LoraConfig | None = None,
     looks: ImageLimits | None = None, load_weights: bool = True,
+    return_routed_experts: bool = False,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
@@ -37,12 +38,14 @@ def build_engine(
     all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
     for bit those of a strict training engine with the same weights. load_weights: without it only
     the model's config is read, and weights must be given before anything is sampled.
+    return_routed_experts: completions have them, of every token that was computed.
     """
     engine: RolloutEngine | None = None
     if topology.here:
         engine = ENGINES[config.engine].build(
-            model, config, max_model_len, topology, strict, lora, looks, load_weights
-        )
+            model, config, max_model_len, topology, strict, lora, looks, load_weights,
+            return_routed_experts,
+        )  # fmt: skip
     level_group_count(job.control if job is not None else None)
     return engine
 
@@ -79,6 +82,12 @@ def check_engine(model: str, hf: Any, config: RolloutConfig, strict: bool) -> No
         not config.engine_args or spec.takes_engine_args,
         f"rollout.engine_args={dict(config.engine_args)} are {other.title}'s: set "
         f"rollout.engine={other.name!r} or leave them out",
+    )
+    other = next(s for s in ENGINES.values() if s.spreads_experts)
+    require(
+        not config.expert_parallel or spec.spreads_experts,
+        f"rollout.expert_parallel=True is {other.title}'s: set rollout.engine={other.name!r} or "
+        "leave it out",
     )
     spec.check_model(model, hf, config, strict)
 

@@ -13,7 +13,7 @@ a weight when it loads it, what it must hold is worked out here again, not by th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +45,9 @@ SPELLINGS = (
 
 # GPT-2's, which are (in, out) in checkpoints
 TRANSPOSED = tuple(f".{n}.weight" for n in ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"))
+
+
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # all experts' in one
 
 
 def own_name(name: str) -> str:
@@ -88,6 +91,17 @@ def by_own_table(model: Any, name: str) -> str | None:
     return name
 
 
+def as_published(
+    kind: str, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yields weights as the first checkpoints of a model type have them, where transformers writes
+    them otherwise and an engine does not know: the matrices of Qwen3-VL-MoE's experts, turned.
+    """
+    for name, tensor in weights:
+        turned = kind == "qwen3_vl_moe" and name.endswith(STACKED)
+        yield name, tensor.transpose(1, 2) if turned else tensor
+
+
 def kept_form(name: str, parameter: str, tensor: Tensor, held: Tensor) -> Tensor:
     """Returns a checkpoint's tensor in the form in which the engine's parameter keeps it.
 
@@ -95,7 +109,7 @@ def kept_form(name: str, parameter: str, tensor: Tensor, held: Tensor) -> Tensor
     """
     if parameter.endswith(".A") and name.endswith(".A_log"):
         return -tensor.float().exp()
-    stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    stacked = name.endswith(STACKED)
     if stacked and parameter.endswith(("w13_weight", "w2_weight")):
         return tensor.transpose(1, 2)
     if tensor.ndim == 2 and name.endswith(TRANSPOSED):

@@ -161,6 +161,7 @@ def as_sample(question: SampleRequest, completion: Completion, texts: list[str])
         response=texts[-1],
         messages=messages,
         invalid=f"the environment: {messages[-1]['content']}" if failed else None,
+        routed_experts=completion.routed_experts,
     )
 
 
@@ -174,5 +175,5 @@ def completion_of(sample: Sample) -> Completion:
     """Returns the completion of which as_samples makes the same sample."""
     return Completion(
         sample.response_ids, sample.rollout_logprobs, sample.finish_reason, sample.policy_version,
-        replies_of(sample.messages),
+        replies_of(sample.messages), sample.routed_experts,
     )  # fmt: skip

@@ -18,6 +18,7 @@ class EngineBuilder(Protocol):
     def __call__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool, lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+        return_routed_experts: bool,
     ) -> RolloutEngine: ...  # fmt: skip
 
 
@@ -39,11 +40,13 @@ class EngineSpec:
     least_temperature: float = 0.0  # that it samples with as it stands; 0 is greedy
     quantizes: bool = False  # takes rollout.quantization
     takes_engine_args: bool = False  # takes rollout.engine_args
+    spreads_experts: bool = False  # takes rollout.expert_parallel
     starts_blank: bool = False  # can be built without weights, its buffers right all the same
     share_has_passes: bool = True  # gpu_memory_utilization is of its passes and graphs too
     leaves_towers: bool = False  # samples the language model of files with a tower by itself
     keeps_floats: bool = False  # has floating-point weights also where a checkpoint is quantised
     mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
+    returns_routed_experts: bool = False  # says which experts it sent each token to
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept
     # of the model: its folder, its whole config; rollout; strict

@@ -13,6 +13,7 @@ loaders are not asked: their mistakes are what this is to find.
     experts.E.gate_proj, w1   rows of expert E of w13_weight (experts, rows, hidden): its r-th part
     experts.E.up_proj, w3     the same in the second half of w13_weight's rows
     experts.E.down_proj, w2   expert E of w2_weight (experts, hidden, columns): the r-th columns
+    the same, whole experts   with n on a rank: all of expert E, as r's number E - r * n
     weight_scale_inv          as the weight in FP8 that it scales, a row for each 128 rows
     visual.*.qkv              rows of its heads of each third; Qwen2-VL's: the r-th part
 
@@ -218,7 +219,10 @@ def place_of(
             sizes = outputs_of_mixer(mixer, module, leaf, len(tensor), tp_size)
             return ExpectedSlice(spelling, held, rank_outputs(tensor, sizes, tp_rank, tp_size))
         halved = hasattr(model, "permute_qk_weight_for_rotary") or ".input_linear." in name
+        halved |= ".language_model." in name
         if spelling.endswith("w13_weight") and halved:  # gpt-oss has gate and up by turns
+            if len(held) < len(tensor):  # whole experts on each rank
+                tensor, tp_rank, tp_size = tensor[tp_rank * len(held) :][: len(held)], 0, 1
             return ExpectedSlice(spelling, held, halves_of(tensor, tp_rank, tp_size))
         if tp_size > 1 and leaf in FUSED_THERE and held.shape != tensor.shape:
             fused_sizes = outputs_of_fused(module_of(model, owner), len(tensor), tp_size)
@@ -280,14 +284,32 @@ def find_expert(
     ]
     found = [name for name in names if name in parameters]
     known = leaf in (*GATE, *UP, *DOWN)
-    if not known or not found or number >= len(parameters[found[0]]):
+    if not known or not found:
         return None
-    held, axis = parameters[found[0]].data[number], int(of_down)
+    stacked, axis = parameters[found[0]].data, int(of_down)
+    if is_spread(stacked[0], tensor, axis, size):
+        owner, number = divmod(number, len(stacked))
+        if owner >= size:
+            return None
+        if owner != rank:
+            return ExpectedSlice(found[0], stacked[:0], stacked[:0])  # nothing of it is here
+        rank, size = 0, 1
+    elif number >= len(stacked):
+        return None
+    held = stacked[number]
     width = tensor.shape[axis] // size
     if not of_down:  # the gate's rows, then those of the up projection
         half = len(held) // 2
         held = held[half:] if leaf in UP else held[:half]
     return ExpectedSlice(found[0], held, tensor.narrow(axis, rank * width, width))
+
+
+def is_spread(expert: Tensor, tensor: Tensor, axis: int, size: int) -> bool:
+    """Says whether an engine of several ranks holds an expert whole. expert: as one rank has it, of
+    gate and up both; tensor: a full one; axis: that other engines cut.
+    """
+    full = tensor.shape[axis] * (1 if axis else 2)
+    return size > 1 and expert.shape[axis] == full
 
 
 def split(parameter: Tensor, tensor: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from spmdrl.data.packing import BatchAssignment, empty_batch
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology, new_group
-from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, Routing, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
@@ -54,7 +54,7 @@ class P2PChannel:
         """Returns at once; `values` must not change before the receiver has it."""
         if values.numel() == 0:
             return
-        values = values.contiguous()
+        values = sendable(values.contiguous())
         work = dist.isend(values, to, self.group)
         assert work is not None  # this rank is in the group
         self.under_way.append((self.step, work, values))
@@ -66,7 +66,7 @@ class P2PChannel:
         if place.numel() == 0:
             return []
         self.moved_bytes += place.nbytes
-        work = dist.irecv(place, source, self.group)
+        work = dist.irecv(sendable(place), source, self.group)
         assert work is not None  # this rank is in the group
         return [work]
 
@@ -83,6 +83,11 @@ class P2PChannel:
             if step is None or sent_in <= step:
                 work.wait()
         self.under_way = [each for each in self.under_way if step is not None and each[0] > step]
+
+
+def sendable(values: Tensor) -> Tensor:
+    """The same memory in a dtype that gloo sends, which int16 is not."""
+    return values.view(torch.uint8) if values.dtype == torch.int16 else values
 
 
 # ---- the batch: from the ranks that sampled to those that train
@@ -131,21 +136,27 @@ def receive_batch(
     fields: tuple[str, ...],
     num_keys: int,
     post: P2PChannel,
+    routing: Routing | None = None,
 ) -> list[Batch]:
     """This rank's Batch of each mini-batch, sequences by address.
 
     own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
-    while the next ones are still under way.
+    while the next ones are still under way. routing: of the routed_experts, where they are sent.
     """
     rows = assignment.held(ranks, post.rank)
     makers = assignment.sample_ranks[rows]
     if own is None:
-        own = empty_batch(rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields)
+        own = empty_batch(
+            rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields, routing=routing
+        )
     senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
     theirs = [rows[makers == sender] for sender in senders]
     lens = torch.cat([assignment.seq_lens[part] for part in [*theirs, rows[:0]]])
     cu_seqlens = lengths_to_cu_seqlens(lens)
-    places = {n: torch.empty(int(cu_seqlens[-1]), dtype=getattr(own, n).dtype) for n in fields}
+    places = {
+        name: torch.empty((int(cu_seqlens[-1]), *values.shape[1:]), dtype=values.dtype)
+        for name, values in ((name, getattr(own, name)) for name in fields)
+    }
     places["floats"] = torch.empty(len(lens), SEQ_FLOATS + num_keys, dtype=torch.float64)
     works: dict[str, list[dist.Work]] = {name: [] for name in places}
     first = 0

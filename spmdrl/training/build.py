@@ -23,6 +23,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.build import build_engine
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
+from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth
@@ -122,11 +123,13 @@ def build(
     with phases("build rollout"):
         ranks = topologies.rollout
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        replays = config.actor.router_replay is not None
         beside = config.actor.lora if config.weights.lora == "adapter" else None
         PROGRESS.detail(engine_text(config.rollout, config.model))
         rollout = build_rollout(
             config.model, config.rollout, longest, ranks, topology, config.strict, beside, looks,
             load_weights=host is None and not is_filled_by_push(config.model, config.rollout),
+            return_routed_experts=replays,
         )  # fmt: skip
         if rollout is not None:
             undo.callback(rollout.shutdown)
@@ -149,6 +152,7 @@ def build(
             entropy_coef=config.algo.entropy_coef,
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
             leftover=PartialRollouts(config.rollout) if config.rollout.oversample > 1 else None,
+            routing=routing_of(load_hf_config(config.model)) if replays else None,
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
@@ -212,19 +216,10 @@ def load_dataset(
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
-    dataset = PromptDataset.load(
+    return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(config.reward), truth_checker(config.reward), vision,
     )  # fmt: skip
-    require(
-        not (dataset.images.per_prompt and has_replies(config)),
-        f"{paths} has images: prompts with images have one turn, without tools and environment",
-    )
-    require(
-        not (dataset.images.per_prompt and config.reward_model),
-        f"{paths} has images, which a reward model does not see: leave reward_model out",
-    )
-    return dataset
 
 
 def build_trainers(

@@ -75,6 +75,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     """
     config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
     sets, of_actor = list(roles.trainer_ranks), (*FIELDS, "turn_rewards") if per_turn else FIELDS
+    if roles.routing is not None:
+        of_actor = (*of_actor, "routed_experts")
     fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
     assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
@@ -106,16 +108,23 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         assert assignment is not None
         num_keys = len(reward_keys_of(config.algo))
         batches = {
-            ranks: receive_batch(own.get(ranks), assignment, ranks, names, num_keys, post)
+            ranks: receive_batch(
+                own.get(ranks), assignment, ranks, names, num_keys, post, roles.routing
+            )
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
         }
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
             nothing = torch.zeros(0, dtype=torch.int64)
-            has_turns = per_turn and trainer.ranks == roles.actor.ranks
+            of_samples = trainer.ranks == roles.actor.ranks
             batches[trainer.ranks] = [
-                empty_batch(nothing, len(reward_keys_of(config.algo)), per_turn=has_turns)
+                empty_batch(
+                    nothing,
+                    len(reward_keys_of(config.algo)),
+                    per_turn=per_turn and of_samples,
+                    routing=roles.routing if of_samples else None,
+                )
                 for _ in range(assignment.num_mini_batches)
             ]
     return TrainBatches(assignment, batches, dict(step_info["metrics"]), step_info)
@@ -144,7 +153,7 @@ def assign_and_pack(
     samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
     batch = None
     if roles.replay is not None:
-        new = pack_samples(samples, reward_keys_of(algo), per_turn)
+        new = pack_samples(samples, reward_keys_of(algo), per_turn, roles.routing)
         batch, metrics["filter/kept"] = resample(
             roles.replay.mix(new), roles.config, step, sampling
         )
@@ -164,7 +173,7 @@ def assign_and_pack(
             mine, packing_order(assignment, roles.actor.ranks, roles.post.rank)
         )
         in_order = [samples[i] for i in order.tolist()]
-        batch = pack_samples(in_order, reward_keys_of(algo), per_turn)
+        batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing)
     return batch, assignment, {"metrics": metrics, **rollout.step_info}
 
 

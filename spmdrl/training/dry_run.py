@@ -72,7 +72,7 @@ def image_lines(dataset: PromptDataset) -> list[str]:
     most = dataset.images
     if not most.per_prompt:
         return []
-    return [f"  images: at most {most.per_prompt} in a prompt, and {most.tokens} tokens in one"]
+    return [f"  images: at most {most.per_prompt} in a prompt, and {most.largest[0]} tokens in one"]
 
 
 def held_out_lines(name: str, num_prompts: int, config: PpoConfig) -> list[str]:

@@ -64,7 +64,7 @@ class PartialRollouts:
 
     def load(
         self, paths: list[Path], prompt_of: Callable[[int], Prompt], tokenizer: Any, rank: int,
-        world: int,
+        world: int, replays_experts: bool = False,
     ) -> None:  # fmt: skip
         """Loads what all ranks saved, and of the samples this rank's part, on any number of ranks.
 
@@ -99,6 +99,14 @@ class PartialRollouts:
                 for group, index in share["samples"].tolist()
             ]
             self.samples += as_samples(asked, [ended[i] for i in range(len(asked))], tokenizer)
+        known = [sample.routed_experts for sample in self.samples]
+        known += [q.begun.routed_experts for q in self.questions if q.begun is not None]
+        if replays_experts and any(experts is None for experts in known):
+            raise ConfigError(
+                "the checkpoint holds answers begun without actor.router_replay, of which nobody "
+                "knows the experts: leave it out, or drop what was begun with "
+                "--rollout.oversample 1"
+            )
 
 
 def table(rows: list[tuple[int, ...]], columns: int) -> Tensor:

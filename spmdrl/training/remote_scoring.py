@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -102,7 +103,8 @@ def send_to_scorers(
     counts = [len(part) for part in parts]
     addresses = all_to_all_rows(head, counts, sampling)
     makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
-    packed = [pack(dict(enumerate(map(completion_of, part)))) for part in parts]
+    said = [[replace(completion_of(s), routed_experts=None) for s in part] for part in parts]
+    packed = [pack(dict(enumerate(part))) for part in said]
     answers = [a for part in all_to_all_bytes(packed, sampling) for a in unpack(part).values()]
     questions = [SampleRequest(prompt_of(id), 0, index, seed=0) for id, index in addresses.tolist()]
     received = as_samples(questions, answers, by.tokenizer)

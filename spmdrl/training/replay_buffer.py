@@ -54,12 +54,13 @@ class ReplayBuffer:
         torch.save([dict(b.tensors()) | {"cu_seqlens": b.cu_seqlens} for b in self.past], file)
 
     def load(
-        self, paths: list[Path], rank: int, world: int, num_keys: int, per_turn: bool
+        self, paths: list[Path], rank: int, world: int, num_keys: int, per_turn: bool,
+        replays_experts: bool = False,
     ) -> None:  # fmt: skip
         """Takes this rank's part of what all ranks saved: files rank, rank + world, ...
 
         Raises ConfigError where they were saved with another number of reward keys, or with
-        rewards.per_turn the other way.
+        rewards.per_turn or actor.router_replay the other way.
         """
         shares = [read_plain(path) for path in paths]
         parts: list[list[dict[str, Tensor]]] = [list(age) for age in zip(*shares, strict=True)]
@@ -77,4 +78,9 @@ class ReplayBuffer:
                 f"the checkpoint's replayed samples were scored with rewards.per_turn="
                 f"{not per_turn}, this run has {per_turn}: keep it, or start anew with "
                 "--resume never"
+            )
+        if any((batch.routed_experts is not None) != replays_experts for batch in self.past):
+            raise ConfigError(
+                "the checkpoint's replayed samples were made with another actor.router_replay: "
+                "keep it, or start anew with --resume never"
             )

@@ -240,13 +240,15 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
         roles.replay.load(
             shares, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
             per_turn=roles.config.rewards.per_turn,
+            replays_experts=roles.routing is not None,
         )  # fmt: skip
     shares = sorted(folder.glob("leftover_*.pt"))
     if shares and not same_data:
         logger.warning("the data is not what it was: what %s had begun is not asked again", folder)
     elif roles.leftover is not None and shares:
         roles.leftover.load(
-            shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world
-        )
+            shares, run.prompts.by_id, roles.tokenizer, sampling.rank, sampling.world,
+            replays_experts=roles.routing is not None,
+        )  # fmt: skip
     elif shares and sampling.rank == 0:
         logger.warning("rollout.oversample is off: what %s had begun is not asked again", folder)

@@ -24,7 +24,7 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import WeightVersions
-from spmdrl.types import Batch
+from spmdrl.types import Batch, Routing
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class Roles:
     entropy: float | None = None  # of the last step, where its coefficient is adaptive
     policy_version: int = 0  # of the weights that the rollout engine holds
     weight_bytes: int = 0  # that this rank sent, since it was last reported
+    routing: Routing | None = None  # of the actor's experts, where their choice is replayed
 
     @property
     def sleeps(self) -> bool:

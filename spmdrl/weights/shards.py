@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -126,82 +126,101 @@ def held_box(weight: Tensor) -> Box | None:
     return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
 
 
-class LowRank(NamedTuple):
-    """The factors of a weight with an adapter. DTensors that are split by rows, or full tensors."""
-
-    base: Tensor | None  # (out, in); None: scale B alone is wanted
-    a: Tensor  # (rank, in) float32
-    b: Tensor  # (out, rank) float32
-    scale: float
+class Source(Protocol):
+    """What a weight is worked out from, before it is there."""
 
     @property
-    def weight(self) -> Tensor:
-        """The tensor that has the shape and the split of the result."""
-        return self.b if self.base is None else self.base
+    def shape(self) -> tuple[int, ...]:
+        """Of the full weight."""
+        ...
 
-    def compute(self, to: Tensor | None) -> None:
-        """Into `to`, this rank's part, if it has one. Collective over the ranks that share it."""
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The parts that this rank works out, apart from each other."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where these are to lie."""
+        ...
+
+    def compute(self, to: list[Tensor]) -> None:
+        """Into `to`, which are float32 and of the boxes' sizes. Collective where parts are shared
+        in such a way that a rank needs another's.
+        """
+        ...
+
+
+class LowRank:
+    """A weight with an adapter, made of DTensors that are split by rows, or of full tensors."""
+
+    def __init__(self, base: Tensor | None, a: Tensor, b: Tensor, scale: float) -> None:
+        """base: (out, in); None: scale B alone is wanted. a: (rank, in), b: (out, rank) float32."""
+        self.base, self.a, self.b, self.scale = base, a, b, scale
+        weight = b if base is None else base  # it has the shape and the split of the result
+        box = held_box(weight)
+        self.shape: tuple[int, ...] = tuple(weight.shape)
+        self.boxes: tuple[Box, ...] = () if box is None else (box,)
+
+    @property
+    def device(self) -> torch.device:
+        return local(self.b).device
+
+    def compute(self, to: list[Tensor]) -> None:
         if self.base is None:
-            if to is not None:
-                torch.mul(local(self.b), self.scale, out=to)
+            for part in to:
+                torch.mul(local(self.b), self.scale, out=part)
             return
         a = self.a.full_tensor() if isinstance(self.a, DTensor) else self.a
-        if to is not None:
-            torch.addmm(local(self.base).float(), local(self.b), a, alpha=self.scale, out=to)
+        for part in to:
+            torch.addmm(local(self.base).float(), local(self.b), a, alpha=self.scale, out=part)
 
 
 class Derived:
     """This rank's parts of computed weights, and their memory."""
 
-    def __init__(self, made_of: Mapping[str, LowRank]) -> None:
+    def __init__(self, made_of: Mapping[str, Source]) -> None:
         self.made_of = dict(made_of)
-        self.boxes = {name: held_box(source.weight) for name, source in made_of.items()}
         self.offsets: dict[str, int] = {}  # in the memory, in elements
         self.memory: Tensor | None = None
         self.numel = 0
 
     def shards(self) -> dict[str, Shards]:
         """Their tensors are there from the `compute` of their round to that of the next."""
-        found: dict[str, Shards] = {}
-        for name, source in self.made_of.items():
-            box = self.boxes[name]
-            shape = tuple(source.weight.shape)
-            if box is None:
-                found[name] = Shards(shape, (), list, self)
-            else:
-                found[name] = Shards(shape, (box,), partial(self.parts, name), self)
-        return found
+        return {
+            name: Shards(source.shape, source.boxes, partial(self.parts, name), self)
+            for name, source in self.made_of.items()
+        }
 
     def arrange(self, rounds: Sequence[Sequence[str]]) -> None:
         """Notes which names are computed together; others are no matter."""
         self.memory, self.numel = None, 0
         for names in rounds:
             offset = 0
-            for name in names:
-                box = self.boxes.get(name)
-                if box is not None:
-                    self.offsets[name] = offset
-                    offset += numel(box)
+            for name in (name for name in names if name in self.made_of):
+                self.offsets[name] = offset
+                offset += sum(numel(box) for box in self.made_of[name].boxes)
             self.numel = max(self.numel, offset)
 
     @torch.no_grad()
     def compute(self, names: Sequence[str]) -> None:
         """Computes the weights of a round. Collective over the ranks that share the weights."""
         if self.memory is None:
-            device = local(next(iter(self.made_of.values())).b).device
+            device = next(iter(self.made_of.values())).device
             self.memory = torch.empty(self.numel, device=device)
         for name in names:
             if name in self.made_of:
-                self.made_of[name].compute(self.part(name) if self.boxes[name] else None)
+                self.made_of[name].compute(self.parts(name))
 
     def parts(self, name: str) -> list[Tensor]:
-        return [self.part(name)]
-
-    def part(self, name: str) -> Tensor:
-        """Returns where this rank's part of the weight is or will be, float32."""
-        box, first = self.boxes[name], self.offsets[name]
-        assert box is not None and self.memory is not None, name
-        return self.memory[first : first + numel(box)].view(sizes(box))
+        """Returns where this rank's parts of the weight are or will be, float32."""
+        first, found = self.offsets[name], []
+        assert self.memory is not None, name
+        for box in self.made_of[name].boxes:
+            last = first + numel(box)
+            found.append(self.memory[first:last].view(sizes(box)))
+            first = last
+        return found
 
     def release(self) -> None:
         """Gives the memory back between pushes, on a GPU."""

@@ -123,7 +123,8 @@ def test_a_failure_between_two_phases_is_told_with_what_was_done(tmp_path, topol
     phases = Phases(topology)
     spans = SpanLog(phases, TraceFile(tmp_path / "run", 0, "host"))
     log = RunLog(tmp_path / "run", True, 3, named=phases.alone)
-    board = Tensorboard(tmp_path / "run", 0)
+    board = Tensorboard()
+    board.open(tmp_path / "run", {}, 0)
     with phases("sync"):
         pass
     log.write(1, {"reward/mean": 1.0})

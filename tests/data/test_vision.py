@@ -17,23 +17,22 @@ import torch
 from PIL import Image
 from tiny_models import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
+from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, DataConfig, RolloutConfig, TrainConfig
 from spmdrl.data import pictures
-from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, rope_positions
-from spmdrl.data.packing import empty_batch
+from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, num_bytes, rope_positions
 from spmdrl.data.pictures import open_picture, pictures_of, size_of
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.fsdp import attention
-from spmdrl.engines.fsdp.model import TokenPolicy, build_model
+from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.megatron.engine import MegatronEngine
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.vllm.engine import VllmEngine
-from spmdrl.types import Batch, Picture, Prompt
+from spmdrl.types import Picture, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 ENGINES: dict[str, Any] = {"vllm": VllmEngine, "hf": HfEngine}
@@ -44,12 +43,6 @@ ENGINE_NAMES = [pytest.param("vllm", marks=pytest.mark.vllm), "hf"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {kind: str(save_qwen_vl(folder / kind, kind)) for kind in FAMILIES}
-
-
-def vision_of(model: str, **settings: Any) -> ImageProcessor:
-    found = ImageProcessor.load(model, load_hf_config(model), DataConfig(train="", **settings))
-    assert found is not None
-    return found
 
 
 def load(model: str, path: Path, topology: Topology, **settings: Any) -> PromptDataset:
@@ -107,9 +100,9 @@ def test_prompts_have_as_many_image_tokens_as_their_images_want(
     once = image.replace(6 * "<|image_pad|>", "<|image_pad|>")
     assert two.text == f"u:{once}A{once}B?a:"
     assert [len(prompt.images) for prompt in (two, none, one)] == [2, 0, 1]
-    assert (data.images.per_prompt, data.images.tokens) == (2, 6)
+    assert (data.images.per_prompt, data.images.largest[0]) == (2, 6)
     few = load(models["qwen2_5_vl"], path, topology, image_max_pixels=192)
-    assert few.images.tokens == 2
+    assert few.images.largest[0] == 2
     assert len(few.prompt(0).token_ids) == len(two.token_ids) - 8
 
 
@@ -122,9 +115,9 @@ def saved(image: Image.Image, kind: str = "TIFF", **settings: Any) -> Picture:
 @pytest.mark.parametrize("mode", ["RGBA", "L", "LA", "P", "CMYK", "1"])
 def test_images_of_any_mode_are_seen_in_rgb(models: dict[str, str], mode: str) -> None:
     made = saved(Image.new("RGB", (16, 8), "white").convert(mode))
-    pixels, grid = vision_of(models["qwen2_5_vl"]).pixels(made)
+    pixels, grid = vision_of(models["qwen2_5_vl"]).pixels(made).values()
     assert pixels.shape == (8, 96)
-    assert grid.tolist() == [1, 2, 4]
+    assert grid.tolist() == [[1, 2, 4]]
     assert open_picture(made).getpixel((3, 3)) == (255, 255, 255)
 
 
@@ -225,7 +218,7 @@ def test_a_prompt_with_images_is_never_cut(
     path = write(tmp_path / "d.parquet", rows)
     limit: dict[str, Any] = {"max_prompt_tokens": 16}
     data = load(models["qwen3_vl"], path, topology, **limit)
-    assert (len(data), data.num_overlong, data.images.tokens) == (1, 1, 1)
+    assert (len(data), data.num_overlong, data.images.largest[0]) == (1, 1, 1)
     with pytest.raises(ConfigError, match=r"row 1 .*a prompt of 22 tokens with images cannot be c"):
         load(models["qwen3_vl"], path, topology, overlong_prompts="truncate", **limit)
 
@@ -234,7 +227,9 @@ def test_a_model_that_sees_nothing_is_named(
     qwen3: Path, tmp_path: Path, topology: Topology
 ) -> None:
     path = write(tmp_path / "d.parquet", [row("<image>", [{"bytes": png(0, 8, 8)}])])
-    with pytest.raises(ConfigError, match="has images, which the model does not see: model types"):
+    with pytest.raises(
+        ConfigError, match=r"has images, which the model does not see\. Model types"
+    ):
         load(str(qwen3), path, topology)
 
 
@@ -257,7 +252,11 @@ def test_positions_are_those_of_transformers(models: dict[str, str], kind: str) 
         ids = torch.tensor([tokens])
         types = (ids == vision.token_id).int()
         want, _ = model.get_rope_index(ids, types, image_grid_thw=grids)
-        spans = vision.spans(tokens, grids)
+        spans, first = [], 0
+        for size in (grids.prod(1) // 4).tolist():
+            first = tokens.index(vision.token_id, first)
+            spans.append((first, size))
+            first += size
         got = rope_positions(len(tokens), spans, grids // torch.tensor([1, 2, 2]))
         assert torch.equal(got, want[:, 0])
 
@@ -265,64 +264,18 @@ def test_positions_are_those_of_transformers(models: dict[str, str], kind: str) 
 def test_pixels_are_kept_up_to_a_bound(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spmdrl.data.images.CACHE_BYTES", 3 * 16 * 96 * 4)
+    monkeypatch.setattr("spmdrl.data.images.CACHE_BYTES", 3 * (16 * 96 * 4 + 24))
     vision = vision_of(models["qwen2_5_vl"])
     pictures = [Picture(png(seed, 16, 16)) for seed in range(6)]
-    first = vision.pixels(pictures[0])[0]
+    first = vision.pixels(pictures[0])["pixel_values"]
     for picture in (*pictures, pictures[0]):
         vision.pixels(picture)
     assert len(vision.cache) == 3
-    assert vision.cached_bytes == sum(pixels.nbytes for pixels, _ in vision.cache.values())
-    assert torch.equal(vision.pixels(pictures[0])[0], first)
+    assert vision.cached_bytes == sum(map(num_bytes, vision.cache.values()))
+    assert torch.equal(vision.pixels(pictures[0])["pixel_values"], first)
 
 
 # ---- the trainer
-
-
-def prompts_of(vision: ImageProcessor) -> list[Prompt]:
-    """Two images, none, one at the very start."""
-    mark, shown = vision.token_id, [Picture(png(s, w, h)) for s, w, h in
-                                    ((0, 16, 24), (1, 8, 8), (2, 32, 16))]  # fmt: skip
-    rows = [([5, mark, 6, mark, 7], shown[:2]), ([8, 9, 10], []), ([mark, 11], shown[2:])]
-    return [
-        Prompt(i, vision.placed(ids, pictures), "d", "", "", images=tuple(pictures))
-        for i, (ids, pictures) in enumerate(rows)
-    ]
-
-
-def packed(prompts: list[Prompt], answers: list[list[int]]) -> Batch:
-    sequences = [[*p.token_ids, *a] for p, a in zip(prompts, answers, strict=True)]
-    batch = empty_batch(torch.tensor([len(s) for s in sequences]))
-    batch.token_ids = torch.tensor([id for s in sequences for id in s])
-    batch.prompts = torch.tensor([p.id for p in prompts])
-    return batch
-
-
-def logprobs_packed(model: Any, batch_images: BatchImages, batch: Batch) -> torch.Tensor:
-    """Of every token but each sequence's first."""
-    lens = batch.seq_lens.tolist()
-    rows = torch.cat([torch.arange(1, n) + sum(lens[:i]) for i, n in enumerate(lens)])
-    positions = torch.cat([torch.arange(n) for n in lens])
-    packing = attention.Packing.build(batch.seq_lens, torch.device("cpu"))
-    found, *_ = TokenPolicy(model)(
-        batch.token_ids, positions, packing, rows - 1, batch.token_ids[rows], 1.0,
-        scene=batch_images.scene(batch),
-    )  # fmt: skip
-    return found
-
-
-def logprobs_alone(
-    model: Any, vision: ImageProcessor, prompt: Prompt, answer: list[int]
-) -> torch.Tensor:
-    """By transformers, from its own preprocessing and positions."""
-    ids = torch.tensor([[*prompt.token_ids, *answer]])
-    seen = {}
-    if prompt.images:
-        opened = [open_picture(picture) for picture in prompt.images]
-        seen = dict(vision.processor(images=opened, return_tensors="pt"))
-        seen["mm_token_type_ids"] = (ids == vision.token_id).int()
-    logits = model(input_ids=ids, **seen).logits[0].float()
-    return logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -405,7 +358,7 @@ def test_answers_are_of_the_images_and_go_on_where_they_stopped(
     a cache could mistake for each other."""
     vision = vision_of(models[kind])
     config = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
-    looks = ImageLimits(vision, per_prompt=2, tokens=16)
+    looks = ImageLimits(vision, per_prompt=2, tokens=16, size=(32, 32))
     engine = ENGINES[name](models[kind], config, 200, topology, looks=looks)
     first, text, last = prompts_of(vision)
     other = Prompt(3, last.token_ids, "d", "", "", images=(Picture(png(9, 32, 16)),))
@@ -439,7 +392,9 @@ def test_new_weights_of_the_tower_are_looked_through(
     kind = "qwen2_5_vl"
     vision = vision_of(models[kind])
     config = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
-    engine = VllmEngine(models[kind], config, 200, topology, looks=ImageLimits(vision, 2, 16))
+    engine = VllmEngine(
+        models[kind], config, 200, topology, looks=ImageLimits(vision, 2, 16, (32, 32))
+    )
     model: Any = build_model(models[kind], full=True)
     prompt, params = prompts_of(vision)[0], SamplingParams(max_tokens=4, ignore_eos=True)
     request = Request(prompt.token_ids, seed=1, images=prompt.images)
@@ -459,7 +414,7 @@ def test_new_weights_of_the_tower_are_looked_through(
 def test_the_largest_image_is_what_memory_is_measured_with(models: dict[str, str]) -> None:
     from spmdrl.rollout.vllm import images as vllm_vision
 
-    looks = ImageLimits(vision_of(models["qwen2_5_vl"]), per_prompt=3, tokens=16)
+    looks = ImageLimits(vision_of(models["qwen2_5_vl"]), 3, 16, (32, 32))
     with vllm_vision.sizes_of(looks, 200):
         from vllm.multimodal.registry import MultiModalRegistry
 

@@ -238,7 +238,9 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_the_step_saves_and_leaves_to_be_started_again(folder, number):
-    proc = start(folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--tensorboard", "True")
+    proc = start(
+        folder, 2, *ENDLESS, "--checkpoint.every_steps", "900", "--trackers", "tensorboard"
+    )
     wait_for(folder, "step 2/1000", proc)
     if number == signal.SIGUSR1:  # torchrun would die of it: of ranks, one alone hears it
         os.kill(pids_of(proc.pid)[1], number)

@@ -13,6 +13,7 @@ from spmdrl.config import (
     AlgoConfig,
     ConfigError,
     LoraConfig,
+    OptimConfig,
     SftConfig,
     SftDataConfig,
     TrainConfig,
@@ -33,7 +34,7 @@ def with_lora(**changes):
 
 
 CASES = [
-    ({"actor": replace(LORA, engine="megatron")}, ["actor.lora is of engine 'fsdp'"]),
+    ({"actor": replace(LORA, engine="megatron", optim=OptimConfig("muon"))}, ["two factors"]),
     ({"actor": with_lora(rank=0)}, ["actor.lora.rank=0"]),
     ({"actor": with_lora(alpha=-1)}, ["actor.lora.alpha=-1"]),
     ({"actor": with_lora(target_modules=("q_prj",))}, ["'q_prj'", "q_proj"]),
@@ -57,7 +58,9 @@ def test_what_cannot_be_is_refused(qwen3, changes, said):
 
 
 def test_what_can_be_is_not(qwen3):
-    for changes in ({"actor": LORA}, APART, {"actor": LORA, "algo": REF},
+    megatron = replace(LORA, engine="megatron")
+    for changes in ({"actor": LORA}, APART, {"actor": megatron}, APART | {"actor": megatron},
+                    {"actor": LORA, "algo": REF},
                     {"actor": with_lora(target_modules=("mlp.up_proj",)), "algo": REF,
                      "ref": TrainConfig(dtype="bfloat16")}):  # fmt: skip
         check(ppo_config(qwen3, **changes), 1)
@@ -106,6 +109,12 @@ def test_memory_is_of_what_is_trained(qwen3):
     assert m.weights == pytest.approx((full.parameters * 2 + adapters * 4) / 2 / gib)
     assert m.gradients == pytest.approx(adapters * 4 / 2 / gib)
     assert m.adam == pytest.approx(adapters * 8 / 2 / gib)
+    layout = replace(LORA, engine="megatron", tensor_parallel=2, dtype="bfloat16", ema=0.9)
+    cut = memory_of("actor", layout, str(qwen3), 4)
+    here = adapters * 3 / 4 * 4 / gib  # of each pair one factor is cut over two tensor ranks
+    assert cut.trainable == adapters and cut.gradients == pytest.approx(here)
+    assert cut.adam == pytest.approx(2 * here / 2) and cut.average == pytest.approx(here / 2)
+    assert cut.weights == pytest.approx(full.parameters / 2 * 2 / gib + here, rel=0.01)
     head = memory_of("critic", LORA, str(qwen3), 2)
     assert head.trainable == adapters + 65
     text = describe(ppo_config(qwen3, actor=LORA, algo=REF), 2, 100)

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import CHARS, save_qwen3, save_tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from spmdrl.config import (
     AlgoConfig,
@@ -53,6 +60,38 @@ def save_qwen2(folder: Path) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+EXPERTS = {
+    "vocab_size": len(CHARS), "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "eos_token_id": 2,
+    "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def save_experts(folder: Path, config: Any) -> Path:
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        weight.data = torch.randn_like(weight) * 0.1 + (weight.ndim == 1)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_qwen3_moe(folder: Path) -> Path:
+    """Weights of the experts that are not divided by their sum, and a layer without experts."""
+    return save_experts(folder, Qwen3MoeConfig(
+        **EXPERTS, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=48,
+        intermediate_size=96, norm_topk_prob=False, mlp_only_layers=[1],
+    ))  # fmt: skip
+
+
+def save_mixtral(folder: Path) -> Path:
+    return save_experts(folder, MixtralConfig(
+        **EXPERTS, num_local_experts=6, num_experts_per_tok=2, intermediate_size=64,
+        sliding_window=None,
+    ))  # fmt: skip
 
 
 def requests(count: int) -> list[Request]:
@@ -114,7 +153,7 @@ def interrupted(engine: Any, asked: list[Request]) -> list[Completion]:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("save", [save_qwen3, save_qwen2])
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen2, save_qwen3_moe, save_mixtral])
 def test_vllm_gives_the_trainers_bits(save: Any, tmp_path: Path, topology: Topology) -> None:
     """Whatever is computed with a sequence: few or many others, its prefix from the cache or not, a
     prefill in chunks, a preemption in its middle. And tokens are the same then."""
@@ -136,7 +175,11 @@ def test_vllm_gives_the_trainers_bits(save: Any, tmp_path: Path, topology: Topol
 
 
 @pytest.mark.vllm
-def test_bfloat16_and_greedy_answers(qwen3: Path, topology: Topology) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_bfloat16_and_greedy_answers(
+    qwen3: Path, experts: bool, topology: Topology, tmp_path: Path
+) -> None:
+    qwen3 = save_qwen3_moe(tmp_path) if experts else qwen3
     asked, greedy = requests(5), replace(PARAMS, temperature=0.0)
     engine = VllmEngine(str(qwen3), replace(CONFIG, dtype="bfloat16"), 200, topology, strict=True)
     answers = engine.generate(asked, PARAMS)
@@ -147,7 +190,11 @@ def test_bfloat16_and_greedy_answers(qwen3: Path, topology: Topology) -> None:
     engine.shutdown()
 
 
-def test_the_transformers_engine_gives_the_trainers_bits(qwen3: Path, topology: Topology) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_transformers_engine_gives_the_trainers_bits(
+    qwen3: Path, experts: bool, topology: Topology, tmp_path: Path
+) -> None:
+    qwen3 = save_mixtral(tmp_path) if experts else qwen3
     asked = requests(6)
     for num_seqs in (2, 6):
         config = replace(CONFIG, engine="hf", max_num_seqs=num_seqs)
@@ -156,6 +203,23 @@ def test_the_transformers_engine_gives_the_trainers_bits(qwen3: Path, topology: 
         found = packed_logprobs(policy(qwen3, strict=True), asked, answers)
         assert found == [c.logprobs for c in answers]
         engine.shutdown()
+
+
+@pytest.mark.parametrize("save", [save_qwen3_moe, save_mixtral])
+def test_gradients_of_experts_are_those_of_the_ordinary_layers(save: Any, tmp_path: Path) -> None:
+    folder, tokens = save(tmp_path), torch.randint(4, len(CHARS), (60,))
+    found = []
+    for strict in (False, True):
+        model = policy(folder, strict)
+        packing = Packing.build(torch.tensor([35, 25]), CPU)
+        places = torch.cat([torch.arange(35), torch.arange(25)])
+        states = torch.cat([torch.arange(34), torch.arange(35, 59)])
+        logprobs, _, _ = model(tokens, places, packing, states, tokens[states + 1], 1.0)
+        (logprobs * torch.linspace(-1, 1, 58)).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert any("gate.weight" in name for name in found[0])
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def config_of(model: Path, **changes: Any) -> PpoConfig:
@@ -193,12 +257,12 @@ def test_what_cannot_be_strict_is_refused(qwen3: Path) -> None:
 
 
 def test_layers_without_a_form_are_named() -> None:
-    moe = Qwen3MoeConfig(
+    moe = Qwen2MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_experts=4,
         num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=16,
         decoder_sparse_step=1,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"mlp\.experts \(Qwen3MoeExperts\)"):
+    with pytest.raises(ConfigError, match=r"mlp\.experts \(Qwen2MoeExperts\)"):
         check_strict_model(moe, "vllm")
     dense: Any = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ConfigError, match=r"rotary_emb \(Qwen2RotaryEmbedding\)"):

@@ -32,7 +32,7 @@ from spmdrl.config import *
 config = SftConfig(
     model="model", data=SftDataConfig(train="rows.jsonl", batch_size=160, max_tokens=512),
     out="out", run_dir="run", steps=2, checkpoint=CheckpointConfig(every_steps=0),
-    actor=TrainConfig(optim=OptimConfig(lr=1e-5)), tensorboard=False,
+    actor=TrainConfig(optim=OptimConfig(lr=1e-5)), trackers=(),
 )
 """
 RL = """
@@ -46,7 +46,7 @@ config = PpoConfig(
     data=DataConfig(train="train.jsonl", prompts_per_step=16, max_prompt_tokens=16),
     rollout=RolloutConfig(n=8, max_tokens=400, ignore_eos=True),
     actor=TrainConfig(optim=OptimConfig(lr=1e-6)),
-    run_dir="run", checkpoint=CheckpointConfig(every_steps=0), tensorboard=False,
+    run_dir="run", checkpoint=CheckpointConfig(every_steps=0), trackers=(),
 )
 """
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
     WhisperConfig,
 )
 
@@ -107,6 +108,18 @@ def test_liger_still_applies_its_kernels_to_one_model(model: Any) -> None:
 def test_peft_still_takes_the_names_of_some_layers_for_those_of_experts() -> None:
     assert fsdp_compat.taken_for_experts("deepseek_v3") >= {"gate_proj", "up_proj", "down_proj"}
     assert fsdp_compat.taken_for_experts("qwen3") == set()
+
+
+def test_transformers_still_gates_experts_by_their_apply_gate() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    sizes = {"num_experts": 2, "hidden_size": 4, "moe_intermediate_size": 3, "hidden_act": "silu"}
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
+    marks = experts.has_gate, experts.has_bias, experts.is_transposed, experts.num_experts
+    assert marks == (True, False, False, 2)
+    x = torch.randn(5, 6)
+    want = nn.functional.silu(x[:, :3]) * x[:, 3:]
+    assert torch.equal(transformers_compat.apply_expert_gate(experts, x), want)
 
 
 def test_transformers_still_says_which_models_carry_a_state() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sights import SIGHTS, add_tower, num_tokens, save_processor
 from tiny_models import CHARS, save_tokenizer
 from transformers import (
     CONFIG_MAPPING,
@@ -32,6 +33,12 @@ class Family:
     fields: dict[str, Any] = field(default_factory=dict)
     rollout_dtype: str = "float32"  # in which vLLM samples here
     tower: bool = False  # whether its checkpoints have one, which is left out
+    images: bool = False  # whether it is kept, and prompts have images
+
+    @property
+    def key(self) -> str:
+        """Returns what the table calls its row."""
+        return f"{self.kind} with images" if self.images else self.kind
 
 
 NEMOTRON_H = ["linear_attention", "mlp", "full_attention", "mlp"] * 8
@@ -118,15 +125,42 @@ FAMILIES += [
     Family("Qwen3.5, all published", "qwen3_5", rollout_dtype="bfloat16", tower=True),
     Family("Qwen3.5-MoE, all published", "qwen3_5_moe", rollout_dtype="bfloat16", tower=True),
     Family("Gemma 3 4B to 27B", "gemma3", tower=True),
-    Family("Gemma 4 with images", "gemma4", tower=True),
+    Family("Gemma 4, all published", "gemma4", tower=True),
     Family("Mistral Small 3", "mistral3", tower=True),
     Family("Llama 4 Scout, Maverick", "llama4", tower=True),
+]
+GEMMA4 = {"vision_config": {}, "text_config": {"use_bidirectional_attention": "vision"}}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+THIRDS = MROPE | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+QUARTER = MROPE | {"mrope_section": [11, 11, 10], "mrope_interleaved": True,
+                   "partial_rotary_factor": 0.25}  # fmt: skip
+HALF_MROPE = MROPE | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+QWEN_VL = {"text_config": {"rope_parameters": MROPE}}
+QWEN3_VL = {"text_config": {"rope_parameters": THIRDS}}
+QWEN3_VL_MOE = {"text_config": {"rope_parameters": THIRDS, "norm_topk_prob": True}}
+QWEN35 = {"text_config": {"rope_parameters": QUARTER}}
+GLM_V_TEXT = {"rope_parameters": HALF_MROPE, "attention_bias": True, "head_dim": 128}
+GLM_V = {"text_config": GLM_V_TEXT}
+GLM_V_MOE = {"text_config": GLM_V_TEXT | {"use_qk_norm": False}}
+FAMILIES += [
+    Family("Qwen2-VL", "qwen2_vl", QWEN_VL, images=True),
+    Family("Qwen2.5-VL", "qwen2_5_vl", QWEN_VL, images=True),
+    Family("Qwen3-VL", "qwen3_vl", QWEN3_VL, images=True),
+    Family("Qwen3-VL-MoE", "qwen3_vl_moe", QWEN3_VL_MOE, images=True),
+    Family("Qwen3.5", "qwen3_5", QWEN35, "bfloat16", images=True),
+    Family("Qwen3.5-MoE", "qwen3_5_moe", QWEN35, "bfloat16", images=True),
+    Family("Gemma 3 4B to 27B", "gemma3", images=True),
+    Family("Gemma 4", "gemma4", GEMMA4, images=True),
+    Family("GLM 4.1V (glm4v)", "glm4v", GLM_V, images=True),
+    Family("GLM 4.5V (glm4v_moe)", "glm4v_moe", GLM_V_MOE, images=True),
+    Family("InternVL 2.5 to 3.5", "internvl", images=True),
+    Family("Mistral Small 3", "mistral3", images=True),
 ]
 TOWER = {
     "depth": 2, "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "num_attention_heads": 2,
     "intermediate_size": 96, "out_hidden_size": 128, "deepstack_visual_indexes": [],
 }  # fmt: skip
-BY_KIND = {family.kind: family for family in FAMILIES}
+BY_KIND = {family.key: family for family in FAMILIES}
 
 
 def config_of(family: Family) -> PreTrainedConfig:
@@ -137,22 +171,31 @@ def config_of(family: Family) -> PreTrainedConfig:
 def save_tiny(family: Family, folder: Path, seed: int = 0) -> Path:
     """A tiny model with random float32 weights, and a tokenizer of one token for each character."""
     large = config_of(family)
-    shell = None if family.tower else meta_model(large)
-    config: Any = tiny_config(large, shell, vocab=len(CHARS))
+    sight = SIGHTS[family.kind] if family.images else None
+    shell = None if family.tower or family.images else meta_model(large)
+    vocab = len(CHARS) if sight is None else num_tokens(sight)
+    config: Any = tiny_config(large, shell, vocab=vocab)
     for name, size in TOWER.items() if family.tower else ():
         if hasattr(config.vision_config, name):
             setattr(config.vision_config, name, size)
     for name, token in {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}.items():
         setattr(config, name, token)
+    if sight is not None:
+        add_tower(config, sight)
     torch.manual_seed(seed)
-    auto = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
+    whole = family.tower or family.images
+    auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) in kept and tensor.ndim < 2 and tensor.is_floating_point():
+        plain = tensor.ndim < 2 or not tensor.any()  # Gemma 3's projection starts at 0
+        if id(tensor) in kept and plain and tensor.is_floating_point():
             tensor.data += 0.1 * torch.randn_like(tensor)  # zeros and ones would hide their use
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    if sight is None:
+        save_tokenizer(folder)
+    else:
+        save_processor(sight, folder)
     return folder

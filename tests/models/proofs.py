@@ -15,11 +15,17 @@ from typing import Any
 import torch
 from rollout_checks import rollout_difference, rollout_gaps
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
 
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig, TrainConfig, WeightsConfig
+from spmdrl.data.images import BatchImages, ImageLimits
 from spmdrl.data.packing import empty_batch
 from spmdrl.distributed.topology import Topology, train_degrees
-from spmdrl.hub.hf_folder import has_tower, load_hf_config
+from spmdrl.engines.fsdp.model import build_model
+from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
+from spmdrl.engines.fsdp.trial import gradients_of, relative
+from spmdrl.hub.hf_folder import has_tower, keep_tower, load_hf_config
+from spmdrl.training.checks.common import check_vision
 from spmdrl.training.checks.packing import check_packing
 
 KV_MIB = 32
@@ -65,6 +71,8 @@ def batch_of(vocab: int) -> Any:
 @torch.no_grad()
 def reference_logprobs(model: str, batch: Any) -> torch.Tensor:
     """transformers' own, each sequence by itself; 0 for the first token of each."""
+    if with_images(model):
+        return reference_with_images(model, batch)
     auto = AutoModelForImageTextToText if has_tower(model) else AutoModelForCausalLM
     hf = auto.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
@@ -75,18 +83,86 @@ def reference_logprobs(model: str, batch: Any) -> torch.Tensor:
     return torch.cat(found)
 
 
+def with_images(model: str) -> bool:
+    """Whether it is of a row with images, whose tower is kept from here on."""
+    found = Path(model, "preprocessor_config.json").exists()
+    if found:
+        keep_tower(model)
+    return found
+
+
+def images_of(model: str) -> BatchImages | None:
+    if not with_images(model):
+        return None
+    vision = vision_of(model)
+    return BatchImages(vision, prompts_of(vision).__getitem__)
+
+
+def batch_with_images(model: str) -> Any:
+    answers = torch.randint(3, 80, (3, 9), generator=torch.Generator().manual_seed(3))
+    return packed(prompts_of(vision_of(model)), answers.tolist())
+
+
+def reference_with_images(model: str, batch: Any) -> torch.Tensor:
+    auto, vision = AutoModelForImageTextToText, vision_of(model)
+    hf = auto.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for prompt, tokens in zip(
+        prompts_of(vision), batch.token_ids.split(batch.seq_lens.tolist()), strict=True
+    ):  # fmt: skip
+        answer = tokens[len(prompt.token_ids) :].tolist()
+        logprobs = logprobs_alone(hf, vision, prompt, answer)
+        found += [torch.zeros(1), logprobs]
+    return torch.cat(found) * batch.loss_mask
+
+
+def packed_gradients(model: str) -> float:
+    """By how much a gradient of the packed row differs from the one of transformers, each sequence
+    by itself, as a part of its largest entry: the largest of all parameters.
+    """
+    vision, batch = vision_of(model), batch_with_images(model)
+    prompts, weights = prompts_of(vision), torch.randn(batch.num_tokens - len(batch.seq_lens))
+    answers = [
+        tokens[len(prompt.token_ids) :].tolist() for prompt, tokens in
+        zip(prompts, batch.token_ids.split(batch.seq_lens.tolist()), strict=True)
+    ]  # fmt: skip
+    plain = AutoModelForImageTextToText.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).train()
+    ours: Any = build_model(model, full=True)
+    run_per_sequence(ours)
+    apart = torch.cat([
+        logprobs_alone(plain, vision, p, a) for p, a in zip(prompts, answers, strict=True)
+    ])  # fmt: skip
+    found = logprobs_packed(ours, BatchImages(vision, prompts.__getitem__), batch)
+    theirs, mine = (
+        gradients_of(logprobs, weights, dict(hf.named_parameters()))
+        for logprobs, hf in ((apart, plain), (found, ours))
+    )
+    towers = [name for name in mine if "language_model" not in name and "lm_head" not in name]
+    assert all(mine[name].any() for name in towers), towers
+    return max(relative(mine[name], theirs[name]) for name in theirs)
+
+
 def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Any) -> Any:
     return -(logprobs * batch.loss_mask).sum(), {}
+
+
+def some_batch(model: str) -> Any:
+    if with_images(model):
+        return batch_with_images(model)
+    return batch_of(load_hf_config(model).get_text_config().vocab_size)
 
 
 def trained(actor: Any, model: str) -> float:
     """The largest difference of the trainer's log-probabilities from transformers', which is small;
     then updates that make tokens likelier.
     """
-    batch = batch_of(load_hf_config(model).get_text_config().vocab_size)
-    away = (actor.logprobs(batch, 1.0).logprobs - reference_logprobs(model, batch)).abs().max()
+    batch, images = some_batch(model), images_of(model)
+    found = actor.logprobs(batch, 1.0, images=images).logprobs
+    away = (found - reference_logprobs(model, batch)).abs().max()
     assert away < 1e-4, f"log-probabilities differ by {away:.2g}"
-    losses = [actor.update(batch, loss_of, 1.0)["loss"] for _ in range(3)]
+    losses = [actor.update(batch, loss_of, 1.0, images)["loss"] for _ in range(3)]
     assert losses[-1] < losses[0] and math.isfinite(losses[-1]), losses
     return float(away)
 
@@ -95,11 +171,12 @@ def fsdp(topology: Topology, model: str) -> dict[str, float]:
     """Log-probabilities of the engine against transformers', gradients of the packed pass, and an
     update that makes tokens likelier.
     """
+    seen = with_images(model)
     with checks():
         trial = check_packing(load_hf_config(model))
-    assert trial is not None
     actor, _ = actor_of(topology, model)
-    return {"logprobs": trained(actor, model), "gradients": trial.gradients}
+    gradients = packed_gradients(model) if seen or trial is None else trial.gradients
+    return {"logprobs": trained(actor, model), "gradients": gradients}
 
 
 def rollout(
@@ -114,25 +191,29 @@ def rollout(
     from spmdrl.rollout.build import build_engine, check_engine
     from spmdrl.training.weight_sync import WeightSync
 
+    images = images_of(model)
     hf = load_hf_config(model)
     settings = RolloutConfig(engine=engine, kv_cache_mib=KV_MIB, dtype=dtype, tensor_parallel=tp)  # type: ignore[arg-type]
     with checks():
         check_packing(hf)
         check_engine(model, hf, settings, False)
+        check_vision(hf, {"actor": TrainConfig()})
         if lora is not None:
             from spmdrl.engines.fsdp.lora import check_lora
 
             check_lora("actor", TrainConfig(lora=lora), hf)
     actor, ranks = actor_of(topology, model, lora=lora)
     places = Topology.build(topology.device, dp=-1, tp=tp)
-    built: Any = build_engine(model, settings, LONGEST, places, load_weights=False)
+    prompts = [] if images is None else prompts_of(images.vision)
+    longest = LONGEST + max((len(prompt.token_ids) for prompt in prompts), default=0)
+    limits = None if images is None else ImageLimits(images.vision, 2, 80, (32, 16))
+    built: Any = build_engine(model, settings, longest, places, looks=limits, load_weights=False)
     weights = WeightSync(actor, ranks, built, places, dtype, WeightsConfig(check=True))
     weights.push()
-    gaps = [rollout_gaps(actor, ranks, built)]
-    batch = batch_of(hf.get_text_config().vocab_size)
-    actor.update(batch, loss_of, 1.0)
+    gaps = [rollout_gaps(actor, ranks, built, prompts, images)]
+    actor.update(some_batch(model), loss_of, 1.0, images)
     weights.push()
-    gaps.append(rollout_gaps(actor, ranks, built))
+    gaps.append(rollout_gaps(actor, ranks, built, prompts, images))
     built.shutdown()
     median = max(float(gap.median()) for gap in gaps)
     assert median < NEAR[dtype], f"log-probabilities differ by {median:.2g} in the median"
@@ -164,7 +245,10 @@ def megatron(topology: Topology, model: str) -> dict[str, float]:
     from spmdrl.training.checks.common import check_megatron
 
     config = TrainConfig(engine="megatron", dtype="float32")
+    seen = with_images(model)
     with checks():
+        if seen:
+            check_vision(load_hf_config(model), {"actor": config})
         check_megatron("actor", config, model, 1)
     ranks = Topology.build(topology.device, **train_degrees(config))
     return {"logprobs": trained(build_engine("policy", model, config, ranks), model)}
@@ -177,7 +261,10 @@ def strict(topology: Topology, model: str) -> dict[str, float]:
     from spmdrl.training.weight_sync import WeightSync
 
     settings = RolloutConfig(kv_cache_mib=KV_MIB, dtype="float32")
+    seen = with_images(model)
     with checks():
+        if seen:
+            check_vision(load_hf_config(model), {"actor": TrainConfig()}, {"strict": True})
         check_packing(load_hf_config(model))
         check_engine(model, load_hf_config(model), settings, True)
         check_strict_model(load_hf_config(model), settings.engine)
@@ -199,6 +286,7 @@ def export(topology: Topology, model: str) -> dict[str, float]:
     from spmdrl.engines.fsdp.model import load_model
     from spmdrl.engines.hf_export import write_weights
 
+    auto = AutoModelForImageTextToText if with_images(model) else AutoModelForCausalLM
     with checks():
         check_packing(load_hf_config(model))
     actor, _ranks = actor_of(topology, model)
@@ -209,7 +297,7 @@ def export(topology: Topology, model: str) -> dict[str, float]:
     shapes = {name: held.shape for name, held in actor.named_shards().items()}
     write_weights(actor.named_weights(torch.float32, 1 << 20), shapes, torch.float32, out)
     hf = load_model(model, dtype=torch.float32).state_dict()
-    back = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    back = auto.from_pretrained(out, dtype=torch.float32).state_dict()
     wrong = [name for name in hf if not torch.equal(hf[name], back[name])]
     assert not wrong, wrong
     return {"tensors": float(len(shapes))}

@@ -67,8 +67,10 @@ equal. In bfloat16 (marked b), and in vLLM's latent attention on CPUs, medians o
 the kernels' rounding.
 
 Published checkpoints of some families have a tower for images or sounds. Where it is not understood
-here, the language model is loaded alone, trained and sampled without it (the last rows), and an
-export is one of the language model alone.
+here, or not asked for, the language model is loaded alone, trained and sampled without it, and an
+export is one of the language model alone. In the last rows, "with images", the tower is kept
+(`vision_tower=True`, docs/vision.md), sequences have images, and all of it is trained, pushed and
+compared.
 
 Everything here ran on CPUs. A run tries the layers of its own model in the way of the first column
 when it starts, on its GPU where it has one; `--dry-run` shows what it found.
@@ -114,9 +116,9 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
         "|" + "---|" * (len(columns) + 2),
     ]
     for family in FAMILIES:
-        mine = cells.get(family.kind, {})
+        mine = cells.get(family.key, {})
         shown = [shown_cell(family, column, mine.get(column), sentences) for column in columns]
-        lines.append(f"| {family.title} | `{family.kind}` | " + " | ".join(shown) + " |")
+        lines.append(f"| {family.title} | `{family.key}` | " + " | ".join(shown) + " |")
     told = [f"- **{letter}** {sentence}" for sentence, letter in sentences.items()]
     return HEAD + "\n".join([*lines, "", "## Refused, or failing", "", *told, ""])
 
@@ -156,7 +158,7 @@ def letters(number: int) -> str:
 def main() -> None:
     transformers.logging.disable_progress_bar()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--families", default="", help="model types; all, if none is named")
+    parser.add_argument("--families", default="", help="names of rows; all, if none is named")
     parser.add_argument("--columns", default=",".join(proofs.PROOFS))
     parser.add_argument("--json", default="runs/models.json")
     chosen = parser.parse_args()
@@ -168,9 +170,9 @@ def main() -> None:
         for family in families:
             for column in chosen.columns.split(","):
                 cell = try_cell(family, column, Path(folder))
-                cells.setdefault(family.kind, {})[column] = cell
+                cells.setdefault(family.key, {})[column] = cell
                 file.write_text(json.dumps(cells, indent=1))
-                print(f"{family.kind:20} {column:8} {json.dumps(cell)[:230]}", flush=True)
+                print(f"{family.key:25} {column:8} {json.dumps(cell)[:230]}", flush=True)
     PAGE.write_text(page(cells))
 
 

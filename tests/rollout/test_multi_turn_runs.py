@@ -220,7 +220,7 @@ def test_a_model_learns_to_call_a_tool(tmp_path):
     fine_tune(tmp_path, 150)
     done = train(
         tmp_path, 2, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
-        "--run_dir", "tools", "--checkpoint.every_steps", "0", "--tensorboard", "False",
+        "--run_dir", "tools", "--checkpoint.every_steps", "0", "--trackers", "()",
         "--data.max_eval_prompts", "128", timeout_s=400,
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]
@@ -284,7 +284,7 @@ def test_a_tool_with_a_state_keeps_it_in_any_step_engine_and_attempt(tmp_path):
     args = ("--config", "till.py", "--run_dir", "till", "--data.prompts_per_step", "8",
             "--rollout.n", "4", "--rollout.oversample", "1.5", "--rollout.max_num_seqs", "8",
             "--algo.correction.level", "token", "--checkpoint.every_steps", "2",
-            "--tensorboard", "False")  # fmt: skip
+            "--trackers", "()")  # fmt: skip
     for ranks, steps in ((2, 2), (1, 4)):
         done = train(tmp_path, ranks, *args, "--steps", str(steps), "--resume", "auto")
         assert done.code == 0, done.output[-4000:]

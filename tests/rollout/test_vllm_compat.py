@@ -16,6 +16,7 @@ from torch import nn
 from spmdrl.config import LoraConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import process_groups
+from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm.engine import VllmEngine
 
@@ -373,3 +374,63 @@ def test_vllm_still_says_which_models_it_runs_by_transformers_code() -> None:
     assert compat.runs_transformers_code("Olmo2ForCausalLM")
     assert compat.runs_transformers_code("NoSuchForCausalLM")
     assert not compat.runs_transformers_code("Qwen3ForCausalLM")
+
+
+# ---- routed experts
+
+
+def test_vllm_still_has_the_connector_that_returns_routed_experts() -> None:
+    """What it returns: tests/rollout/test_routed_experts.py."""
+    import vllm.v1.outputs
+    from vllm import EngineArgs, SamplingParams
+    from vllm.distributed.aux_output_connector import worker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    kind: Any = worker.AuxOutputWorkerConnector
+    names = ("begin_step", "prepare_output", "process_output", "close")
+    assert all(hasattr(kind, name) for name in names)
+    inspect.signature(worker.PendingAuxOutput.enqueue_cpu_copy).bind(None, [1], [0])
+    inspect.signature(GPUModelRunner.execute_model).bind(None, None)
+    inspect.signature(GPUModelRunner.sample_tokens).bind(None, None)
+    fields = vars(vllm.v1.outputs.ModelRunnerOutput)["__dataclass_fields__"]
+    assert "aux_output_connector_output" in fields
+    assert SamplingParams().routed_experts_prompt_start == 0
+    assert not inspect.signature(EngineArgs).parameters["enable_return_routed_experts"].default
+    before = worker.get_tp_group
+    with compat.every_rank_returns_experts():
+        assert worker.get_tp_group().is_first_rank
+    assert worker.get_tp_group is before
+
+
+def test_vllm_still_numbers_its_layers_with_experts(engine: VllmEngine) -> None:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    assert compat.expert_layers(engine.model) == []
+    assert "layer_id" in inspect.getsource(MoERunner)
+
+
+def test_vllm_still_runs_a_step_by_execute_model_and_sample_tokens(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connector is a stand-in: the model has no experts."""
+    from vllm.distributed.aux_output_connector import worker
+
+    seen: list[Any] = []
+
+    def prepare_output(batch: Any) -> Any:
+        starts, bounds = batch.num_computed_tokens_np, batch.query_start_loc_np
+        seen.append((starts.tolist(), bounds.tolist()))
+        return SimpleNamespace(
+            enqueue_cpu_copy=lambda sampled, rejected: seen.append(sampled.tolist()),
+            process_output=dict,
+        )
+
+    connector = SimpleNamespace(
+        begin_step=lambda metadata: None, prepare_output=prepare_output, close=lambda: None
+    )
+    monkeypatch.setattr(worker, "get_aux_output_connector", lambda *args: connector)
+    compat.return_experts(engine.core)
+    engine.generate([Request([5, 6, 7], seed=1)], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert seen == [([0], [0, 3]), [1], ([3], [0, 1]), [1]]
+    for name in ("execute_model", "sample_tokens", "aux_output_connector"):
+        delattr(engine.runner, name)

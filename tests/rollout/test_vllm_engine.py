@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from rollout_checks import flip_every_parameter, load_hf, save_family, worst_error
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import SamplingParams
-from spmdrl.rollout.vllm.core import check_engine_args
+from spmdrl.rollout.build import check_engine
+from spmdrl.rollout.vllm.core import check_engine_args, check_expert_parallel
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.rollout.vllm.model_types import check_model_type
 
@@ -120,6 +121,31 @@ def test_what_vllm_is_not_to_be_told(config: dict[str, Any], said: str) -> None:
         check_engine_args(replace(CONFIG, **config), strict=False)
     with pytest.raises(ConfigError, match="leave them out"):
         check_engine_args(replace(CONFIG, engine_args={"block_size": 16}), strict=True)
+
+
+EIGHT = Qwen3MoeConfig(num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("hf", "config", "said"),
+    [
+        (Qwen3Config(), {"tensor_parallel": 2}, "model type 'qwen3' has no routed experts"),
+        (EIGHT, {"tensor_parallel": 1}, "tensor_parallel=1 has no effect"),
+        (EIGHT, {"tensor_parallel": 3}, "does not divide the 8 experts"),
+        (EIGHT, {"tensor_parallel": 2, "quantization": "fp8"}, "quantised weights"),
+        (EIGHT, {"tensor_parallel": 2, "engine": "hf"}, "is vLLM's: set rollout.engine='vllm'"),
+    ],
+)
+def test_experts_that_cannot_be_spread(hf: Any, config: dict[str, Any], said: str) -> None:
+    given = replace(CONFIG, expert_parallel=True, **config)
+    check = check_expert_parallel if given.engine == "vllm" else check_any
+    with pytest.raises(ConfigError, match=said):
+        check(hf, given)
+    check_expert_parallel(EIGHT, replace(CONFIG, expert_parallel=True, tensor_parallel=4))
+
+
+def check_any(hf: Any, config: RolloutConfig) -> None:
+    check_engine("folder", hf, config, False)
 
 
 def test_no_other_backend_has_latent_attention_on_a_cpu() -> None:

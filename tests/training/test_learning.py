@@ -18,7 +18,7 @@ ALGORITHMS = {
     "reinforce_plus_plus": [GRPO, "--algo.advantage", "reinforce_plus_plus"],
 }
 BUDGET = ["--steps", "10", "--actor.optim.warmup_steps", "3", "--eval_every", "0",
-          "--checkpoint.every_steps", "0", "--tensorboard", "False"]  # fmt: skip
+          "--checkpoint.every_steps", "0", "--trackers", "()"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ config = SftConfig(
     out="out", run_dir="run", steps={steps},
     actor=TrainConfig(dtype="float32", micro_batch_tokens={tokens}, optim=OptimConfig(lr=1e-5)),
     checkpoint=CheckpointConfig(every_steps={every}, keep=1),
-    tensorboard=False,
+    trackers=(),
 )
 """
 RL = """
@@ -40,7 +40,7 @@ config = PpoConfig(
     data=DataConfig(train="train.jsonl", prompts_per_step=8, max_prompt_tokens=16),
     rollout=RolloutConfig(n=2, max_tokens=64, ignore_eos=True, dtype="float32", {rollout}),
     actor={actor}, {roles}
-    run_dir="run", checkpoint=CheckpointConfig(every_steps=0), tensorboard=False,
+    run_dir="run", checkpoint=CheckpointConfig(every_steps=0), trackers=(),
 )
 """
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}

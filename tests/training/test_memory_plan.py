@@ -7,13 +7,14 @@ import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from plan_configs import data_config, ppo_config
 
-from spmdrl.cli.arguments import dry_flags
+from spmdrl.cli.arguments import dry_flags, load_config
 from spmdrl.config import (
     AlgoConfig,
     ConfigError,
@@ -55,6 +56,13 @@ SHAPES = {
         "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "max_position_embeddings": 131072, "tie_word_embeddings": False, "eos_token_id": 128009,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "eos_token_id": 151645,
     },
     "DeepSeek-V3": {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
@@ -177,6 +185,28 @@ def test_each_proposal_is_planned_with_the_field_changed(shapes):
 
 def require_legal_reference(config, world):
     rl.check_reference(config, rl.place(config, world))
+
+
+def test_qwen3_30b_a3b_gathers_no_experts_of_other_ranks(shapes):
+    path = str(Path(__file__).parents[2] / "configs/qwen3_30b_a3b_gsm8k_grpo_16gpu.py")
+    temporary = {}
+    for degree in (1, 8, 16):
+        changes = {"model": str(shapes / "Qwen3-30B-A3B"), "actor.expert_parallel": degree}
+        config = load_config(path, PpoConfig, changes)
+        rl.check_sharing("actor", config.actor, config.model)
+        plan = memory_plan(config, 16, gpu_gib=80.0)
+        check_memory(config, 16, planner(80.0))
+        update = {phase.name: phase.parts for phase in plan.fullest.phases}["update_actor"]
+        assert update["weights"] == pytest.approx(30.5321 * BILLION_GIB * 4 / 16, rel=1e-4)
+        temporary[degree] = update["temporary"]
+        assert plan.fullest.peak.total == pytest.approx(47.1, abs=0.1)
+    on_eight = replace(config, actor=replace(config.actor, expert_parallel=8))
+    check_memory(on_eight, 8, planner(80.0))
+    assert memory_plan(on_eight, 8, gpu_gib=80.0).fullest.peak.total == pytest.approx(72.8, abs=0.1)
+    # a layer has 128 experts of 3 x 2048 x 768; gathered with their gradients, 10 bytes of each
+    layer = 128 * 3 * 2048 * 768 * 10 / 2**30
+    assert temporary[1] - temporary[8] == pytest.approx(7 / 8 * layer, rel=1e-3)
+    assert 0 < temporary[8] - temporary[16] < layer / 16
 
 
 def test_llama_70b_on_64_gpus_needs_tensor_parallel_engines(shapes):

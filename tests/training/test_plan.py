@@ -1,5 +1,6 @@
 """What is refused before anything is built, with the arithmetic."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -398,3 +399,57 @@ def test_degrees():
         resolve_degrees({"dp": 2, "tp": 2}, 8)
     with pytest.raises(ConfigError, match="positive"):
         resolve_degrees({"dp": 0}, 8)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    from tiny_megatron_models import save_model
+    from tiny_models import CHARS, save_tokenizer
+
+    path = tmp_path_factory.mktemp("experts")
+    save_model("qwen3_moe normalised", path, vocab_size=len(CHARS), eos_token_id=2)
+    save_tokenizer(path)
+    return path
+
+
+R3 = TrainConfig(router_replay="R3")
+REPLAYS = [
+    ({}, None),
+    ({"ref": R3, "algo": AlgoConfig(kl_coef=0.1)}, None),
+    ({"actor": replace(R3, engine="megatron", expert_parallel=1)}, None),
+    ({"actor": replace(R3, compile=True)}, "does not go with actor.compile=True"),
+    ({"rollout": rollout_config(engine="sglang")}, r"'sglang'.*use one of \['vllm', 'hf'\]"),
+    ({"rollout": rollout_config(engine_args={"enable_prefix_caching": False})}, "prefix cache"),
+    ({"rollout": rollout_config(enforce_eager=False)}, "on CPUs vLLM's compiled layers"),
+    (
+        {"critic": R3, "algo": AlgoConfig(advantage="gae")},
+        "critic.router_replay='R3' has no effect: only the actor",
+    ),
+    (
+        {"actor": TrainConfig(), "ref": R3, "algo": AlgoConfig(kl_coef=0.1)},
+        "ref.router_replay='R3' has no effect",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REPLAYS)
+def test_replayed_experts_are_refused_where_nobody_knows_or_takes_them(
+    experts, monkeypatch, changes, said
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # SGLang is there
+    config = ppo_config(experts, **{"actor": R3} | changes)
+    if said is None:
+        check(config, 1)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check(config, 1)
+
+
+def test_replayed_experts_are_of_models_with_experts_and_of_no_supervised_run(qwen3, experts):
+    with pytest.raises(ConfigError, match=r"router_replay: .* 'qwen3' .* have no experts"):
+        check(ppo_config(qwen3, actor=R3), 1)
+    with pytest.raises(ConfigError, match="needs an actor that the run builds itself"):
+        check(ppo_config(experts, actor=R3), 1, hosted=True)
+    data = SftDataConfig(train="t.jsonl", batch_size=4, max_tokens=64)
+    with pytest.raises(ConfigError, match=r"actor\.router_replay='R3' has no effect on"):
+        check_sft(SftConfig(model=str(experts), data=data, out="o", steps=1, actor=R3), 1)

@@ -21,7 +21,7 @@ config = SftConfig(
     model="model", data=SftDataConfig(train="rows.jsonl", batch_size=6, max_tokens=32),
     out="out", run_dir="run", steps=3,
     actor=TrainConfig(dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3)),
-    checkpoint=CheckpointConfig(every_steps=1, keep=3), tensorboard=False,
+    checkpoint=CheckpointConfig(every_steps=1, keep=3), trackers=(),
 )
 """
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 TINY = Path(ROOT, "configs").glob("qwen3_tiny_arithmetic_*_cpu.py")
 RECIPES = {config.stem.split("_")[3]: config for config in sorted(TINY)}
 SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
-         "0", "--checkpoint.every_steps", "0", "--tensorboard", "False",
+         "0", "--checkpoint.every_steps", "0", "--trackers", "()",
          "--data.max_eval_prompts", "8"]  # fmt: skip
 
 

@@ -30,11 +30,14 @@ config = RewardTrainingConfig(
     data=PreferenceDataConfig(train="rows.jsonl", eval="held_out.jsonl", batch_size=6,
                               max_tokens=40),
     out="out", run_dir="run", steps=5, eval_every=2, center_coef=0.02,
-    actor=TrainConfig(dtype="float32", micro_batch_tokens=70, optim=OptimConfig(lr=1e-3)),
+    actor=TrainConfig(dtype="float32", micro_batch_tokens=70, ema=0.5, optim=OptimConfig(lr=1e-3)),
     checkpoint=CheckpointConfig(every_steps=2),
-    tensorboard=False,
+    trackers=(),
 )
 """
+
+
+MEGATRON = ("--actor.engine", "megatron")
 
 
 def pair(n: int) -> dict[str, Any]:
@@ -89,8 +92,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
         (2,),
         (2, "--actor.fsdp", "1", "--actor.micro_batch_tokens", "1000"),
         (2, "--actor.ulysses", "2"),
+        pytest.param(
+            (2, *MEGATRON, "--actor.tensor_parallel", "2", "--actor.sequence_parallel", "True"),
+            marks=pytest.mark.megatron,
+        ),
+        pytest.param((4, *MEGATRON, "--actor.pipeline_parallel", "2"), marks=pytest.mark.megatron),
     ],
-    ids=["small", "sharded", "replicated", "shared"],
+    ids=["small", "sharded", "replicated", "shared", "megatron tensor", "megatron pipeline"],
 )
 def test_ranks_and_micro_batches_change_nothing(folder, alone, args):
     ranks, *options = args
@@ -98,10 +106,11 @@ def test_ranks_and_micro_batches_change_nothing(folder, alone, args):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     for row, want in zip(rows, alone, strict=True):
         assert row == pytest.approx(want, rel=1e-5, abs=1e-6)
-    found, right = weights_of(folder / "out_other"), weights_of(folder / "out_alone")
-    assert found.keys() == right.keys()
-    for name, weight in right.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
+    for part in ("", "ema"):
+        found, right = (weights_of(folder / out / part) for out in ("out_other", "out_alone"))
+        assert found.keys() == right.keys()
+        for name, weight in right.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -159,6 +168,26 @@ def test_resumed_is_bit_for_bit_the_run_left_alone(folder):
     assert rows[3:] == whole[3:] and rows[:2] == whole[:2]
     parted, left_alone = (folder / f"out_{n}/model.safetensors" for n in ("parted", "whole"))
     assert parted.read_bytes() == left_alone.read_bytes()
+
+
+@pytest.mark.megatron
+def test_engine_megatron_resumes_and_exports_its_average_too(folder, alone):
+    layout = (*MEGATRON, "--actor.tensor_parallel", "2", "--actor.optim.name", "muon")
+    whole = learn(folder, 2, "megatron", *layout)
+    learn(folder, 2, "parted_megatron", *layout, "--steps", "2")
+    rows = learn(folder, 2, "parted_megatron", *layout, "--resume", "auto")
+    assert rows[3:] == whole[3:]
+    for ema in ("", "ema"):
+        left_alone = weights_of(folder / "out_megatron" / ema)
+        parted = weights_of(folder / "out_parted_megatron" / ema)
+        exported = folder / f"exported_megatron_{ema}"
+        export(folder / "megatron/checkpoints/step_00000005", exported, "float32", bool(ema))
+        for other in (parted, weights_of(exported)):
+            assert other.keys() == left_alone.keys()
+            assert all(torch.equal(other[name], left_alone[name]) for name in left_alone)
+    rows = learn(folder, 2, "on_megatron", *MEGATRON, "--actor.pipeline_parallel", "2",
+                 "--model", "exported_megatron_", "--steps", "1")  # fmt: skip
+    assert rows[0]["eval/loss"] == pytest.approx(whole[-1]["eval/loss"], rel=1e-5)
 
 
 def test_options_of_the_engine_hold_here_too(folder):

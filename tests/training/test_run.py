@@ -34,7 +34,7 @@ def uninterrupted(folder):
     done = torchrun(
         folder, 2, "--config", "cfg.py", "--steps", "4", "--run_dir", "whole",
         "--checkpoint.every_steps", "2", "--checkpoint.keep", "5", "--weights.check",
-        "--tensorboard", "True",
+        "--trackers", "tensorboard",
         forked=False,  # so a rank's end is Python's, too
     )  # fmt: skip
     assert done.code == 0, done.output[-4000:]

@@ -29,7 +29,7 @@ config = SftConfig(
     out="out", run_dir="run", steps=6,
     actor=TrainConfig(dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3)),
     checkpoint=CheckpointConfig(every_steps=2, keep=1),
-    tensorboard=False,
+    trackers=(),
 )
 """
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from programs import CONFIG, metrics_of, train, write_task
-from tiny_models import save_qwen3
+from tiny_megatron_models import save_model
+from tiny_models import CHARS, save_qwen3, save_tokenizer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -28,22 +29,37 @@ def samples_of(run):
 
 def test_strict_runs(tmp_path):
     """GRPO with weights in two shards, few sequences at once and small micro-batches; the same on
-    one rank with none of it; and an engine that is not what the run was promised."""
+    one rank with none of it; a mixture of experts, whose layers are computed again for the backward
+    pass; and an engine that is not what the run was promised."""
     (tmp_path / "good.py").write_text(CONFIG + SETTINGS)
     (tmp_path / "bad.py").write_text(CONFIG + SETTINGS + BROKEN)
     write_task(tmp_path)
     save_qwen3(tmp_path / "model")
+    save_model(
+        "qwen3_moe normalised", tmp_path / "experts", num_experts=12, vocab_size=len(CHARS),
+        eos_token_id=2, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    save_tokenizer(tmp_path / "experts")
     narrow = ("--rollout.max_num_seqs", 3, "--actor.micro_batch_tokens", 100)
     runs = {
         "two": (2, "good.py", *narrow),
         "one": (1, "good.py"),
+        "experts": (
+            2,
+            "good.py",
+            *narrow,
+            "--model",
+            "experts",
+            "--actor.activation_checkpointing",
+            True,
+        ),
         "bad": (1, "bad.py", "--steps", 1),
     }
     done = {}
     for name, (ranks, config, *args) in runs.items():
         args = ["--config", config, "--run_dir", name, *args]
         done[name] = train(tmp_path, ranks, *args, timeout_s=300)
-    for name in ("two", "one"):
+    for name in ("two", "one", "experts"):
         assert done[name].code == 0, done[name].output[-6000:]
         rows = metrics_of(tmp_path / name)
         assert [row["actor/logprob_diff_max"] for row in rows] == [0.0] * 3

@@ -1,4 +1,4 @@
-"""A run in the services that people watch: real wandb, without its server."""
+"""A run in the services that people watch: their real packages, without their servers."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ import pytest
 from programs import CONFIG, set_up, train
 
 from spmdrl.cli.arguments import load_config
-from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.config import ConfigError, PpoConfig, Tracker
 from spmdrl.training.checks.rl import check
 from spmdrl.training.logs.trackers import check_trackers, flat
 
@@ -48,16 +48,49 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+OWN = """
+class Mine(Tracker):
+    def log(self, step, metrics):
+        with open("mine.jsonl", "a") as file:
+            file.write(__import__("json").dumps({"step": step, **metrics}) + chr(10))
+
+    def open(self, run_dir, options, done):
+        assert options["rollout.n"] == 4 and run_dir.name == "run"
+
+import dataclasses
+config = dataclasses.replace(config, trackers=(
+    "tensorboard", "wandb", "mlflow", "swanlab", "trackio", Mine()), project="sums")
+"""
+
+
 @pytest.mark.ranks
-def test_a_run_and_its_resumption_are_one_entry(tmp_path, qwen3, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_a_run_and_its_resumption_are_one_entry_everywhere(tmp_path, qwen3, monkeypatch):
+    for name, value in (("WANDB_MODE", "offline"), ("SWANLAB_MODE", "offline"),
+                        ("TRACKIO_DIR", str(tmp_path / "trackio")),
+                        ("MLFLOW_ALLOW_FILE_STORE", "true")):  # fmt: skip
+        monkeypatch.setenv(name, value)
     folder = set_up(tmp_path, qwen3)
-    run = ("--config", "cfg.py", "--wandb", "sums", "--checkpoint.every_steps", "1",
-           "--checkpoint.keep", "2", "--eval_every", "0")  # fmt: skip
+    Path(folder, "cfg.py").write_text(CONFIG + OWN)
+    run = ("--config", "cfg.py", "--checkpoint.every_steps", "1", "--checkpoint.keep", "2",
+           "--eval_every", "0")  # fmt: skip
     back = "run/checkpoints/step_00000001"
     for more in (("--steps", "2"), ("--steps", "3", "--resume", back)):
         done = train(folder, 2, *run, *more)
         assert done.code == 0, done.output[-4000:]
+    rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").open()]
+    rewards = {row["step"]: row["reward/mean"] for row in rows if row["step"] > 0}
+    assert sorted(rewards) == [1, 2, 3]
+    own = [json.loads(line) for line in Path(folder, "mine.jsonl").open()]
+    assert [row["step"] for row in own] == [0, 1, 2, 2, 3]
+    assert {row["step"]: row["reward/mean"] for row in own[1:]} == rewards
+    assert list(Path(folder, "run").glob("events.out.tfevents.*"))
+    check_wandb(folder)
+    check_mlflow(folder, rewards)
+    check_swanlab(folder)
+    check_trackio(folder, rewards)
+
+
+def check_wandb(folder: Path) -> None:
     files = sorted(Path(folder, "run/wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     first, second = (rows_of(file) for file in files)
@@ -70,14 +103,67 @@ def test_a_run_and_its_resumption_are_one_entry(tmp_path, qwen3, monkeypatch):
     assert all("reward/mean" in row for row in (*first[1:], second[-1]))
 
 
-def test_a_service_that_is_not_there_is_a_mistake_told_at_start(tmp_path, qwen3, monkeypatch):
+def check_mlflow(folder: Path, rewards: dict[int, float]) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=Path(folder, "run/mlruns").as_uri())
+    experiment = client.get_experiment_by_name("sums")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["rollout.n"] == "4"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted(row.step for row in history) == [1, 2, 2, 3]  # step 2 was done again
+    assert {row.step: row.value for row in history} == pytest.approx(rewards)
+    page = client.download_artifacts(run.info.run_id, "samples/train/step_3.md", str(folder))
+    assert "answer" in Path(page).read_text()
+
+
+def check_swanlab(folder: Path) -> None:
+    files = list(Path(folder, "run/swanlab").rglob("*.swanlab"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    written = b"".join(file.read_bytes() for file in files)
+    assert b"reward/mean" in written and b"samples/train" in written
+    assert any(b"rollout.n" in f.read_bytes() for f in Path(folder, "run").rglob("config.yaml"))
+
+
+def check_trackio(folder: Path, rewards: dict[int, float]) -> None:
+    import sqlite3
+
+    (file,) = Path(folder, "trackio").glob("*.db")
+    with sqlite3.connect(file) as base:
+        found = base.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {run for run, _, _ in found} == {"run"}
+    logged = {step: json.loads(text) for _, step, text in found if "reward/mean" in text}
+    assert {step: row["reward/mean"] for step, row in logged.items()} == pytest.approx(rewards)
+    assert any("samples/train" in text for _, _, text in found)
+
+
+def test_a_tracker_that_is_not_there_is_a_mistake_told_at_start(tmp_path, qwen3, monkeypatch):
     folder = set_up(tmp_path, qwen3)
-    config = load_config(str(folder / "cfg.py"), PpoConfig, {"wandb": "sums"})
     monkeypatch.chdir(folder)
-    check(config, 1)
+    check(load_config("cfg.py", PpoConfig, {"trackers": "wandb"}), 1)
+    for trackers, words in (
+        (("wandp",), "there is no 'wandp'; did you mean 'wandb'"),
+        (("wandb", "wandb"), "one stands there twice"),
+        ((object(),), "is without open; inherit spmdrl.config.Tracker"),
+        ((Tracker,), "a class, not an object"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_trackers(load_config("cfg.py", PpoConfig, {"trackers": trackers}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="wandb='sums': wandb is not installed"):
-        check_trackers(config)
+    with pytest.raises(ConfigError, match="mlflow is not installed: pip install mlflow-skinny"):
+        check_trackers(load_config("cfg.py", PpoConfig, {"trackers": "mlflow"}))
+
+
+def test_former_fields_are_told_with_the_new_ones(tmp_path, qwen3, monkeypatch):
+    folder = set_up(tmp_path, qwen3)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match="it is now trackers and project: --trackers"):
+        load_config("cfg.py", PpoConfig, {"wandb": "sums"})
+    Path("cfg.py").write_text(CONFIG.replace("trackers=()", "wandb='sums'"))
+    with pytest.raises(ConfigError, match=r"has no field 'wandb' any more.*trackers=\("):
+        load_config("cfg.py", PpoConfig, {})
 
 
 def test_options_by_their_names(tmp_path, qwen3):
@@ -88,6 +174,8 @@ def test_options_by_their_names(tmp_path, qwen3):
     assert "def reward" in CONFIG
 
 
-def test_wandb_is_imported_only_where_it_is_asked_for():
-    told = "import sys, spmdrl.training.rl; sys.exit('wandb' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", told], timeout=60).returncode == 0
+def test_services_are_imported_only_where_they_are_asked_for():
+    told = "import sys, spmdrl.training.rl; print([n for n in %r if n in sys.modules])"
+    command = [sys.executable, "-c", told % (["wandb", "mlflow", "swanlab", "trackio"],)]
+    done = subprocess.run(command, timeout=60, text=True, capture_output=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr

@@ -21,7 +21,14 @@ from transformers import (
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
-from vision_task import CLOSE, SAVE_EACH_STEP, image_question, run_task, save_task
+from vision_task import (
+    CLOSE,
+    IMAGE_CONFIG,
+    SAVE_EACH_STEP,
+    image_question,
+    run_task,
+    save_task,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -51,6 +58,7 @@ def same(rows, others):
         (2, ("--actor.micro_batch_tokens", "40")),
         (2, ("--actor.fsdp", "1", "--actor.activation_checkpointing", "True")),
         (3, ("--placement", '{"actor":"0-1","rollout":"2","reward":"2"}')),
+        (2, ("--actor.ulysses", "2")),
     ],
 )
 def test_numbers_do_not_depend_on_who_sees_what(folder, alone, ranks, args):
@@ -124,10 +132,40 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
     assert rows[0] == rows[1]
 
 
+TALK = IMAGE_CONFIG.replace(
+    "max_tokens=8", "max_tokens=24, stop_token_ids=tuple(range(4, 44))"
+).replace("reward=reward", "reward=judged").replace("config = PpoConfig(", '''
+def environment(num_turns):
+    return "and?" if num_turns == 1 else None
+
+def judged(model_score, messages):
+    assert [m["role"] for m in messages[1:]] in (["assistant"], ["assistant", "user", "assistant"])
+    return model_score
+
+config = PpoConfig(
+    environment=environment, reward_model=RewardModelConfig(model="judge"),
+''')  # fmt: skip
+
+
+def test_an_environment_and_a_reward_model_have_words_for_images(folder, qwen3):
+    """The answer goes on behind images and replies; a model of text scores what was said."""
+    hf = Qwen3Config.from_pretrained(qwen3, num_labels=1)
+    Qwen3ForSequenceClassification(hf).save_pretrained(folder / "judge")
+    save_tokenizer(folder / "judge")
+    Path(folder, "talk.py").write_text(TALK)
+    rows = run_task(folder, "talk", 2, "--config", "talk.py")
+    assert len(rows) == 3
+    for row in rows[1:]:
+        assert row["actor/logprob_diff_max"] < 1e-5 and row["actor/grad_norm"] > 0
+        assert row["turns/mean"] > 1.2 and row["reward/invalid"] == 0
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (("--actor.ulysses", "2"), "actor.ulysses: not with 'qwen2_5_vl', a model that sees"),
+        (("--actor.compile", "True"), "actor.compile: not with 'qwen2_5_vl', a model that sees"),
+        (("--model", "blind", "--vision_tower", "True"),
+         "vision_tower=True: model type 'qwen3' has no tower"),
         (("--strict",), "strict: not with 'qwen2_5_vl'"),
         (("--model", "qwen3", "--critic.model", "blind", "--algo.advantage", "gae"),
          "critic.model and the model mark images by different tokens, or one sees none"),
@@ -135,8 +173,6 @@ def test_what_was_trained_is_exported_with_its_eyes_and_evaluated(folder, alone)
          "critic.model and the model have image processors that differ"),
         (("--model", "blind", "--data.image_max_pixels", "99"), "data.image_max_pixels: the model"),
         (("--model", "blind", "--actor.freeze_vision"), "actor.freeze_vision: the model sees no"),
-        (("--reward_model.model", "judge", "--reward", "model"),
-         "train.parquet has images, which a reward model does not see"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
@@ -145,9 +181,6 @@ def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
         shutil.copytree(folder / "model", folder / "other")
         settings = Path(folder, "other/preprocessor_config.json")
         settings.write_text(settings.read_text().replace("0.48145466", "0.5"))
-        hf = Qwen3Config.from_pretrained(folder / "blind", num_labels=1)
-        Qwen3ForSequenceClassification(hf).save_pretrained(folder / "judge")
-        save_tokenizer(folder / "judge")
     done = train(folder, 2, "--config", "cfg.py", "--run_dir", "refused", *args)
     assert done.code == 2
     assert f"spmdrl: config error: {error}" in done.output, done.output

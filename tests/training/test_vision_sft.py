@@ -27,7 +27,7 @@ config = SftConfig(
     out="out", run_dir="run", steps=3, eval_every=0,
     actor=TrainConfig(dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=1e-3)),
     checkpoint=CheckpointConfig(every_steps=2),
-    tensorboard=False,
+    trackers=(),
 )
 """
 SIZES = {0: (), 1: ((8, 16),), 2: ((16, 24), (8, 8))}  # by the images of a row

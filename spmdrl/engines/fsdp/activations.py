@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from spmdrl.config import require
 from spmdrl.distributed.torch_compat import PRODUCTS, storage_id
+from spmdrl.weights.shards import local
 
 
 def use_checkpointing(hf: PreTrainedModel, how: bool | Literal["selective"]) -> None:
@@ -45,6 +46,13 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def is_gathered(p: Tensor) -> bool:
+    """Says whether a weight is as a pass computes with it. Shards are of a mesh of two axes or
+    more; the experts of this rank are gathered, and of a mesh of one.
+    """
+    return not isinstance(p, DTensor) or p.device_mesh.ndim == 1
+
+
 def offloading(module: nn.Module, pinned: bool) -> saved_tensors_hooks:
     """Returns hooks around a forward pass: what that saves for the backward pass lies on the CPU.
 
@@ -55,8 +63,7 @@ def offloading(module: nn.Module, pinned: bool) -> saved_tensors_hooks:
     weights: set[int] = set()  # their storages, which FSDP empties and fills but keeps
 
     def note(part: nn.Module, args: Any) -> None:
-        mine = [p for p in part.parameters() if not isinstance(p, DTensor)]
-        weights.update(storage_id(p) for p in mine)
+        weights.update(storage_id(local(p)) for p in part.parameters() if is_gathered(p))
 
     def pack(saved: Tensor) -> Any:
         return saved if storage_id(saved) in weights else tool.pack_hook(saved)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from spmdrl.data.images import LooksAhead
 from spmdrl.data.shared_prefix import spans
 from spmdrl.distributed.torch_compat import varlen_backward, varlen_forward
 from spmdrl.engines.fsdp.prefix_sharing import CopyRows, PrefixCopies
@@ -44,6 +45,7 @@ class Packing:
     )
     # (num_seqs,) int64 on the CPU: which sequence's tokens stand before its own; -1: none do
     prefixes: Tensor | None = None
+    ahead: LooksAhead | None = None  # tokens that see each other, also those behind them
 
     @classmethod
     def build(
@@ -80,6 +82,11 @@ class Packing:
         return self.in_chunks[size]
 
     @cached_property
+    def looking_back(self) -> Packing:
+        """The same row where every token sees those before it alone."""
+        return Packing(self.seq_lens, self.device, self.team, self.prefixes)
+
+    @cached_property
     def varlen(self) -> VarlenRow:
         """What the varlen kernels are told."""
         longest = int(self.seq_lens.max())
@@ -97,6 +104,14 @@ class Packing:
     def groups(self) -> tuple[PaddedGroup, ...]:
         """What is computed together where there is no varlen kernel."""
         everything = torch.arange(len(self.seq_lens))
+        if self.ahead is not None:
+            assert self.prefixes is None
+            of = torch.repeat_interleave(everything, self.seq_lens)[: len(self.ahead.blocks)]
+            shown = torch.isin(everything, of[self.ahead.blocks >= 0])
+            return (
+                *padded_groups(self, everything[~shown]),
+                *padded_groups(self, everything[shown], self.ahead.blocks),
+            )
         if self.prefixes is None:
             return padded_groups(self, everything)
         behind = self.prefixes >= 0
@@ -146,6 +161,24 @@ class PaddedGroup:
     length: int
     copies: PrefixCopies | None = None  # where tokens stand several times: sum their gradients
     keys: PrefixedKeys | None = None  # what the queries see; None: the keys of the same tokens
+    images: Tensor | None = None  # (num_seqs, length) int64: blocks, where tokens look ahead
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # of these, by sliding window
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Which keys a query sees: (num_seqs, 1, length, length) bool, or (length, length); None
+        where it sees all before it.
+        """
+        device = self.slots.device
+        if self.images is None:
+            return _window_mask(self.length, window, device)
+        if window not in self.masks:
+            ones = torch.ones(self.length, self.length, dtype=torch.bool, device=device)
+            same = (self.images[:, None] == self.images[..., None]) & (self.images >= 0)[:, None]
+            seen = ones.tril() | same
+            if window is not None:
+                seen &= ~ones.tril(-window)
+            self.masks[window] = seen[:, None]
+        return self.masks[window]
 
 
 @dataclass(frozen=True)
@@ -177,8 +210,10 @@ class PrefixedKeys:
         return self.masks[window]
 
 
-def padded_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
-    """Groups these sequences by length. seqs: (n,) int64, ascending."""
+def padded_groups(
+    packing: Packing, seqs: Tensor, blocks: Tensor | None = None
+) -> tuple[PaddedGroup, ...]:
+    """Groups these sequences by length. seqs: (n,) int64, ascending; blocks: LooksAhead's."""
     lens = packing.seq_lens
     cut = by_length(seqs, lens, slack=8)
     alone = len(cut) == 1 and len(seqs) == len(lens)
@@ -188,6 +223,7 @@ def padded_groups(packing: Packing, seqs: Tensor) -> tuple[PaddedGroup, ...]:
             lens[members],
             packing.device,
             alone=alone,
+            blocks=blocks,
         )
         for members in cut
     )
@@ -230,6 +266,7 @@ def by_length(seqs: Tensor, lens: Tensor, slack: int) -> list[Tensor]:
 def padded(
     tokens: Tensor, lens: Tensor, device: torch.device, *, alone: bool = False,
     several: bool = False, keys: PrefixedKeys | None = None, first: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> PaddedGroup:  # fmt: skip
     """tokens: (sum of lens,) int64 places in the row of the sequences with these lengths.
 
@@ -242,6 +279,11 @@ def padded(
     inside = ((places >= 0) & (places < lens[:, None])).flatten()  # (n * length,)
     slots = inside.nonzero().flatten()
     placed = to_device([tokens, slots, (~inside).nonzero().flatten()], device)
+    images: Tensor | None = None
+    if blocks is not None:
+        images = torch.full((len(lens) * length,), -1)
+        images[slots] = blocks[tokens]
+        (images,) = to_device([images.view(len(lens), length)], device)
     return PaddedGroup(
         tokens=None if alone else placed[0],
         slots=placed[1],
@@ -250,6 +292,7 @@ def padded(
         length=length,
         copies=PrefixCopies.of(tokens, slots, device) if several else None,
         keys=keys,
+        images=images,
     )
 
 
@@ -282,6 +325,8 @@ def packed_attention(
     packing = packing or getattr(getattr(module, "packed_by", None), "packing", None)
     if packing is None:
         raise ValueError("its layers do not hand on where the sequences of a packed row begin")
+    if packing.ahead is not None and packing.ahead.windows_alone and sliding_window is None:
+        packing = packing.looking_back
     chunk = chunk_of(module)
     if chunk is not None:
         packing = packing.chunked(chunk)
@@ -291,6 +336,7 @@ def packed_attention(
         if s_aux is not None:
             s_aux = s_aux.chunk(team.size)[team.rank]
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    half = half and packing.ahead is None  # the kernels have no mask
     size, width = query.shape[-1], value.shape[-1]
     compute = (flash or _flash) if half and has_flash(size) else _padded
     if compute is not _padded and width < size:  # the kernels have one width for all three
@@ -394,7 +440,7 @@ def _padded(
         if group.keys is not None and group.keys.masked:
             asked, mask = group, group.keys.mask(group.length, sliding_window)
         else:
-            asked, mask = rows, _window_mask(group.length, sliding_window, q.device)
+            asked, mask = rows, group.mask(sliding_window)
         # (num_seqs, length, heads, head_dim) -> (num_seqs, heads, length, head_dim)
         gq, gk, gv = (
             Pad.apply(t, of).transpose(1, 2) for t, of in ((q, asked), (k, rows), (v, rows))
@@ -405,12 +451,12 @@ def _padded(
                 enable_gqa=gq.shape[1] != gk.shape[1],
             )  # fmt: skip
         else:
-            out = _plain(gq, gk, gv, mask, scaling, softcap, sinks)
+            out = plain_attention(gq, gk, gv, mask, scaling, softcap, sinks)
         outs.append(Unpad.apply(out.transpose(1, 2), group, len(q)))
     return sum(outs[1:], start=outs[0])[None]
 
 
-def _plain(
+def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip

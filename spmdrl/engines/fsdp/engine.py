@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils import clip_grad_norm_
 
 from spmdrl.checkpoint.safe_load import ShardReader, load_parts
 from spmdrl.config import ConfigError, TrainConfig, checkpointing_of
@@ -32,6 +31,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.engines.fsdp import ema, layers
 from spmdrl.engines.fsdp.activations import offloading, use_checkpointing
 from spmdrl.engines.fsdp.attention import Packing
+from spmdrl.engines.fsdp.experts import check_experts, split_experts
 from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.lora import (
     BASE_FILE,
@@ -52,6 +52,7 @@ from spmdrl.engines.fsdp.muon import hidden_matrices
 from spmdrl.engines.fsdp.optimizers import Optimizer, build_optimizer, check_same_optimizer
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.prefix_sharing import units_for
+from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.engines.fsdp.sharded_loading import (
     allocate,
     drop_data,
@@ -60,7 +61,12 @@ from spmdrl.engines.fsdp.sharded_loading import (
     read_shards,
     scatter_weights,
 )
-from spmdrl.engines.fsdp.sharding import full_norm, layers_resharded, set_replica_sync, shard
+from spmdrl.engines.fsdp.sharding import (
+    clip_gradients,
+    layers_resharded,
+    set_replica_sync,
+    shard,
+)
 from spmdrl.engines.fsdp.strict import make_strict
 from spmdrl.engines.fsdp.ulysses import (
     SequenceParallelGroup,
@@ -78,11 +84,12 @@ from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
     cut,
+    pairs_of,
     reduce_metrics,
     token_rows,
 )
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
-from spmdrl.hub.hf_folder import load_hf_config, sees_images
+from spmdrl.hub.hf_folder import load_hf_config, sees_images, towers
 from spmdrl.hub.remote_code import code_files
 from spmdrl.types import Batch, PolicyStats
 from spmdrl.weights.buffers import kept_tensors, persistent_buffers
@@ -104,7 +111,8 @@ class FsdpEngine:
 
     The topology has the axes `dp` (replicas) and `fsdp` (ranks that share one copy). With the axis
     `sp` ranks also share the tokens of their micro-batches (ulysses.py): batches of those that are
-    given no sequences are empty, and so are their results for tokens.
+    given no sequences are empty, and so are their results for tokens. With the axis `ep` ranks also
+    share the experts of each layer (experts.py).
     Weights, gradients and what the optimizer keeps are shards, float32 but for 8-bit moments. With
     config.offload_policy these lie on the CPU, where the gradients of micro-batches are summed and
     the optimizer steps; a unit's weights come to the device while it is computed.
@@ -128,13 +136,17 @@ class FsdpEngine:
             layers.use_kernels(hf, config, topology.device)
         layers.use_attention(hf, config, topology.device)
         run_per_sequence(hf)
+        replays = kind == "policy" and not frozen and config.router_replay is not None
+        self.routers = Routers(hf) if replays else None
         self.pretrained = files_beside_weights(hf, kind, model)
         if config.freeze_vision:
-            hf.base_model.visual.requires_grad_(False)
+            for part in towers(hf):
+                part.requires_grad_(False)
         check_ulysses(hf.config, config.ulysses)
+        check_experts(hf, hf.config, config, strict)
         self.parts = checkpoint_parts(hf.config)
         self.module: nn.Module = HEADS[kind](hf)
-        self.unit = 2 if kind == "reward" and not frozen else 1
+        self.in_pairs = kind == "reward" and not frozen
         self.shares_prefixes = kind != "reward" and shares_prefixes(config, strict, hf.config)
         if strict:
             make_strict(self.module, DTYPES[config.dtype], topology.device)
@@ -154,12 +166,14 @@ class FsdpEngine:
         blocks = decoder_layers(hf)
         if config.compile:
             layers.compile_layers(blocks)
+        if topology.experts is not None:
+            split_experts(self.module, topology.experts["ep"], config.compile)
         hidden = hidden_matrices(self.module, blocks, self.parts, prefix="hf.")
         # layers keep what was gathered from their forward pass to their backward pass
         self.keeps_gathered = not (config.reshard_after_forward or frozen)
         shard(
             self.module, blocks, DTYPES[config.dtype], topology, config.offload_policy,
-            not self.keeps_gathered,
+            not self.keeps_gathered, divide_experts=config.optim.name == "adamw",
         )  # fmt: skip
         self.offloaded: AbstractContextManager[Any] = nullcontext()
         if config.activation_offload and not frozen:
@@ -219,7 +233,9 @@ class FsdpEngine:
             layers_resharded(self.module) if self.keeps_gathered else nullcontext(),
         ):
             for mb in PROGRESS.each(self._micro_batches(own), "micro-batches"):
-                found.append((mb, torch.stack(forward(self._inputs(mb)))))
+                inputs = self._inputs(mb)
+                with self._replaying(inputs):
+                    found.append((mb, torch.stack(forward(inputs))))
         for mb, values in found if own.num_tokens else ():  # on the rank that asked
             rows = token_rows(own, mb.seqs)
             result[:, rows] = values.cpu()[:, : len(rows)]
@@ -244,16 +260,17 @@ class FsdpEngine:
         for i, mb in enumerate(PROGRESS.each(parts, "micro-batches")):
             set_replica_sync(self.module, last=i == len(parts) - 1)
             inputs = self._inputs(mb)
-            with self.offloaded:
-                if isinstance(self.module, TokenPolicy):
-                    logprobs, entropy, _ = self._policy(inputs, images, temperature)
-                else:
-                    logprobs = self._value(inputs, images)
-                    entropy = torch.zeros_like(logprobs)
-            loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
-            loss.backward()
+            with self._replaying(inputs):
+                with self.offloaded:
+                    if isinstance(self.module, TokenPolicy):
+                        logprobs, entropy, _ = self._policy(inputs, images, temperature)
+                    else:
+                        logprobs = self._value(inputs, images)
+                        entropy = torch.zeros_like(logprobs)
+                loss, metrics = loss_fn(logprobs, entropy, inputs.batch)
+                loss.backward()
             add_metrics(sums, {"loss_sum": loss.detach(), **metrics})
-        grad_norm = full_norm(clip_grad_norm_(self.params, self.config.optim.clip_norm))
+        grad_norm = clip_gradients(self.params, self.config.optim.clip_norm, self.topology)
         totals = reduce_metrics(counted_once(sums, self.team), group)
         lr = learning_rate(self.config.optim, self.num_updates)
         if not (torch.isfinite(torch.tensor(totals["loss_sum"])) and torch.isfinite(grad_norm)):
@@ -281,7 +298,7 @@ class FsdpEngine:
         mb, mine, packing = inputs
         found = self.module(
             mine.token_ids, mine.positions, packing, mine.states, mine.targets,
-            temperature, pi_squared, image_inputs(mb, images),
+            temperature, pi_squared, image_inputs(inputs, images, self.team),
         )  # fmt: skip
         logprobs, entropy, squares = (whole(part, mine.rows, mb, self.team) for part in found)
         return logprobs, entropy, squares
@@ -289,9 +306,18 @@ class FsdpEngine:
     def _value(self, inputs: ModelInputs, images: BatchImages | None) -> Tensor:
         mb, mine, packing = inputs
         values = self.module(
-            mine.token_ids, mine.positions, packing, mine.states, image_inputs(mb, images)
+            mine.token_ids, mine.positions, packing, mine.states,
+            image_inputs(inputs, images, self.team),
         )  # fmt: skip
         return whole(values, mine.rows, mb, self.team)
+
+    def _replaying(self, inputs: ModelInputs) -> AbstractContextManager[None]:
+        """Around a forward pass, and the backward pass that computes parts of it again."""
+        if self.routers is None or self.without_adapters:
+            return nullcontext()
+        experts = inputs.mine.routed_experts
+        assert experts is not None, "router_replay: a batch without routed_experts"
+        return self.routers.replaying(experts)
 
     def _inputs(self, mb: MicroBatch) -> ModelInputs:
         device = self.topology.device
@@ -305,9 +331,8 @@ class FsdpEngine:
         units: list[Unit] | None = None
         if self.shares_prefixes:
             units = units_for(batch, budget)
-        elif self.unit > 1:
-            numbers = range(0, batch.num_seqs, self.unit)
-            units = [Unit(tuple(range(first, first + self.unit))) for first in numbers]
+        elif self.in_pairs:
+            units = pairs_of(batch)
         return cut(batch, budget, self.topology, units=units)
 
     # ---- weights and memory
@@ -346,8 +371,8 @@ class FsdpEngine:
 
     def save_adapter(self, folder: Path) -> None:
         assert self.adapters is not None
-        parameters = dict(self.module.named_parameters())
-        save_adapter(self.adapters, parameters, self.topology, folder)
+        named = self.adapters.unscaled_shards(dict(self.module.named_parameters()))
+        save_adapter(self.adapters, named, self.topology, folder)
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         require_given(self.named_shards(merged=False), fill(self.named_shards(False), weights))
@@ -456,5 +481,13 @@ class ModelInputs(NamedTuple):
     packing: Packing
 
 
-def image_inputs(mb: Batch, images: BatchImages | None) -> ImageInputs | None:
-    return None if images is None else images.scene(mb)
+def image_inputs(
+    inputs: ModelInputs, images: BatchImages | None, team: SequenceParallelGroup | None
+) -> ImageInputs | None:
+    """Returns the images of a micro-batch, for those of its tokens that this rank has: the ranks of
+    a team all pass the tower with all images, and each uses its own tokens' vectors.
+    """
+    if images is None:
+        return None
+    scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)
+    return scene if team is None else scene.of_tokens(team.rank * count, count)

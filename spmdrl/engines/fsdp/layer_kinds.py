@@ -8,7 +8,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines.fsdp.per_sequence_layers import per_sequence_classes
-from spmdrl.hub.hf_folder import config_text, layer_types_of, meta_model, sees_images
+from spmdrl.hub.hf_folder import (
+    config_text,
+    has_language_model,
+    layer_types_of,
+    meta_model,
+    sees_images,
+)
 from spmdrl.hub.tiny_config import FAILURES, tiny_config
 from spmdrl.hub.transformers_compat import model_class, takes_attention_functions
 
@@ -21,11 +27,13 @@ def per_sequence_layers(hf: PreTrainedConfig) -> list[str]:
     """
     key = config_text(hf)
     if key not in FOUND:
-        text = hf.get_text_config()
+        text: Any = hf.get_text_config()
+        alone = has_language_model(text)
+        config, auto = (text, AutoModelForCausalLM) if alone else (hf, None)
         try:
-            shell = meta_model(tiny_config(text), AutoModelForCausalLM)
+            shell = meta_model(tiny_config(config), auto)
         except FAILURES:
-            shell = meta_model(text, AutoModelForCausalLM)
+            shell = meta_model(config, auto)
         FOUND[key] = per_sequence_classes(shell)
     return FOUND[key]
 

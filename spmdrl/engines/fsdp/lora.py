@@ -36,7 +36,14 @@ from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
 from spmdrl.engines.fsdp.weight_files import open_weights
 from spmdrl.hub.download import local_model
-from spmdrl.hub.hf_folder import auto_class, load_hf_config, meta_model, sees_images
+from spmdrl.hub.hf_folder import (
+    auto_class,
+    keep_tower,
+    load_hf_config,
+    meta_model,
+    sees_images,
+    towers,
+)
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
 from spmdrl.weights.transfer import gathered
@@ -73,6 +80,15 @@ class Adapters:
                 base[layer + ADAPTER[0]] = a
                 made_of[layer + ADAPTER[1]] = LowRank(None, a, b, scale)
         return shards_by_part(base, parts) | Derived(made_of).shards()
+
+    def unscaled_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, Shards]:
+        """Returns the shards of every A and B. parameters: of the engine's module, by name."""
+        found = {n.removeprefix("hf."): p for n, p in parameters.items()}
+        return {
+            layer + part: shards_of(found[f"{layer}.{inner}"])
+            for layer in self.layers
+            for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
+        }
 
     def initial(self, hf: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields (name in the engine's module, full tensor) of each A and B as it begins."""
@@ -171,26 +187,41 @@ def initial_adapters(
     """Yields (name in the model, full tensor in float32) of each A and B: a uniform in
     +-1 / sqrt(in) as peft has it, B zero; or what the folder lora.adapter holds.
     """
-    given = load_file(Path(lora.adapter, "adapter_model.safetensors")) if lora.adapter else {}
+    given = given_tensors(lora)
     for name in layers:
         a, b = (hf.get_submodule(name).get_parameter(part) for part in IN_LAYER)
-        if given:
-            values = [given[PEFT_PREFIX + name + part] for part in ADAPTER]
-        else:
-            digest = hashlib.sha256(f"{lora.seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            bound = 1 / math.sqrt(a.shape[1])
-            drawn = torch.empty(tuple(a.shape)).uniform_(-bound, bound, generator=generator)
-            values = [drawn, torch.zeros(tuple(b.shape))]
+        values = initial_values(lora, given, name, a.shape[1], b.shape[0])
         for part, value in zip(IN_LAYER, values, strict=True):
             yield f"{name}.{part}", value
+
+
+def given_tensors(lora: LoraConfig) -> dict[str, Tensor]:
+    """Reads the adapter to start from; {} where there is none."""
+    if not lora.adapter:
+        return {}
+    return load_file(Path(lora.adapter, "adapter_model.safetensors"))
+
+
+def initial_values(
+    lora: LoraConfig, given: Mapping[str, Tensor], layer: str, columns: int, rows: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns A (rank, columns) and B (rows, rank) of a layer as they begin. given: of
+    given_tensors."""
+    if given:
+        a, b = (given[PEFT_PREFIX + layer + part] for part in ADAPTER)
+        return a, b
+    digest = hashlib.sha256(f"{lora.seed} {layer}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(columns)
+    drawn = torch.empty(lora.rank, columns).uniform_(-bound, bound, generator=generator)
+    return drawn, torch.zeros(rows, lora.rank)
 
 
 def target_layers(hf: Any, lora: LoraConfig, freeze_vision: bool = False) -> list[str]:
     """Names of the layers to adapt. Raises ConfigError where a target is no linear layer."""
     others = {hf.get_output_embeddings()}
     if freeze_vision and sees_images(hf.config):
-        others |= set(hf.base_model.visual.modules())
+        others |= {module for part in towers(hf) for module in part.modules()}
     outputs, renamed = fused_outputs(hf), taken_for_experts(hf.config.model_type)
     fused = {name for name, module in hf.named_modules() if id(module) in outputs}
     experts = {n for n, m in hf.named_modules() if is_plain(m) and n.rpartition(".")[2] in renamed}
@@ -274,10 +305,6 @@ def check_lora(name: str, role: TrainConfig, config: PreTrainedConfig) -> None:
     lora = role.lora
     if lora is None:
         return
-    if role.engine != "fsdp":
-        raise ConfigError(
-            f"{name}.lora is of engine 'fsdp': {name}.engine={role.engine!r} trains all weights"
-        )
     if role.optim.name == "muon":
         raise ConfigError(
             f"{name}.lora with {name}.optim.name='muon': what Muon makes orthogonal is the change "
@@ -436,6 +463,8 @@ def merged_sources(
     path = local_model("base" if base else "the base of these adapters", base or saved["model"])
     if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
+    if any("language_model" in layer for layer in saved["layers"]):
+        keep_tower(path)
     shapes, read_parameter = parameters_of(path)
     sums = {name: checksum(read_parameter(name)) for name in shapes}
     if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
@@ -472,17 +501,11 @@ def parameters_of(model: str) -> tuple[dict[str, tuple[int, ...]], Callable[[str
 
 
 def save_adapter(
-    adapters: Adapters, parameters: Mapping[str, Any], topology: Topology, folder: Path
+    adapters: Adapters, named: Mapping[str, Shards], topology: Topology, folder: Path
 ) -> None:
-    """Writes the adapters as peft has them. parameters: of the engine's module, by name. Collective
-    over the topology.
+    """Writes the adapters as peft has them. named: A and B, unscaled, by the names of ADAPTER.
+    Collective over the topology.
     """
-    found = {n.removeprefix("hf."): p for n, p in parameters.items()}
-    named = {
-        layer + part: shards_of(found[f"{layer}.{inner}"])
-        for layer in adapters.layers
-        for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
-    }
     first = topology.rank == 0
     tensors = gathered(named, torch.float32, 64 << 20, topology)
     kept = {name: tensor.cpu().clone() for name, tensor in tensors if first}

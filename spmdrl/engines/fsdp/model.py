@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from pickle import PickleError
 from typing import Any
@@ -30,11 +31,13 @@ from spmdrl.hub.hf_folder import (
     language_config,
     load_hf_config,
     sees_images,
+    towers,
     whole_config,
 )
 from spmdrl.hub.language_model import KEY_MAPPING
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
+from spmdrl.hub.vision_families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +133,13 @@ def backbone_hidden(
     """Last hidden state of every token: (num_tokens, hidden_size)."""
     seen: dict[str, Any] = {"position_ids": position_ids[None]}
     if scene is not None:
-        place_images(hf, scene.is_image[None])
-        seen = {"position_ids": scene.positions[:, None], "pixel_values": scene.pixels,
-                "image_grid_thw": scene.grids}  # fmt: skip
+        place_images(hf, scene.is_image[None], scene.own)
+        packing = replace(packing, ahead=scene.ahead)
+        seen |= scene.pixels
+        if scene.positions is not None:
+            seen["position_ids"] = scene.positions[:, None]
+    elif sees_images(hf.config):
+        place_images(hf, torch.zeros_like(token_ids, dtype=torch.bool)[None])
     out = backbone(hf)(
         input_ids=token_ids[None], attention_mask=None, use_cache=False, packing=packing, **seen
     )  # fmt: skip
@@ -168,15 +175,38 @@ class _ChosenStates(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-def place_images(hf: PreTrainedModel, is_image: Tensor) -> None:
-    """Makes the model put its images at these tokens, (rows, tokens) bool, in its next pass.
+def place_images(hf: PreTrainedModel, is_image: Tensor, own: slice | None = None) -> None:
+    """Makes the model put its images at these tokens, (rows, tokens) bool, in its next passes.
 
-    It would look for the placeholder's id, which a policy may well write into an answer.
+    own: which of the vectors that the tower makes belong there; None: all of them. The model would
+    look for the placeholder's id, which a policy may well write into an answer.
     """
+    family = FAMILIES[hf.config.model_type]
     base: Any = hf.base_model
-    base.get_placeholder_mask = lambda *args, **kwargs: (
-        is_image[..., None], torch.zeros_like(is_image[..., None])
-    )  # fmt: skip
+    mask = is_image if family.flat else is_image[..., None]
+    masks = (mask, *[torch.zeros_like(mask)] * (family.masks - 1))
+    base.get_placeholder_mask = lambda *args, **kwargs: masks if len(masks) > 1 else mask
+    if own is None:
+        vars(base).pop("get_image_features", None)
+    else:
+        base.get_image_features = lambda *args, **kwargs: vectors_of(
+            type(base).get_image_features(base, *args, **kwargs), own
+        )
+
+
+def vectors_of(out: Any, own: slice) -> Any:
+    """Leaves these of the vectors in what a model's get_image_features returns: those of all images
+    in a row, for Qwen3-VL in several layers.
+    """
+    found = out.pooler_output
+    one = isinstance(found, Tensor)
+    chosen = (found.flatten(0, -2) if one else torch.cat(list(found)))[own]
+    out.pooler_output = chosen if one else (chosen,)
+    if getattr(out, "deepstack_features", None) is not None:
+        out.deepstack_features = [
+            (torch.cat(list(layer))[own],) for layer in out.deepstack_features
+        ]  # fmt: skip
+    return out
 
 
 def build_model(
@@ -201,7 +231,10 @@ def build_model(
         hf.tie_weights()
     without_noise(hf)
     if sees_images(hf.config):  # the tower's is neither packed nor causal
-        set_attention_name(hf.config.vision_config, "sdpa")
+        for tower in towers(hf):
+            for module in tower.modules():
+                if isinstance(module, PreTrainedModel):
+                    set_attention_name(module.config, "sdpa")
     return hf.train()  # activation checkpointing only works in train mode
 
 

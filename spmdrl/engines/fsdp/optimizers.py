@@ -134,11 +134,14 @@ def adamw_8bit(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimiz
 
 
 def decay_groups(params: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Groups the weights by their decay, and by their mesh (experts have their own): torch steps on
+    those of a group together, which may not be of several meshes.
+    """
+    groups: dict[tuple[float, Any], list[Tensor]] = {}
+    for p in params:
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        groups.setdefault((weight_decay if p.ndim >= 2 else 0.0, mesh), []).append(p)
+    return [{"params": some, "weight_decay": decay} for (decay, _), some in groups.items()]
 
 
 def block_of(shape: Sequence[int]) -> int | None:
@@ -223,10 +226,10 @@ def check_optimizer(name: str, role: TrainConfig) -> None:
         f"ref.optim.name={optim.name!r} has no effect: it is not trained",
     )
     require(
-        role.engine == "fsdp" or optim.name == default.name,
-        f"{name}.optim.name={optim.name!r} does not go with {name}.engine='megatron', whose "
-        "distributed optimizer is AdamW over flat buffers that know no matrices and no 8-bit "
-        "moments: use engine 'fsdp' or optim.name='adamw'",
+        role.engine == "fsdp" or optim.name != "adamw8bit",
+        f"{name}.optim.name='adamw8bit' does not go with {name}.engine='megatron', whose "
+        "distributed optimizer has no 8-bit moments: use engine 'fsdp', or optim.name='adamw' or "
+        "'muon'",
     )
     require(
         optim.name == "muon" or optim.muon_momentum == default.muon_momentum,
@@ -248,7 +251,10 @@ def check_same_optimizer(folder: Path, stored: Iterable[str], optimizer: Optimiz
         for key, value in moments.items():
             mine |= set(value) if isinstance(value, dict) else {key}
     theirs = {key.rpartition(".")[2] for key in stored if key.startswith("moments.")}
-    wrote, reads = optimizer_of(theirs), optimizer_of(mine)
+    require_same_optimizer(folder, optimizer_of(theirs), optimizer_of(mine))
+
+
+def require_same_optimizer(folder: Path, wrote: str, reads: str) -> None:
     if wrote != reads:
         raise ConfigError(
             f"{folder} was written with optim.name={wrote!r}, and this run has {reads!r}: set "

@@ -29,6 +29,7 @@ from spmdrl.engines.fsdp.classifier import build_classifier, is_classifier
 from spmdrl.engines.fsdp.model import build_model, report_unused
 from spmdrl.engines.fsdp.weight_files import WeightFiles, open_weights
 from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.weights.boxes import Box, numel, view, whole
 from spmdrl.weights.shards import held_box, local
 
 POLYNOMIAL = 0xEDB88320  # of the CRC-32 of zlib, the bits reversed
@@ -150,12 +151,16 @@ def read_into(
         first, last = box[0] if box else (0, 1)
         rows = files.rows(own, first, last)
         require_tied(own, files, rows, first, last)
-        local(target).copy_(rows)
+        local(target).copy_(view(rows, (box[0], *whole(target.shape[1:])), box) if box else rows)
         if checksums:
-            data: Any = rows.contiguous().view(-1).view(torch.uint8).numpy()
-            sums[own] = RowsChecksum(first, data.nbytes, zlib.crc32(data))
+            sums[own] = checksum(first, rows)
     files.close()
     return sums
+
+
+def checksum(first: int, rows: Tensor) -> RowsChecksum:
+    data: Any = rows.contiguous().view(-1).view(torch.uint8).numpy()
+    return RowsChecksum(first, data.nbytes, zlib.crc32(data))
 
 
 def require_tied(name: str, files: WeightFiles, rows: Tensor, first: int, last: int) -> None:
@@ -173,7 +178,7 @@ def require_tied(name: str, files: WeightFiles, rows: Tensor, first: int, last: 
 def take_rows(target: Tensor, full: Tensor) -> None:
     box = held_box(target)
     if box is not None:
-        local(target).copy_(full[slice(*box[0])] if box else full)
+        local(target).copy_(view(full, whole(full.shape), box))
 
 
 def send_to_replicas(targets: Mapping[str, Tensor], topology: Topology) -> None:
@@ -195,24 +200,33 @@ def send_to_replicas(targets: Mapping[str, Tensor], topology: Topology) -> None:
 @torch.no_grad()
 def scatter_weights(module: nn.Module, full: dict[str, Tensor], topology: Topology) -> None:
     """Fills the shards of `module` from the full tensors that the topology's first rank has."""
-    group, ranks = topology.group, topology.world
-    for name, target in module.state_dict().items():
+    group, targets = topology.group, module.state_dict()
+    mine = {name: held_box(t) for name, t in targets.items() if isinstance(t, DTensor)}
+    boxes: list[dict[str, Box | None]] = [mine] * topology.world
+    dist.all_gather_object(boxes, mine, group=topology.control)
+    for name, target in targets.items():
         if not isinstance(target, DTensor):
             value = full[name].clone() if topology.rank == 0 else torch.empty_like(target).cpu()
             dist.broadcast(value, group=group, group_src=0)
             target.copy_(value)
             continue
-        shards = topology.copies.size(1)
-        rows = -(-target.shape[0] // shards)  # torch.chunk's size; the last may be shorter
-        mine = torch.zeros(rows, *target.shape[1:], dtype=target.dtype)
+        theirs = [box[name] for box in boxes]
+        most = max(numel(box) for box in theirs if box is not None)
+        own = torch.zeros(most, dtype=target.dtype)  # all of one size, as NCCL has them
         parts = None
         if topology.rank == 0:
-            padded = torch.zeros(rows * shards, *target.shape[1:], dtype=target.dtype)
-            padded[: target.shape[0]] = full[name]
-            parts = [padded[i % shards * rows :][:rows] for i in range(ranks)]
-        dist.scatter(mine, parts, group=group, group_src=0)
+            parts = [padded_part(full[name], box, most) for box in theirs]
+        dist.scatter(own, parts, group=group, group_src=0)
         held = target.to_local()
-        held.copy_(mine[: len(held)])
+        held.copy_(own[: held.numel()].view(held.shape))
+
+
+def padded_part(full: Tensor, box: Box | None, length: int) -> Tensor:
+    """(length,): the elements of the box of a full tensor, then zeros."""
+    found = torch.zeros(length, dtype=full.dtype)
+    if box is not None:
+        found[: numel(box)] = view(full, whole(full.shape), box).reshape(-1)
+    return found
 
 
 # ---- the fingerprint of what was read

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.experts import expert_modules
+from spmdrl.weights.shards import local
 
 
 def shard(
     module: nn.Module, layers: list[nn.Module], compute: torch.dtype, topology: Topology,
-    offload: bool = False, reshard_after_forward: bool = True,
+    offload: bool = False, reshard_after_forward: bool = True, divide_experts: bool = False,
 ) -> None:  # fmt: skip
     """Shards each layer, then the rest with the root; gradients are summed in float32. offload: the
     shards stay on the CPU (FSDP2's CPUOffloadPolicy). reshard_after_forward: of the layers.
+
+    Where a rank has some experts (split_experts), those of a layer are a unit of their own over the
+    ranks that have the same. divide_experts: ranks may share an expert's rows, where there are more
+    ranks than experts.
 
     The root is gathered from the first layer's forward pass to the end of the backward pass, which
     begins with the head's: an embedding that is not tied to the head is a unit of its own, so that
@@ -35,6 +46,9 @@ def shard(
     if offload:
         pinned = topology.device.type == "cuda"
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
+    if topology.experts is not None:
+        shard_experts(layers, settings | {"reshard_after_forward": reshard_after_forward},
+                      topology.experts, divide_experts)  # fmt: skip
     for unit in [*layers, *untied_embedding(module.hf)]:
         fully_shard(unit, **settings, reshard_after_forward=reshard_after_forward)
     fully_shard(module, **settings)
@@ -42,6 +56,26 @@ def shard(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
             part.set_force_sum_reduction_for_comms(True)
+
+
+def shard_experts(
+    layers: list[nn.Module], settings: dict[str, Any], mesh: DeviceMesh, divide: bool
+) -> None:
+    """Shards the experts of each layer by themselves: whole ones, or rows of each."""
+    own = mesh["dp", "fsdp"]
+    policy: MixedPrecisionPolicy = settings["mp_policy"]
+    # the router's weights stay in the dtype that the model has them in
+    policy = dataclasses.replace(policy, cast_forward_inputs=False)
+
+    def placement(p: nn.Parameter) -> Shard:
+        held, sharers = len(p) // mesh["ep"].size(), own.size(1)
+        return Shard(int(divide and held % sharers > 0 and p.shape[1] % sharers == 0))
+
+    for layer in layers:
+        for unit in expert_modules(layer):
+            fully_shard(
+                unit, **settings | {"mesh": own, "mp_policy": policy}, shard_placement_fn=placement
+            )
 
 
 @contextmanager
@@ -77,3 +111,23 @@ def set_replica_sync(module: nn.Module, last: bool) -> None:
 def full_norm(norm: Tensor) -> Tensor:
     """A plain tensor of a norm that may be a DTensor."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:
+    """Clips gradients to a norm over all parameters, which it returns. Collective.
+
+    torch's function takes parameters of one mesh, and experts have their own. All are sharded over
+    the ranks of a copy, so their norm is made of those of each rank's shards.
+    """
+    if topology.experts is None:
+        return full_norm(clip_grad_norm_(params, most))
+    shards = [local(p.grad) for p in params if p.grad is not None]
+    square = get_total_norm(shards).square().to(topology.device)
+    dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
+    norm = square.sqrt()
+    meshes: dict[Any, list[Tensor]] = {}
+    for p in params:
+        meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    for some in meshes.values():
+        clip_grads_with_norm_(some, most, norm)
+    return norm

@@ -17,6 +17,8 @@ from transformers.activations import SiLUActivation
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.attention import Packing, from_padded, packed_attention, to_padded
+from spmdrl.engines.fsdp.strict_experts import FORMS as EXPERT_FORMS
+from spmdrl.engines.fsdp.strict_experts import product_shapes
 
 NAME = "spmdrl_strict"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
@@ -80,6 +82,8 @@ def uncovered(hf: PreTrainedModel) -> list[str]:
 def invariant_form(module: nn.Module) -> type[nn.Module] | None:
     """None where the module is to stay what it is."""
     name = type(module).__name__
+    if name in EXPERT_FORMS:
+        return EXPERT_FORMS[name]
     if name in ("Linear", "FastLinear"):
         return InvariantLinear
     if name.endswith("RMSNorm") or name == "FastRmsNorm":  # Gemma's has another field for epsilon
@@ -107,7 +111,8 @@ def require_none(unknown: Iterable[str], where: str) -> None:
         raise ConfigError(
             f"strict=True: {where} has layers without a batch-invariant form: "
             f"{', '.join(found[:5])}{' and more' if len(found) > 5 else ''}. Models of the kind of "
-            "Llama, Qwen2 and Qwen3 have none such; set strict=False for this one"
+            "Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral have none such; set strict=False for this "
+            "one"
         )
 
 
@@ -132,7 +137,13 @@ def weight_shapes(hf: PreTrainedModel) -> set[tuple[int, int]]:
     """(out, in) of each kind of product."""
     head: Any = hf.get_output_embeddings()
     linears = [head, *(m for m in hf.modules() if isinstance(m, nn.Linear))]
-    return {(m.weight.shape[0], m.weight.shape[1]) for m in linears}
+    of_experts = [
+        parameter
+        for module in hf.modules()
+        if type(module).__name__ in EXPERT_FORMS
+        for parameter in module.parameters()
+    ]
+    return product_shapes([*(m.weight for m in linears), *of_experts])
 
 
 def head_dim_of(config: Any) -> int:

@@ -60,6 +60,7 @@ class TokenShard:
     rows: Tensor  # (n,) int64: the unmasked tokens of the micro-batch that follow on these
     states: Tensor  # (n,) int64: on which of them
     targets: Tensor  # (n,) int64: the ids of `rows`
+    routed_experts: Tensor | None = None  # (num_local, num_moe_layers, top_k), as in Batch
 
 
 def share_of(
@@ -85,7 +86,10 @@ def share_of(
     rows = rows[here]
     of_tokens = (pad(mb.token_ids[row.tokens], (0, padding))[mine], positions[mine], rows,
                  states[here], mb.token_ids[rows])  # fmt: skip
-    return TokenShard(lens, prefixes, *to_device(of_tokens, device))
+    experts: tuple[Tensor, ...] = ()
+    if mb.routed_experts is not None:  # padding goes where the first token goes
+        experts = (mb.routed_experts[pad(row.tokens, (0, padding))[mine]],)
+    return TokenShard(lens, prefixes, *to_device([*of_tokens, *experts], device))
 
 
 def whole(found: Tensor, rows: Tensor, mb: Batch, team: SequenceParallelGroup | None) -> Tensor:

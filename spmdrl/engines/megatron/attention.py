@@ -9,6 +9,7 @@ r, so that all have the same work. Keys and values are gathered; queries stay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from spmdrl.engines.fsdp import attention
+from spmdrl.engines.fsdp.layers import flash_attn_varlen
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,37 @@ def _segments(seq_lens: Tensor, n: int, r: int, device: torch.device) -> Segment
 
 
 class PackedAttention(nn.Module):
-    """Causal core attention without parameters; dropout is off, as everywhere in RL."""
+    """Causal core attention; dropout is off, as everywhere in RL.
+
+    Megatron's config says which layers see a window of keys (window_size, window_attn_skip_freq),
+    and whether each head has a sink in its softmax (softmax_type="learnable"), which is called as
+    in DotProductAttention: softmax_offset (heads of this rank,).
+    """
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-        softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any,
+        softmax_scale: float | None = None, pg_collection: Any = None,
+        softcap: float | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        """softcap: scores are softcap * tanh(scores / softcap)."""
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+        from megatron.core.transformer.utils import is_layer_window_attention
+
         super().__init__()
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.softcap, self.groups = softcap, pg_collection
         self.cp: dist.ProcessGroup = pg_collection.cp
+        sees_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window: int | None = config.window_size[0] + 1 if sees_window else None
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
+            zeros = torch.zeros(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(zeros)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
@@ -125,12 +149,13 @@ class PackedAttention(nn.Module):
         return out.flatten(1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: Any) -> Tensor:
-        width = value.shape[-1]
-        if query.is_cuda and width < query.shape[-1]:  # flash attention knows one head dim
-            value = pad(value, (0, query.shape[-1] - width))
         q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-        out, _ = attention.packed_attention(self, q, k, v, None, packing, scaling=self.scale)
-        return out[0, ..., :width]
+        out, _ = attention.packed_attention(
+            self, q, k, v, None, packing, scaling=self.scale, sliding_window=self.window,
+            softcap=self.softcap, s_aux=self.softmax_offset,
+            flash=None if self.softcap is None else flash_attn_varlen,
+        )  # fmt: skip
+        return out[0]
 
     def _context_parallel(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
@@ -146,26 +171,60 @@ class PackedAttention(nn.Module):
             value.split(segments.key_lens), strict=True,
         )  # fmt: skip
         for q, k, v in parts:
-            ones = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
-            out = scaled_dot_product_attention(
-                q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None],
-                attn_mask=ones.tril(len(k) - len(q)), scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+            out = self._masked(q, k, v, self._seen(q.shape[2], k.shape[2], q.device))
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
+
+    def _seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """(queries, keys) bool: which keys a query sees; the last query sees the last key."""
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        seen = ones.tril(keys - queries)
+        return seen if self.window is None else seen & ~ones.tril(keys - queries - self.window)
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """(1, heads, length, d) each."""
+        if self.softcap is not None or self.softmax_offset is not None:
+            return attention.plain_attention(
+                q, k, v, mask, self.scale, self.softcap, self.softmax_offset
+            )
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         width = value.shape[-1]
         value = pad(value, (0, query.shape[-1] - width))
-        out: Any = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), segments.cu_queries,
-            segments.cu_keys, max(segments.query_lens), max(segments.key_lens), scale=self.scale,
-            window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
+        row = attention.VarlenRow(
+            segments.cu_queries, max(segments.query_lens), segments.cu_keys,
+            max(segments.key_lens), None,
         )  # fmt: skip
+        window = (-1 if self.window is None else self.window - 1, 0)
+        out: Any
+        if self.softmax_offset is not None:
+            out = attention.SinkAttention.apply(
+                q, k, v, self.softmax_offset, row, self.scale, window
+            )
+        else:
+            out = varlen_attn(
+                q, k, v, row.cu_queries, row.cu_keys, row.max_queries, row.max_keys,
+                scale=self.scale, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
         return out[..., :width]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Returns the sinks as megatron-core's checkpoints have them."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0},
+            sharded_offsets, tp_group=self.groups.tp, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 class _Gather(torch.autograd.Function):
@@ -186,19 +245,66 @@ class _Gather(torch.autograd.Function):
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm as in Hugging Face. Under sequence parallelism Megatron sums its gradient."""
+    """RMSNorm as in Hugging Face. Under sequence parallelism Megatron sums its gradient.
+
+    With layernorm_zero_centered_gamma the factor is 1 + weight, as in Gemma (arXiv 2403.08295),
+    and is multiplied before the result is cast to the dtype of x.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
-        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-        self.weight = nn.Parameter(ones)
+        fill = 0.0 if self.zero_centered else 1.0
+        weight = torch.full((hidden_size,), fill, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if on_triton(x, self.weight) or (x.dtype == torch.float32 and not x.is_cuda):
-            return rms_norm(x, self.weight, self.eps)
+        on_cpu = x.dtype == torch.float32 and not x.is_cuda
+        if on_cpu or (on_triton(x, self.weight) and not self.zero_centered):
+            return rms_norm(x, 1.0 + self.weight if self.zero_centered else self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return ((1.0 + self.weight.float()) * wide).to(x.dtype)
         return self.weight * wide.to(x.dtype)
+
+
+class NormedAdd(nn.Module):
+    """Adds a layer's attention or MLP to the residual after a norm of its own, as in Gemma 2 (arXiv
+    2408.00118). It takes the place of Megatron's bias_dropout_add.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(
+        self, out_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        out, bias = out_and_bias
+        return residual + self.norm(out if bias is None else out + bias)
+
+
+class ClampedSwiGlu(nn.Module):
+    """(tokens, 2 * width), a gate and an up in turn -> (tokens, width).
+
+    Source: gpt-oss, arXiv 2508.10925, section 2.2: (up + 1) * gate * sigmoid(alpha * gate), both
+    clamped.
+    """
+
+    def __init__(self, config: Any, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}  # Megatron's MLP asks each of its parts

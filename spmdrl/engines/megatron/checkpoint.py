@@ -8,12 +8,14 @@ what its own `dist_checkpointing.save` wrote of the same state is read here.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,17 +27,24 @@ from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
+from spmdrl.engines.fsdp.classifier import is_classifier
+from spmdrl.engines.fsdp.lora import BASE_FILE, check_base
+from spmdrl.engines.fsdp.optimizers import require_same_optimizer
 from spmdrl.engines.host_copies import HostCopies, StagedShards
-from spmdrl.engines.megatron import compat
+from spmdrl.engines.megatron import compat, ema
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
-from spmdrl.engines.megatron.hf_mapping import HfSlice, pieces
+from spmdrl.engines.megatron.hf_mapping import pieces
 from spmdrl.engines.megatron.layout import Degrees
+from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import Parts, parallel_sizes, set_hyperparameters
+from spmdrl.engines.megatron.splits import HfSlice
 from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.boxes import view, whole
+
+logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
@@ -66,11 +75,20 @@ def stage(
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    if parts.optim is not None:
+        common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
     state |= sharded_state(parts, metadata, is_loading=False)
+    if parts.average is not None:
+        with parts.average.instead():  # megatron-core copies what it gathers
+            found = sharded_state(parts, metadata, is_loading=False)["optimizer"]
+        average = ema.as_average(found, empty=False)
+        state |= {"ema": average} if average else {}
     ready, planner, common = compat.split_state(state)
     shards = staging.stage(ready, planner, topology.rank == 0, copies)
     shards.notes[COMMON] = saved_bytes(common)
+    if parts.adapters is not None:
+        shards.notes[BASE_FILE] = json.dumps(parts.adapters.identity(), indent=1).encode()
     return StagedModel(shards)
 
 
@@ -80,31 +98,33 @@ def saved_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(parts: Parts, folder: Path) -> int:
-    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints."""
+def load(parts: Parts, folder: Path, topology: Topology) -> int:
+    """Loads in place; returns the number of updates. Raises ConfigError for FSDP2's checkpoints,
+    and for those of other adapters or another optimizer. Collective.
+    """
     from megatron.core import dist_checkpointing
 
+    common = read_common(folder)
+    check_base(parts.adapters, folder, topology)
+    if parts.optim is not None:
+        require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
+    metadata = layout_metadata() | (common.get("content_metadata") or {})
+    wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}
+    if has_average(parts, folder, topology):
+        wanted["ema"] = ema.as_average(wanted["optimizer"], empty=True)
+    with reading_plain():
+        state = dist_checkpointing.load(wanted, str(folder))
+    take(parts, state)
+    return state["num_updates"]
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Reads what all ranks have alike. Raises ConfigError for a checkpoint that is not ours."""
     if not Path(folder, MARK).is_file():
         raise ConfigError(
             f"{folder} was written by engine fsdp. Export it (python -m spmdrl.export) and start a "
             "run from that model, or resume with the engine that wrote it"
         )
-    stored = read_common(folder).get("content_metadata") or {}
-    wanted = {"num_updates": 0, **sharded_state(parts, layout_metadata() | stored, is_loading=True)}
-    ShardReader(str(folder)).read_metadata()  # raises, where megatron-core would wrap it up
-    with reading_plain():
-        state = dist_checkpointing.load(wanted, str(folder))
-    for name, chunk in named_chunks(parts):
-        chunk.load_state_dict(state[name])
-    if parts.optimizer is not None:
-        parts.optimizer.load_state_dict(state["optimizer"])
-        if parts.optim is not None:
-            set_hyperparameters(parts.optimizer, parts.optim)
-    return state["num_updates"]
-
-
-def read_common(folder: Path) -> dict[str, Any]:
-    """Reads what is stored for all ranks. Raises ConfigError for another program's checkpoint."""
     common = read_plain(Path(folder, COMMON))
     if "num_updates" not in common:
         raise ConfigError(
@@ -114,14 +134,47 @@ def read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
-def weight_sources(folder: Path, hf_folder: Path) -> list[WeightSource]:
-    """The weights of a policy, to be read one parameter at a time, whatever its layout was.
+def has_average(parts: Parts, folder: Path, topology: Topology) -> bool:
+    """Says whether there is a moving average to be loaded, and warns where this run and the
+    checkpoint differ. Reads the index, which raises where megatron-core would wrap it up.
+    """
+    stored = ShardReader(str(folder)).read_metadata().state_dict_metadata
+    is_stored = any(name.startswith(ema.AVERAGE) for name in stored)
+    if (parts.average is not None) != is_stored and topology.rank == 0:
+        what = "is dropped: ema is 0" if is_stored else "starts from its weights: it has none"
+        logger.warning("%s: the moving average %s", folder, what)
+    return is_stored and parts.average is not None
+
+
+def take(parts: Parts, state: dict[str, Any]) -> None:
+    """Takes what was loaded. The average comes by way of the optimizer's float32 weights."""
+    for name, chunk in named_chunks(parts):
+        if parts.adapters is None:
+            chunk.load_state_dict(state[name])
+        else:
+            take_trained(parts, chunk, state.get(name, {}))
+    if parts.optimizer is None:
+        return
+    if parts.average is not None and "ema" in state:
+        parts.optimizer.load_state_dict(ema.with_masters(state["optimizer"], state["ema"]))
+        parts.average.restart()
+    parts.optimizer.load_state_dict(state["optimizer"])
+    if parts.average is not None and "ema" not in state:
+        parts.average.restart()
+    if parts.optim is not None:
+        set_hyperparameters(parts.optimizer, parts.optim)
+
+
+def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list[WeightSource]:
+    """The weights of a policy or reward model, to be read one parameter at a time, whatever its
+    layout was. average: of the moving average; what was not trained has none and is as it is.
 
     The float32 weights of the optimizer are read: what was learnt is often less than the last bit
     of a bfloat16. A model without memory, which nothing cuts, says where each one lies.
     """
     common, stored = read_common(folder), StoredTensors(folder)
     hf_config = load_hf_config(str(hf_folder))
+    kind: Literal["policy", "reward"] = "reward" if is_classifier(hf_config) else "policy"
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -131,40 +184,66 @@ def weight_sources(folder: Path, hf_folder: Path) -> list[WeightSource]:
         state = RoleState.build(topology, **parallel_sizes(Degrees()))
         with state.active(), mcore_cpu.without_memory():
             mega = transformer_config(hf_config, Degrees(), torch.float32)
-            (chunk,) = build_chunks(hf_config, mega, "policy")
+            (chunk,) = build_chunks(hf_config, mega, kind)
             entries = chunk.sharded_state_dict(
                 metadata=layout_metadata() | (common.get("content_metadata") or {})
             )
             return [
-                weight_source(stored, entries[name], held)
-                for name, _, held in pieces(chunk, hf_config)
+                weight_source([(entries[name], held) for name, held in parts], stored, average)
+                for parts in by_tensors(pieces(chunk, hf_config))
             ]
     finally:
         dist.destroy_process_group()
 
 
-def weight_source(stored: StoredTensors, entry: Any, held: list[HfSlice]) -> WeightSource:
-    """entry: of a parameter in sharded_state_dict. held: what lies in it, all of each tensor."""
-    shapes = {piece.name: piece.shape for piece in held if not piece.tied}
+def by_tensors(
+    parameters: Iterable[tuple[str, Tensor, list[HfSlice]]],
+) -> list[list[tuple[str, list[HfSlice]]]]:
+    """Puts the parameters together that hold parts of the same tensors, as experts of a layer may.
+
+    parameters: of `pieces`. Those that hold only what is tied are left out.
+    """
+    found: dict[frozenset[str], list[tuple[str, list[HfSlice]]]] = {}
+    for name, _, held in parameters:
+        tensors = frozenset(piece.name for piece in held if not piece.tied)
+        if tensors:
+            found.setdefault(tensors, []).append((name, held))
+    assert sum(map(len, found)) == len(frozenset().union(*found)), found.keys()
+    return list(found.values())
+
+
+def weight_source(
+    parameters: list[tuple[Any, list[HfSlice]]], stored: StoredTensors, average: bool
+) -> WeightSource:
+    """parameters: the entry of each in sharded_state_dict, and what lies in it; together they hold
+    all of each tensor.
+    """
+    shapes = {p.name: p.shape for _, held in parameters for p in held if not p.tied}
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        parameter = compat.filled(entry, partial(read_sharded, stored))
-        for name, shape in shapes.items():
-            tensor = torch.empty(shape, dtype=parameter.dtype)
-            for piece in held:
-                if piece.name == name:
-                    view(tensor, whole(shape), piece.box).copy_(piece.view(parameter))
-            yield name, tensor
+        tensors: dict[str, Tensor] = {}
+        for entry, held in parameters:
+            parameter = compat.filled(entry, partial(read_sharded, stored, average=average))
+            for piece in (p for p in held if not p.tied):
+                if piece.name not in tensors:
+                    tensors[piece.name] = torch.empty(piece.shape, dtype=parameter.dtype)
+                part = view(tensors[piece.name], whole(piece.shape), piece.box)
+                part.copy_(piece.view(parameter))
+        yield from tensors.items()
 
     return WeightSource(shapes, read)
 
 
-def read_sharded(stored: StoredTensors, shard: Any) -> Tensor:
-    """Reads a ShardedTensor: of a trained weight the optimizer's, of others the model's."""
-    own = f"optimizer.state.param.{shard.key}"
+def read_sharded(stored: StoredTensors, shard: Any, average: bool) -> Tensor:
+    """Reads a ShardedTensor: of a trained weight the optimizer's or its average, of others the
+    model's.
+    """
+    wanted = [ema.AVERAGE + shard.key.removeprefix("model.")] if average else []
+    wanted += [ema.MASTER + shard.key, shard.key]
+    name = next(name for name in wanted if name in stored.found)
     lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     box = tuple((o, o + n) for o, n in zip(shard.global_offset, lengths, strict=True))
-    return stored.read(own if own in stored.found else shard.key, box).view(shard.local_shape)
+    return stored.read(name, box).view(shard.local_shape)
 
 
 def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
@@ -175,9 +254,13 @@ def named_chunks(parts: Parts) -> list[tuple[str, Any]]:
 
 def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     models = {
-        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named_chunks(parts)
+        name: chunk.sharded_state_dict(metadata=metadata)
+        if parts.adapters is None
+        else trained_state(parts, chunk)
+        for name, chunk in named_chunks(parts)
     }
-    state: dict[str, Any] = dict(models)
+    # a chunk may have no adapter: what is empty would be stored as if all ranks had it alike
+    state: dict[str, Any] = {name: held for name, held in models.items() if held}
     if parts.optimizer is not None:
         with apart(parts.optimizer):
             state["optimizer"] = parts.optimizer.sharded_state_dict(
@@ -185,6 +268,28 @@ def sharded_state(parts: Parts, metadata: dict[str, Any], is_loading: bool) -> d
                 metadata=metadata,
             )  # fmt: skip
     return state
+
+
+def trained_state(parts: Parts, chunk: Any) -> dict[str, Any]:
+    """Returns what is saved of a chunk with adapters: what is trained, and not the base."""
+    from megatron.core import parallel_state
+
+    data, tensor = parallel_state.get_data_parallel_rank(True), parts.groups.tensor.rank()
+    found: dict[str, Any] = {}
+    for number, (p, part) in enumerate(trained_parts(chunk, parts.hf_config)):
+        name = stored_name(part)
+        is_cut = getattr(p, "tensor_model_parallel", False)
+        found[str(number)] = compat.shard_of(
+            name, p, part.shape, tuple(first for first, _ in part.box),
+            replica=(0, 0 if is_cut else tensor, data),
+        )  # fmt: skip
+    return found
+
+
+@torch.no_grad()
+def take_trained(parts: Parts, chunk: Any, state: dict[str, Tensor]) -> None:
+    for number, (p, _) in enumerate(trained_parts(chunk, parts.hf_config)):
+        p.copy_(state[str(number)])
 
 
 @contextmanager

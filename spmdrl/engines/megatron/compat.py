@@ -76,6 +76,20 @@ def filled(entry: Any, read: Callable[[Any], Any]) -> Any:
     return entry.merge_fn(dict_list_map_inplace(read, entry.build()))
 
 
+def shard_of(
+    name: str, tensor: Any, shape: tuple[int, ...], first: tuple[int, ...], replica: tuple[int, ...]
+) -> Any:
+    """Returns a part of the whole tensor `name`, whose parts need be no regular grid. first: where
+    the part begins. replica: 0s where this rank is to write it. Makes a ShardedTensor.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(
+        name, tensor, tensor.dtype, tuple(tensor.shape), shape, first, axis_fragmentations=None,
+        replica_id=replica,
+    )  # fmt: skip
+
+
 def write_format(folder: Path, backend: str, version: int) -> None:
     """Writes metadata.json, by which megatron-core knows the format of a checkpoint. Calls
     save_config of dist_checkpointing.core.
@@ -109,3 +123,55 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yields (parameter of the model, its float32 shard on this rank, settings) of a distributed
+    optimizer. Reads model_param_group_index_map.
+    """
+    for parameter, (group, number) in part.model_param_group_index_map.items():
+        settings = part.optimizer.param_groups[group]
+        yield parameter, settings["params"][number], settings
+
+
+# ---- replay of experts
+
+
+def router_replays(chunk: Any) -> list[tuple[int, Any]]:
+    """Returns (number of the layer in the model, from 0; its RouterReplay) of each router of a
+    model chunk that was built with moe_enable_routing_replay. Empties RouterReplay's list of all
+    routers, which would keep models alive. Reads layer_number and router_replay of TopKRouter.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    RouterReplay.clear_global_router_replay_instances()
+    routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
+    return [(router.layer_number - 1, router.router_replay) for router in routers]
+
+
+def replay_forward(replay: Any, experts: Any) -> None:
+    """Has a router take these experts in its next forward pass, (num_tokens, top_k) int64. Sets
+    RouterReplayAction.REPLAY_FORWARD.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay.set_target_indices(experts)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+def replay_backward(replay: Any, wanted: bool) -> None:
+    """Has a router that runs again take the oldest experts that no second run has taken. wanted:
+    whether it will run again. Sets RouterReplayAction.REPLAY_BACKWARD.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    if not wanted:
+        replay.clear_indices()
+
+
+def forget_experts(replay: Any) -> None:
+    """Has a router choose for itself again."""
+    replay.clear_indices()
+    replay.clear_router_replay_action()

@@ -10,9 +10,10 @@ chosen tokens go through the vocabulary-parallel head of spmdrl_kernels.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,19 @@ from spmdrl.data.images import BatchImages
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.base import LossFn, TrainEngine
+from spmdrl.engines.base import LossFn
+from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate
+from spmdrl.engines.megatron import lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
     cut,
+    pairs_of,
     reduce_metrics,
     scatter_rows,
     token_rows,
@@ -49,7 +53,8 @@ from spmdrl.weights.transfer import gathered
 
 
 class MegatronEngine:
-    """A policy (`kind` "policy") or critic ("value"); the TrainEngine Protocol says what it does.
+    """A policy (`kind` "policy"), critic ("value") or reward model ("reward"), which is trained on
+    pairs; the TrainEngine Protocol says what it does.
 
     The topology has the axes pp, dp, cp and tp. Weights are in config.dtype; the optimizer, which
     is distributed over the data-parallel ranks, keeps float32 ones, and gradients are summed in
@@ -62,6 +67,7 @@ class MegatronEngine:
         self.pretrained = parts.pretrained
         self.num_updates = 0
         self.copies: HostCopies | None = None  # of all that is saved, from the first `stage` on
+        self.without_adapters = False
 
     # ---- passes without gradient
 
@@ -84,7 +90,8 @@ class MegatronEngine:
     ) -> Tensor:
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
-        with self.parts.state.active():
+        off = lora.adapters_off(self.parts.raw) if self.without_adapters else nullcontext()
+        with self.parts.state.active(), off:
             batch = self.shared(own)
             parts = self._micro_batches(batch)
 
@@ -167,6 +174,8 @@ class MegatronEngine:
             )
         parts.gather_weights()
         parts.zero_grad()
+        if parts.average is not None:
+            parts.average.update()
         return grad_norm
 
     def _totals(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -206,13 +215,16 @@ class MegatronEngine:
         def forward(batches: Iterator[Inputs], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             now = next(batches)
             mask = causal_mask(now.token_ids) if now.packed is None else None
-            out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
+            with self._replaying(chunk, now, forward_only):
+                out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
             return out, partial(close, now)
 
         every = [iter(inputs) for _ in parts.chunks]
         every[0] = PROGRESS.each(inputs, "micro-batches")
         single = len(parts.chunks) == 1
-        with parts.configured(), cut_short(parts.raw[-1] if parts.kind == "policy" else None):
+        replayed = nullcontext() if parts.routers is None else parts.routers.running()
+        last = parts.raw[-1] if parts.kind == "policy" else None
+        with parts.configured(), cut_short(last), replayed:
             return get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=every[0] if single else every,
@@ -223,6 +235,16 @@ class MegatronEngine:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _replaying(
+        self, chunk: Any, inputs: Inputs, forward_only: bool
+    ) -> AbstractContextManager[None]:
+        """Around a forward pass."""
+        if self.parts.routers is None:
+            return nullcontext()
+        experts = inputs.routed_experts
+        assert experts is not None, "router_replay: a batch without routed_experts"
+        return self.parts.routers.forward(chunk, experts, forward_only)
 
     def policy(
         self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False
@@ -236,7 +258,8 @@ class MegatronEngine:
         targets = mb.token_ids[inputs.chosen[inputs.local]]
         stats = lm_head_logprobs(
             states.to(head.weight.dtype), head.weight, targets, temperature, head.bias,
-            pi_squared=pi_squared, group=head.group, first_row=head.first_row,
+            softcap=head.softcap, pi_squared=pi_squared, group=head.group,
+            first_row=head.first_row,
         )  # fmt: skip
         logprobs, entropy, squares = (self.everywhere(inputs, found) for found in stats)
         return logprobs, entropy, squares
@@ -279,7 +302,9 @@ class MegatronEngine:
             stages = parts.groups.pipeline.size()
             multiple = parts.config.microbatch_group_size_per_vp_stage or stages
         budget = self.config.micro_batch_tokens * parts.cut.context
-        return cut(batch, budget, self.topology, multiple, padded=parts.cut.form == "padded")
+        units = pairs_of(batch) if parts.kind == "reward" and parts.optimizer is not None else None
+        padded = parts.cut.form == "padded"
+        return cut(batch, budget, self.topology, multiple, padded, units)
 
     def shared(self, batch: Batch) -> Batch:
         """Returns, on all ranks of this model-parallel group, what its data rank was given."""
@@ -290,28 +315,38 @@ class MegatronEngine:
     # ---- weights and memory
 
     def named_shards(self, merged: bool = True) -> dict[str, Shards]:
-        return self.parts.named_shards()  # there are no adapters: check_lora refuses them
+        return self.parts.named_shards(merged)
 
     def named_weights(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         with self.at_hand():
             yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def named_average(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        raise unsupported("moving average (ema)")
+        assert self.parts.average is not None
+        with self.at_hand(), self.parts.state.active(), self.parts.average.in_model():
+            yield from gathered(self.named_shards(), dtype, bucket_bytes, self.topology)
 
     def save_adapter(self, folder: Path) -> None:
-        raise unsupported("adapters (lora)")
+        assert self.parts.adapters is not None
+        named = lora.unscaled_shards(self.parts.raw)
+        with self.at_hand():
+            save_adapter(self.parts.adapters, named, self.topology, folder)
 
-    def base(self) -> TrainEngine:
-        raise unsupported("adapters (lora)")
+    def base(self) -> MegatronEngine:
+        assert self.parts.adapters is not None
+        view = copy.copy(self)
+        view.without_adapters = True
+        return view
 
     def take_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        named = self.named_shards()
+        named = self.named_shards(merged=False)
         with self.at_hand():
             require_given(named, fill(named, weights))
             if self.parts.optimizer is not None:  # its float32 weights
                 with self.parts.state.active():
                     self.parts.optimizer.reload_model_params()
+            if self.parts.average is not None:
+                self.parts.average.restart()
 
     def offload(self, keep_weights: bool = False) -> None:
         with self.parts.state.active():
@@ -353,7 +388,7 @@ class MegatronEngine:
         from spmdrl.engines.megatron import checkpoint as megatron_checkpoint
 
         with self.at_hand(), self.parts.state.active():
-            self.num_updates = megatron_checkpoint.load(self.parts, folder)
+            self.num_updates = megatron_checkpoint.load(self.parts, folder, self.topology)
 
 
 def refuse_images(images: BatchImages | None) -> None:

@@ -16,6 +16,7 @@ from spmdrl.engines.megatron.external_model_fields import (
     SAME_LATENT,
     refused_fields,
 )
+from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.hf_mapping import pieces
 from spmdrl.engines.megatron.inputs import Form
 from spmdrl.engines.megatron.layout import Degrees, check_architecture, head_dim, rope_frequencies
@@ -31,6 +32,7 @@ def check_host_model(parts: Parts, hf_config: PreTrainedConfig) -> None:
     """
     check_kind(parts)
     check_architecture(hf_config)
+    check_layers(parts, hf_config)
     ours = transformer_config(hf_config, Degrees(), parts.config.params_dtype)
     wrong = [
         f"{name}: {here} here, {there} there"
@@ -82,6 +84,18 @@ def check_kind(parts: Parts) -> None:
     )
 
 
+def check_layers(parts: Parts, hf_config: PreTrainedConfig) -> None:
+    """Raises ConfigError where stock layers do not compute what the architecture does."""
+    kind = hf_config.model_type
+    built = all(getattr(model, "built_for", None) == kind for model in parts.raw)
+    require(
+        built or not FAMILIES[kind].is_custom,
+        f"attach: {kind} has norms, activations or a scale of its embeddings that megatron-core's "
+        "own layers do not compute: build the model's chunks with "
+        "spmdrl.engines.megatron.model.build_chunks",
+    )
+
+
 STOCK = ("megatron.core.", "transformer_engine.", "apex.", "torch.nn.", "spmdrl.")
 ATTENTIONS = ("SelfAttention", "MLASelfAttention")
 
@@ -120,7 +134,8 @@ def compared(
         "norm epsilon": (config.layernorm_epsilon, hf.rms_norm_eps),
         "normalization": (config.normalization, "RMSNorm"),
         "gated linear unit": (config.gated_linear_unit, True),
-        "bias of linear layers": (config.add_bias_linear, False),
+        "bias of linear layers": (config.add_bias_linear, ours.add_bias_linear),
+        "layers that see a window": (window_layers(config), window_layers(ours)),
         "tied embeddings": (
             model.share_embeddings_and_output_weights, bool(hf.tie_word_embeddings)
         ),
@@ -157,6 +172,17 @@ def compared(
 def any_of(pattern: Any) -> bool:
     """Whether a frequency of Megatron's, an integer or a list of 0 and 1, chooses any layer."""
     return any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
+
+
+def window_layers(config: Any) -> list[int]:
+    """Returns the layers whose attention sees a window of keys, from 0."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    return [
+        layer
+        for layer in range(config.num_layers)
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer + 1)
+    ]
 
 
 def expert_layers(config: Any) -> list[int]:

@@ -35,6 +35,7 @@ COMPARED = frozenset({
     "layernorm_epsilon", "normalization", "add_bias_linear", "gated_linear_unit",
     "activation_func", "softmax_scale", "no_rope_freq", "moe_layer_freq",
     "moe_shared_expert_intermediate_size", "moe_router_load_balancing_type", "params_dtype",
+    "window_attn_skip_freq",
 })  # fmt: skip
 
 PRECISION = "build the model in bfloat16 or float32, which is what the rollout engine is given"
@@ -78,7 +79,7 @@ MEASURED = frozenset({
     "attention_softmax_in_fp32", "disable_bf16_reduced_precision_matmul",
     "bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm",
     "memory_efficient_layer_norm", "bias_dropout_fusion", "apply_rope_fusion",
-    "use_fused_weighted_squared_relu", "fused_single_qkv_rope", "window_attn_skip_freq",
+    "use_fused_weighted_squared_relu", "fused_single_qkv_rope",
     "moe_router_dtype", "moe_router_fusion", "moe_permute_fusion", "moe_grouped_gemm",
     "moe_use_legacy_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep",
     "moe_flex_dispatcher_backend", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",

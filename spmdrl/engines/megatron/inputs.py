@@ -29,6 +29,7 @@ class SequenceSplit:
     context: int
     context_rank: int
     tensor: int  # that share the norms' activations: 1 without sequence parallelism
+    tensor_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Inputs:
     chosen: Tensor  # (n,) int64: the unmasked tokens of the batch
     local: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
+    # (tokens that this rank's routers are given, num_moe_layers, top_k), as in Batch
+    routed_experts: Tensor | None = None
 
 
 def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
@@ -71,7 +74,24 @@ def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
     return Inputs(
         batch, row[held_here][None], positions.to(device)[held_here][None],
         _params(room, cut, device), chosen, chosen_here.to(device), states[chosen_here].to(device),
+        _experts(batch, place.to(device), held_here, size, cut),
     )  # fmt: skip
+
+
+def _experts(
+    batch: Batch, place: Tensor, held: Tensor, size: int, cut: SequenceSplit
+) -> Tensor | None:
+    """Batch.routed_experts of the padded row, of its tokens that this rank's routers are given.
+    Padding goes to the first experts: each token is dispatched to as many.
+    """
+    known = batch.routed_experts
+    if known is None:
+        return None
+    _, num_layers, top_k = known.shape
+    rows = torch.arange(top_k, device=known.device, dtype=known.dtype)
+    rows = rows.expand(size, num_layers, -1).clone()
+    rows[place] = known
+    return rows[held].chunk(cut.tensor)[cut.tensor_rank]
 
 
 def _params(room: Tensor, cut: SequenceSplit, device: torch.device) -> Any:

@@ -5,6 +5,7 @@ Needs no megatron-core: a dry run checks a layout without it.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import ceil, gcd, prod
@@ -15,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spmdrl.config import ConfigError
+from spmdrl.config import ConfigError, require
+from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
+from spmdrl.engines.megatron.splits import Stacked
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_TRIED = 100_000  # as divisors, for an error's text
@@ -36,26 +39,6 @@ class Degrees:
     last_stage: int | None = None
 
 
-@dataclass(frozen=True)
-class Family:
-    """A family of architectures: what sets it apart from Llama."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    latent: bool = False  # DeepSeek's multi-head latent attention
-
-
-FAMILIES = {  # by Hugging Face's model_type
-    "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-    "mixtral": Family(experts=True),
-    "deepseek_v3": Family(experts=True, latent=True),
-}
-
-
 def check_architecture(hf_config: PreTrainedConfig) -> None:
     """Raises ConfigError where the model, or what its config asks for, has no mapping."""
     config: Any = hf_config
@@ -64,38 +47,59 @@ def check_architecture(hf_config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"engine megatron: no mapping for architecture {kind!r}; there is one for "
             f"{', '.join(sorted(FAMILIES))}. Use engine fsdp, or add a Family in "
-            "spmdrl/engines/megatron/layout.py and its names in hf_mapping.py"
+            "spmdrl/engines/megatron/families.py (docs/extending.md)"
         )
-    rope_type, window = config.rope_parameters["rope_type"], getattr(config, "sliding_window", None)
-    wrong = {
-        f"hidden_act {config.hidden_act!r} (only silu)": config.hidden_act != "silu",
-        "attention_bias (only qwen2's bias on q, k and v)": getattr(
-            config, "attention_bias", False
-        ),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        f"sliding_window {window}": window is not None,
-        f"rope type {rope_type!r} (only {', '.join(STATIC_ROPE)})": rope_type not in STATIC_ROPE,
-        "a rotary embedding of part of the head": _rope_factor(config) != 1.0,
-    }
-    if FAMILIES[kind].experts:
-        wrong["one expert per token"] = config.num_experts_per_tok == 1
-    if FAMILIES[kind].latent:
-        topk, groups = config.num_experts_per_tok, expert_groups(config)
-        scaling = rope_frequencies(config)[1] if rope_type in STATIC_ROPE else 1.0
-        wrong |= {
-            "norm_topk_prob=False": not config.norm_topk_prob,
-            "rope_interleave=False": not config.rope_interleave,
-            # Megatron ranks expert groups by their topk // groups best, Hugging Face by two
-            f"{topk} experts per token from {config.topk_group} groups": (
-                groups is not None and topk // groups[1] != 2
-            ),
-            "yarn whose mscale is not mscale_all_dim": scaling != 1.0,
-        }
-    found = [what for what, is_wrong in wrong.items() if is_wrong]
+    found = [
+        *_unmapped_fields(config), *_unmapped_layers(config), *_unmapped_rotary(config)
+    ]  # fmt: skip
+    found += [what for what, wanted in FAMILIES[kind].refused(config).items() if wanted]
+    if has_experts(config) and config.num_experts_per_tok == 1:
+        found.append("one expert per token")
     if found:
         raise ConfigError(
             f"engine megatron: {kind} with {'; '.join(found)} is not mapped. Use engine fsdp"
         )
+
+
+def _unmapped_fields(config: Any) -> list[str]:
+    """Returns the fields of the config whose values the family does not map. transformers reads
+    only fields that the config's class declares: others in config.json have no effect.
+    """
+    known, found = FAMILIES[config.model_type].fields, []
+    inherited = {field.name for field in fields(PreTrainedConfig)} | COMMON_FIELDS
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in inherited or value in known.get(field.name, (field.default,)):
+            continue
+        if field.name not in known:
+            found.append(f"{field.name}={value!r}")
+        elif known[field.name] != ANY:
+            only = " or ".join(map(repr, known[field.name]))
+            found.append(f"{field.name}={value!r} (only {only})")
+    return found
+
+
+def _unmapped_rotary(config: Any) -> list[str]:
+    found, family = [], FAMILIES[config.model_type]
+    for rope in rope_kinds(config).values():
+        if rope["rope_type"] not in STATIC_ROPE:
+            return [f"rope type {rope['rope_type']!r} (only {', '.join(STATIC_ROPE)})"]
+    one = len(rope_kinds(config)) == 1
+    factor, scaling = rope_factor(config), rope_frequencies(config)[1]
+    if factor != 1.0 and not family.partial_rotary:
+        found.append("a rotary embedding of part of the head")
+    if scaling != 1.0 and (family.latent or factor != 1.0 or not one):
+        # elsewhere the factor on sine and cosine is one on the scores, for all layers
+        latent = "yarn whose mscale is not mscale_all_dim"
+        found.append(latent if family.latent else f"sine and cosine times {scaling:.3g}")
+    return found
+
+
+def _unmapped_layers(config: Any) -> list[str]:
+    known = {"full_attention", "sliding_attention"}
+    read = "layer_types" in FAMILIES[config.model_type].fields
+    wanted = {*config.layer_types} if read else set()
+    return [f"layers of {kind}" for kind in sorted(wanted - known)]
 
 
 OPTIONS = {  # of the config, by field of Degrees
@@ -119,7 +123,7 @@ def check_layout(
         *_tensor_problems(hf_config, degrees),
         *_pipeline_problems(hf_config.num_hidden_layers, degrees),
         *_expert_problems(hf_config, degrees),
-        *_world_problems(degrees, FAMILIES[hf_config.model_type].experts, world_size),
+        *_world_problems(degrees, has_experts(hf_config), world_size),
     ]
     if problems:
         raise ConfigError("engine megatron: " + "; ".join(problems))
@@ -204,7 +208,7 @@ def _unequal_stages(layers: int, d: Degrees) -> str:
 
 
 def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
-    if not FAMILIES[hf_config.model_type].experts:
+    if not has_experts(hf_config):
         if d.expert == d.expert_tensor == 1:
             return []
         return [
@@ -214,6 +218,13 @@ def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
     problems = _must_divide("expert_parallel", d.expert, {"experts": num_experts(hf_config)})
     width = {"is the width of an expert": expert_width(hf_config)}
     problems += _must_divide("expert_tensor_parallel", d.expert_tensor, width)
+    stacked = any(isinstance(s, Stacked) for s in FAMILIES[hf_config.model_type].names.values())
+    if stacked and d.expert_tensor > 1:
+        problems.append(
+            f"expert_tensor_parallel={d.expert_tensor}: the experts of {hf_config.model_type} have "
+            "rows of gate and up in turn, which are not cut; use expert_tensor_parallel=1 and "
+            "expert_parallel"
+        )
     if d.tensor > 1 and not d.sequence:
         problems.append(f"tensor_parallel={d.tensor} with experts: wants sequence_parallel=True")
     return problems
@@ -223,7 +234,7 @@ def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
     """Returns the sizes that tensor parallelism cuts; the vocabulary is padded instead."""
     family = FAMILIES[hf_config.model_type]
     cut = {"heads": hf_config.num_attention_heads}
-    if not family.experts or any(not sparse for sparse in moe_layers(hf_config)):
+    if not has_experts(hf_config) or any(not sparse for sparse in moe_layers(hf_config)):
         cut["intermediate size"] = hf_config.intermediate_size
     if shared_expert_width(hf_config):
         cut["intermediate size of the shared experts"] = shared_expert_width(hf_config)
@@ -271,46 +282,36 @@ def divisors(size: int) -> str:
     return ", ".join(map(str, good[:12])) + (", ..." if more else "")
 
 
+def settings_of(hf_config: PreTrainedConfig) -> Settings:
+    """Returns what the family sets in Megatron's TransformerConfig."""
+    config: Any = hf_config
+    return FAMILIES[config.model_type].settings(config)
+
+
+def has_experts(hf_config: PreTrainedConfig) -> bool:
+    return "num_moe_experts" in settings_of(hf_config)
+
+
 def num_experts(hf_config: PreTrainedConfig) -> int:
-    """Routed experts of a layer."""
-    config: Any = hf_config
-    return config.num_local_experts  # every family has this name, or maps it
-
-
-def expert_groups(hf_config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Groups of experts and how many of them a token may use; None where it may use all."""
-    config: Any = hf_config
-    if not FAMILIES[config.model_type].latent or config.topk_group == config.n_group:
-        return None
-    return config.n_group, config.topk_group
+    """Routed experts of a layer; 0 where there are none."""
+    return settings_of(hf_config).get("num_moe_experts", 0)
 
 
 def expert_width(hf_config: PreTrainedConfig) -> int:
     """Hidden size inside one routed expert."""
-    config: Any = hf_config
-    return getattr(config, "moe_intermediate_size", config.intermediate_size)
+    return settings_of(hf_config)["moe_ffn_hidden_size"]
 
 
 def shared_expert_width(hf_config: PreTrainedConfig) -> int:
     """Returns the width of all shared experts of a layer together; 0 where there are none."""
-    config: Any = hf_config
-    if not FAMILIES[config.model_type].latent:
-        return 0
-    return config.moe_intermediate_size * (config.n_shared_experts or 0)
+    return settings_of(hf_config).get("moe_shared_expert_intermediate_size") or 0
 
 
 def moe_layers(hf_config: PreTrainedConfig) -> list[bool]:
     """Returns for each layer whether its MLP is a mixture of experts."""
     config: Any = hf_config
-    numbers = range(config.num_hidden_layers)
-    if not FAMILIES[config.model_type].experts:
-        return [False for _ in numbers]
-    if config.model_type == "qwen3_moe":
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers
-        return [n not in dense and (n + 1) % step == 0 for n in numbers]
-    if config.model_type == "deepseek_v3":
-        return [n >= config.first_k_dense_replace for n in numbers]
-    return [True for _ in numbers]
+    none = [0] * config.num_hidden_layers
+    return [bool(has) for has in settings_of(config).get("moe_layer_freq", none)]
 
 
 def head_dim(hf_config: PreTrainedConfig) -> int:
@@ -318,22 +319,82 @@ def head_dim(hf_config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _rope_factor(config: Any) -> float:
-    inside = config.rope_parameters.get("partial_rotary_factor")
+def layer_types(hf_config: PreTrainedConfig) -> list[str]:
+    """Returns for each layer whether its attention sees a window ("sliding_attention") or all
+    tokens before ("full_attention").
+    """
+    config: Any = hf_config
+    known = FAMILIES[config.model_type].fields
+    if "sliding_window" not in known or not config.sliding_window:
+        return ["full_attention"] * config.num_hidden_layers
+    every = ["sliding_attention"] * config.num_hidden_layers
+    return list(config.layer_types) if "layer_types" in known else every
+
+
+def softcap(hf_config: PreTrainedConfig, field: str) -> float | None:
+    """Returns what scores or logits are soft-capped at. field: attn_logit_softcapping or
+    final_logit_softcapping.
+    """
+    config: Any = hf_config
+    known = field in FAMILIES[config.model_type].fields
+    return getattr(config, field) if known else None
+
+
+def check_scores(hf_config: PreTrainedConfig, context: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError where soft-capped scores cannot be had on the device that is here."""
+    capped = softcap(hf_config, "attn_logit_softcapping") is not None
+    if not capped or not torch.cuda.is_available() or dtype == torch.float32:
+        return
+    require(
+        importlib.util.find_spec("flash_attn") is not None,
+        f"engine megatron: {hf_config.model_type} has soft-capped scores, which on a GPU are "
+        "flash-attn's: pip install flash-attn, or use dtype='float32'",
+    )
+    require(
+        context == 1,
+        f"engine megatron: context_parallel={context} with soft-capped scores, which flash-attn "
+        "computes here for whole sequences only: use context_parallel=1, or dtype='float32'",
+    )
+
+
+# ---- rotary embeddings
+
+
+def rope_kinds(hf_config: PreTrainedConfig) -> dict[str | None, dict[str, Any]]:
+    """Returns the rotary parameters, by type of layer where they differ, else under None."""
+    config: Any = hf_config
+    rope = config.rope_parameters
+    kinds = ("full_attention", "sliding_attention")
+    return {kind: rope[kind] for kind in kinds} if kinds[0] in rope else {None: rope}
+
+
+def rope_factor(hf_config: PreTrainedConfig) -> float:
+    """Returns the part of a head that is rotated."""
+    config: Any = hf_config
+    inside = next(iter(rope_kinds(config).values())).get("partial_rotary_factor")
     return inside or getattr(config, "partial_rotary_factor", None) or 1.0
 
 
 def rope_frequencies(hf_config: PreTrainedConfig) -> tuple[Tensor, float]:
-    """(rotated dims / 2,) float32 inverse frequencies and the factor on sine and cosine."""
+    """Returns (rotated dims / 2,) float32 inverse frequencies and the factor on sine and cosine;
+    of the kinds of `rope_kinds` end to end, and the largest factor.
+    """
+    found = [_frequencies(hf_config, kind, rope) for kind, rope in rope_kinds(hf_config).items()]
+    return torch.cat([frequencies for frequencies, _ in found]), max(factor for _, factor in found)
+
+
+def _frequencies(
+    hf_config: PreTrainedConfig, kind: str | None, rope: dict[str, Any]
+) -> tuple[Tensor, float]:
     config: Any = hf_config
-    parameters = config.rope_parameters
-    if parameters["rope_type"] == "default":
-        dim = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
+    if rope["rope_type"] == "default":
+        size = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
+        dim = int(size * rope_factor(config))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
     cpu = torch.device("cpu")
     with cpu:  # also where a model without memory is built
-        return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, cpu)
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu, layer_type=kind)
 
 
 def padded_vocab(hf_config: PreTrainedConfig, tensor: int) -> int:

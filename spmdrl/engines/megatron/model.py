@@ -6,7 +6,8 @@ No TransformerEngine: megatron's own linear layers, with attention and norm from
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,21 @@ from torch.nn.functional import linear, silu
 from transformers import PreTrainedConfig
 
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.layout import (
-    FAMILIES,
     Degrees,
     check_architecture,
     check_layout,
-    expert_groups,
-    expert_width,
+    check_scores,
+    has_experts,
     head_dim,
+    layer_types,
     moe_layers,
-    num_experts,
     padded_vocab,
+    rope_factor,
     rope_frequencies,
-    shared_expert_width,
+    rope_kinds,
+    softcap,
     vocab_range,
 )
 
@@ -56,17 +59,17 @@ def transformer_config(
         TransformerConfig,
     )
 
-    family, config, d = FAMILIES[hf_config.model_type], hf_config, degrees
+    config: Any = hf_config
+    family, d = FAMILIES[config.model_type], degrees
+    check_scores(config, d.context, dtype)
     heads, gpu = config.num_attention_heads, torch.cuda.is_available()
-    scaling = rope_frequencies(config)[1]  # on sine and cosine, so squared on the scores
     settings: dict[str, Any] = {
         "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
         "num_attention_heads": heads, "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_dim(config), "ffn_hidden_size": config.intermediate_size,
-        "softmax_scale": scaling**2 * head_dim(config) ** -0.5,
+        "softmax_scale": head_dim(config) ** -0.5,
         "normalization": "RMSNorm", "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True, "activation_func": silu, "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias, "qk_layernorm": family.qk_norm,
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "bias_activation_fusion": False, "bias_dropout_fusion": False,
         "masked_softmax_fusion": False, "apply_rope_fusion": False,
@@ -101,54 +104,30 @@ def transformer_config(
             "recompute_granularity": "full", "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }  # fmt: skip
-    if family.experts:
-        settings |= _expert_settings(hf_config)
-    if family.latent:
-        settings |= _latent_settings(hf_config)
+    if has_experts(config):
+        settings |= {
+            "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
+            "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        }  # fmt: skip
+    settings |= _window_settings(config) | family.settings(config)
+    if settings["softmax_scale"] is not None:  # the factor is on sine and cosine
+        settings["softmax_scale"] *= rope_frequencies(config)[1] ** 2
     kind = MLATransformerConfig if family.latent else TransformerConfig
     return kind(**(settings | overrides))
 
 
-def _expert_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
+def _window_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
     config: Any = hf_config
-    settings: dict[str, Any] = {
-        "num_moe_experts": num_experts(config), "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": expert_width(config),
-        "moe_layer_freq": [int(sparse) for sparse in moe_layers(config)],
-        "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
-        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        # the chosen experts' probabilities sum to 1 only where the softmax is over them alone
-        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
-        "moe_shared_expert_intermediate_size": shared_expert_width(config) or None,
-    }  # fmt: skip
-    if FAMILIES[config.model_type].latent:
-        groups, chosen_groups = expert_groups(config) or (None, None)
-        settings |= {
-            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # pretraining's balance is not RL's to move
-            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
-            "moe_router_num_groups": groups, "moe_router_group_topk": chosen_groups,
-        }  # fmt: skip
-    return settings
-
-
-def _latent_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    config: Any = hf_config
-    rope = config.rope_parameters
-    scaled = rope["rope_type"] != "default"
+    sees_window = [int(kind == "sliding_attention") for kind in layer_types(config)]
+    if not any(sees_window):
+        return {}
     return {
-        "num_query_groups": config.num_attention_heads, "kv_channels": config.v_head_dim,
-        "q_lora_rank": config.q_lora_rank, "kv_lora_rank": config.kv_lora_rank,
-        "qk_head_dim": config.qk_nope_head_dim, "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim, "rope_type": "rope",
-        "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
-        "mscale_all_dim": (rope.get("mscale_all_dim") or 0.0) if scaled else 0.0,
-        "softmax_scale": None,  # megatron computes it from the two above
+        "window_size": (config.sliding_window - 1, 0), "window_attn_skip_freq": sees_window,
     }  # fmt: skip
 
 
 def build_chunks(
-    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value"]
+    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value", "reward"]
 ) -> list[Any]:
     """GPTModels of this pipeline rank, one per virtual stage, with weights of zero.
 
@@ -175,13 +154,13 @@ def build_chunks(
             vocab_size=padded_vocab(hf, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings, pre_process=first, post_process=last,
             parallel_output=True, position_embedding_type="rope", vp_stage=stage,
+            rotary_percent=rope_factor(hf),
             share_embeddings_and_output_weights=hf.tie_word_embeddings and kind == "policy",
         )  # fmt: skip
-        if kind == "value" and last:
-            chunk.output_layer = ValueHead(config)
+        if kind != "policy" and last:
+            chunk.output_layer = ValueHead(config) if kind == "value" else RewardHead(config)
         _set_rope(chunk, hf)
-        if FAMILIES[hf.model_type].latent:
-            _finish_latent(chunk)
+        _finish(chunk, hf)
         _mark_experts(chunk)
         chunks.append(chunk)
     return chunks
@@ -199,23 +178,40 @@ def layer_numbers(config: Any, stage: int | None) -> range:
 
 
 def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
-    """Megatron's own layer without TransformerEngine, with our attention and norm."""
+    """Megatron's own layer without TransformerEngine, with our attention and norm, and what the
+    family has beside.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from spmdrl.engines.megatron.attention import PackedAttention, RmsNorm
+    from spmdrl.engines.megatron.attention import (
+        ClampedSwiGlu,
+        NormedAdd,
+        PackedAttention,
+        RmsNorm,
+    )
 
+    family, sparse = FAMILIES[hf_config.model_type], moe_layers(hf_config)[number]
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe_layers(hf_config)[number] else None,
+        num_experts=config.num_moe_experts if sparse else None,
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )  # fmt: skip
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RmsNorm
-    parts = spec.submodules.self_attention.submodules
-    parts.core_attention = PackedAttention
+    layer, parts = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    parts.core_attention = ModuleSpec(
+        module=PackedAttention, params={"softcap": softcap(hf_config, "attn_logit_softcapping")}
+    )
     if config.multi_latent_attention:
         parts.q_layernorm = parts.kv_layernorm = RmsNorm
     elif config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = RmsNorm
+    if family.sandwich_norms:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
+    if sparse and family.clamped_swiglu is not None:
+        layer.mlp.submodules.experts.submodules.activation_func = ModuleSpec(
+            ClampedSwiGlu, params=family.clamped_swiglu(hf_config)
+        )
     return spec
 
 
@@ -249,8 +245,49 @@ def _set_rope(chunk: Any, hf_config: PreTrainedConfig) -> None:
     for module in chunk.modules():
         rotary = getattr(module, "rotary_pos_emb", None)
         if rotary is not None:
-            assert rotary.inv_freq.shape == frequencies.shape
+            kinds = len(rope_kinds(hf_config))  # end to end, see _own_rotary
+            assert len(frequencies) == kinds * len(rotary.inv_freq)
             rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+
+
+def _finish(chunk: Any, hf_config: Any) -> None:
+    """Gives a chunk what a GPTModel has no field for."""
+    family = FAMILIES[hf_config.model_type]
+    if family.latent:
+        _finish_latent(chunk)
+    if chunk.config.add_bias_linear:
+        _finish_biased_experts(chunk)
+    if len(kinds := list(rope_kinds(hf_config))) > 1:
+        types: list[str] = hf_config.layer_types
+        for layer in chunk.decoder.layers:
+            choose = partial(_own_rotary, kind=kinds.index(types[layer.layer_number - 1]))
+            layer.self_attention.register_forward_pre_hook(choose, with_kwargs=True)
+    if family.embedding_scale is not None and chunk.pre_process:
+        scale = family.embedding_scale(hf_config)
+        chunk.embedding.word_embeddings.register_forward_hook(
+            lambda layer, args, out: out * torch.tensor(scale, dtype=out.dtype, device=out.device)
+        )
+    chunk.built_for = hf_config.model_type
+
+
+def _finish_biased_experts(chunk: Any) -> None:
+    """Puts right three things of megatron-core 0.16.1 about the bias of an expert's second matrix:
+    behind an all-reduce over one rank it may not be added in place, its gradient is summed over
+    the tensor ranks twice, and the gradient's norm counts it on the first tensor rank alone.
+    """
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    for name, module in chunk.named_modules():
+        if ".local_experts." in name and name.endswith(".linear_fc2"):
+            module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
+
+
+def _own_rotary(attention: Any, args: Any, kwargs: dict[str, Any], kind: int) -> tuple[Any, Any]:
+    """Leaves of (tokens, 1, 1, dims), the angles of two kinds twice, those of this kind twice."""
+    angles = kwargs["rotary_pos_emb"].unflatten(-1, (2, 2, -1))
+    return args, kwargs | {"rotary_pos_emb": angles[..., kind, :].flatten(-2)}
 
 
 class ValueHead(nn.Module):
@@ -259,23 +296,40 @@ class ValueHead(nn.Module):
     Every tensor rank holds it whole and computes its own tokens.
     """
 
+    names: ClassVar[dict[str, str]] = {"weight": "value_head.weight", "bias": "value_head.bias"}
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         kwargs: Any = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kwargs))
-        self.bias = nn.Parameter(torch.zeros(1, **kwargs))
+        if "bias" in self.names:
+            self.bias = nn.Parameter(torch.zeros(1, **kwargs))
         self.sequence_parallel = config.sequence_parallel
-        for parameter in (self.weight, self.bias):
+        for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        values = linear(hidden, self.weight, self.bias).float()
+        values = self.values(hidden)
         if self.sequence_parallel:  # every rank then takes the loss of all tokens
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight, self.bias).float()
+
+
+class RewardHead(ValueHead):
+    """The score of a sequence classifier. It is computed in float32, or near rewards would be
+    equal.
+    """
+
+    names: ClassVar[dict[str, str]] = {"weight": "score.weight"}
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return linear(hidden.float(), self.weight.float())
 
 
 class WholeLinear(nn.Module):

@@ -17,12 +17,17 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
 from spmdrl.distributed.topology import Topology
-from spmdrl.engines.megatron import compat
+from spmdrl.engines.fsdp.classifier import classifier_config, is_classifier
+from spmdrl.engines.fsdp.lora import Adapters
+from spmdrl.engines.megatron import compat, lora
+from spmdrl.engines.megatron.ema import Average
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
-from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout
+from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers, softcap
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.engines.megatron.router_replay import ReplayedRouters
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.boxes import Box
@@ -68,13 +73,14 @@ class Head:
     bias: Tensor | None
     group: dist.ProcessGroup | None  # None: the rows are all there are
     first_row: int
+    softcap: float | None  # logits are softcap * tanh(logits / softcap); None: they are not
 
 
 @dataclass
 class Parts:
     """A model and its optimizer on this rank. Megatron is only called while `state` is active."""
 
-    kind: str  # "policy" | "value"
+    kind: str  # "policy" | "value" | "reward"
     chunks: list[Any]  # as they are driven: in Megatron's DistributedDataParallel if trained
     optimizer: Any  # a MegatronOptimizer; None if frozen
     state: RoleState
@@ -84,9 +90,12 @@ class Parts:
     pretrained: list[Any]
     dp_size: int  # with the context-parallel ranks
     owned: bool = True  # built here, so that learning rates are ours to set
+    adapters: Adapters | None = None
+    average: Average | None = None  # of what is trained, where config.ema is set
     away: set[str] = field(default_factory=set)  # what is offloaded: weights, gradients, optimizer
     optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
+    routers: ReplayedRouters | None = None  # whose experts are replayed
 
     @property
     def raw(self) -> list[Any]:
@@ -111,6 +120,7 @@ class Parts:
         return Head(
             cut_to(weight, real), None if bias is None else cut_to(bias, real),
             tensor if tensor.size() > 1 else None, first,
+            softcap(self.hf_config.get_text_config(), "final_logit_softcapping"),
         )  # fmt: skip
 
     def loss_scale(self, num_micro_batches: int) -> float | None:
@@ -194,22 +204,28 @@ class Parts:
 
     # ---- weights and memory
 
-    def named_shards(self) -> dict[str, Shards]:
+    def named_shards(self, merged: bool = True) -> dict[str, Shards]:
+        """Returns the shards as TrainEngine says."""
+        with self.state.active():
+            base = self.base_shards()
+            return base if self.adapters is None else lora.with_adapters(base, self.raw, merged)
+
+    def base_shards(self) -> dict[str, Shards]:
+        """Returns the shards of the weights without adapters."""
         shapes: dict[str, tuple[int, ...]] = {}
         boxes: dict[str, list[Box]] = {}
         views: dict[str, list[Callable[[], Tensor]]] = {}
         exact: set[str] = set()
-        with self.state.active():
-            for chunk in self.raw:
-                for _, parameter, held in pieces(chunk, self.hf_config):
-                    for piece in (p for p in held if not p.tied):
-                        shapes[piece.name] = piece.shape
-                        if parameter.dtype == torch.float32:  # computed with as it is
-                            exact.add(piece.name)
-                        boxes.setdefault(piece.name, []).append(piece.box)
-                        views.setdefault(piece.name, []).append(
-                            lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
-                        )
+        for chunk in self.raw:
+            for _, parameter, held in pieces(chunk, self.hf_config):
+                for piece in (p for p in held if not p.tied):
+                    shapes[piece.name] = piece.shape
+                    if parameter.dtype == torch.float32:  # computed with as it is
+                        exact.add(piece.name)
+                    boxes.setdefault(piece.name, []).append(piece.box)
+                    views.setdefault(piece.name, []).append(
+                        lambda p=parameter, view=piece.view: view(p)  # type: ignore[misc]
+                    )
         return {
             name: Shards(
                 shape,
@@ -230,22 +246,31 @@ class Parts:
         leaving -= self.away
         self.move_buffers(leaving, "offload_to_cpu", torch.device("cpu"))
         if "optimizer" in leaving:
-            move_optimizer(self.optimizer, torch.device("cpu"))
+            self.move_optimizer(torch.device("cpu"))
         self.away |= leaving
 
     def onload(self, weights_only: bool = False) -> None:
         back = self.away & {"weights"} if weights_only else set(self.away)
         self.move_buffers(back, "reload_from_cpu", _device())
         if "optimizer" in back:
-            move_optimizer(self.optimizer, _device())
+            self.move_optimizer(_device())
         self.away -= back
 
+    def move_optimizer(self, device: torch.device) -> None:
+        move_optimizer(self.optimizer, device)
+        if self.average is not None:
+            self.average.move(device)
+
     def move_buffers(self, what: set[str], how: str, to: torch.device) -> None:
-        """Weights and gradients; of a frozen model, which has no buffers, the module itself."""
+        """Weights and gradients; of a frozen model, which has no buffers, the module itself, and
+        beside adapters what is frozen."""
         weights, gradients = "weights" in what, "gradients" in what
         for chunk in self.chunks:
             if self.optimizer is None and weights:
                 chunk.to(to)
+            elif weights:
+                for frozen in (p for p in chunk.parameters() if not p.requires_grad):
+                    frozen.data = frozen.data.to(to)
             if self.optimizer is None or not (weights or gradients):
                 continue
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -308,37 +333,51 @@ def build_parts(
 
     Raises ConfigError where the model or the layout cannot be had.
     """
-    hf_config = load_hf_config(model)
+    hf_config = classifier_config(model) if kind == "reward" else load_hf_config(model)
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
     state = RoleState.build(topology, **parallel_sizes(degrees))
+    recompute = not frozen and checkpointing_of(config, topology.device.type == "cuda")
+    replays = kind == "policy" and not frozen and config.router_replay is not None
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
-            recompute=not frozen and checkpointing_of(config, topology.device.type == "cuda"),
+            recompute=recompute, **({"moe_enable_routing_replay": True} if replays else {}),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
         if chunks[0].pre_process:
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
         if load_weights:
-            load_pretrained(chunks, Path(model), hf_config)
-        optimizer = None
+            new_head = kind == "value" or not is_classifier(load_hf_config(model))
+            load_pretrained(chunks, Path(model), hf_config, new_head)
+        optimizer, adapters, average = None, None, None
+        if config.lora is not None and not frozen:
+            adapters = lora.add_adapters(
+                chunks, model, hf_config, config, topology, load_weights, kind
+            )
         if frozen:
             for chunk in chunks:
                 chunk.requires_grad_(False)
         else:
             chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
             optimizer = build_optimizer(chunks, mega, config.optim)
+            if config.optim.name == "muon":
+                use_muon(optimizer, chunks, hf_config, config.optim, DTYPES[config.dtype])
+            average = Average.start(optimizer, chunks, config.ema) if config.ema else None
         groups = Groups.of_parallel_state()
         dp_size = topology.world // (degrees.tensor * degrees.pipeline)
     cut = SequenceSplit(
         "packed", degrees.context, groups.context.rank(),
         degrees.tensor if degrees.sequence else 1,
+        groups.tensor.rank() if degrees.sequence else 0,
     )  # fmt: skip
-    saved = as_stored(hf_config, stored_dtype(hf_config, model))
+    routers = ReplayedRouters(chunks, moe_layers(hf_config), recompute is True) if replays else None
+    saved = as_stored(hf_config, stored_dtype(load_hf_config(model), model))
+    generation = generation_config(model) if kind != "reward" else []
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [saved, *generation_config(model)], dp_size, optim=None if frozen else config.optim,
+        [saved, *generation], dp_size, adapters=adapters, average=average,
+        optim=None if frozen else config.optim, routers=routers,
     )  # fmt: skip
 
 

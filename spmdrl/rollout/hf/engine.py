@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.images import ImageLimits, together
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import place_images
+from spmdrl.engines.fsdp.router_replay import Routers
 from spmdrl.rollout.base import (
     WAKE_TAGS,
     Answer,
@@ -57,8 +59,10 @@ class HfEngine:
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool = False, looks: ImageLimits | None = None, load_weights: bool = True,
+        return_routed_experts: bool = False,
     ) -> None:  # fmt: skip
         """strict: see strict.py. looks: which images prompts have, where the model sees any.
+        return_routed_experts: answers have them.
 
         Raises ConfigError where tensor parallelism is asked for, or the model cannot be strict.
         """
@@ -79,6 +83,7 @@ class HfEngine:
         self.log_softmax: Callable[[Tensor], Tensor] = partial(torch.log_softmax, dim=-1)
         if strict:
             hf_strict.make_strict(self)
+        self.routers = Routers(self.model) if return_routed_experts else None
         self.stops = StopRule(model)
         # a checkpoint's names that are no parameter's: of experts
         self.elsewhere = by_checkpoint_name(checkpoint_parts(loaded.config))
@@ -162,35 +167,39 @@ class HfEngine:
         positions = text_positions(mask).expand(3, -1, -1).clone()
         is_image = torch.zeros_like(mask, dtype=torch.bool)
         for row, view in enumerate(views):
-            known = view.positions.shape[1]
+            known = len(view.is_image)
             first = mask.shape[1] - int(mask[row].sum())
-            ahead[row] = view.next_position - known
-            positions[:, row, first:] += ahead[row]
-            positions[:, row, first : first + known] = view.positions.to(self.device)
-            for start, count in view.spans:
-                is_image[row, first + start : first + start + count] = True
-        return ahead, {
-            "is_image": is_image,
-            "position_ids": positions,
-            "pixel_values": torch.cat([p for view in views for p in view.pixels]).to(self.device),
-            "image_grid_thw": torch.cat([view.grids for view in views]).to(self.device),
-        }
+            is_image[row, first : first + known] = view.is_image.to(self.device)
+            if view.positions is not None:
+                ahead[row] = view.next_position - known
+                positions[:, row, first:] += ahead[row]
+                positions[:, row, first : first + known] = view.positions.to(self.device)
+        pixels = together([p for view in views for p in view.pixels])
+        given: dict[str, Any] = {name: part.to(self.device) for name, part in pixels.items()}
+        if vision.family.mrope:
+            given["position_ids"] = positions
+        if vision.family.types is not None:
+            given[vision.family.types] = is_image.long()
+        return ahead, {"is_image": is_image, **given}
 
     def advance(self, cohort: Cohort) -> list[int]:
         """One token for each row; returns the ids of those that ended with it."""
         positions = text_positions(cohort.mask)[:, -cohort.tokens.shape[1] :]
         given = {"position_ids": positions + cohort.ahead[:, None]} | cohort.images
-        if cohort.images:
-            place_images(self.model, given.pop("is_image"))
+        if self.looks is not None:
+            nowhere = torch.zeros_like(cohort.tokens, dtype=torch.bool)
+            place_images(self.model, given.pop("is_image", nowhere))
             cohort.images = {}
-        logits = self.model(
-            input_ids=cohort.tokens,
-            attention_mask=cohort.mask,
-            past_key_values=cohort.cache,
-            logits_to_keep=1,
-            **given,
-            **hf_strict.padding_of(self.model, cohort.mask),
-        ).logits[:, -1]
+        with self.routers.recording() if self.routers is not None else nullcontext():
+            logits = self.model(
+                input_ids=cohort.tokens,
+                attention_mask=cohort.mask,
+                past_key_values=cohort.cache,
+                logits_to_keep=1,
+                **given,
+                **hf_strict.padding_of(self.model, cohort.mask),
+            ).logits[:, -1]
+            self.note_routed(cohort)
         tokens, logprobs = self.draw(logits.float(), cohort)
         cohort.tokens = tokens[:, None]
         cohort.mask = torch.cat([cohort.mask, torch.ones_like(cohort.tokens)], 1)
@@ -215,6 +224,15 @@ class HfEngine:
             cohort.seeds, cohort.ahead = cohort.seeds[kept], cohort.ahead[kept]
             cohort.ids = [cohort.ids[row] for row in going]
         return ended
+
+    def note_routed(self, cohort: Cohort) -> None:
+        """Adds the experts of a pass that has just been run to the answers."""
+        if self.routers is None:
+            return
+        rows = self.routers.routed().unflatten(0, cohort.tokens.shape).cpu().numpy()
+        for id, routed, end in zip(cohort.ids, rows, cohort.mask.sum(1).tolist(), strict=True):
+            if id in self.answers:
+                self.answers[id].add_routed(routed, end)
 
     def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,)."""

@@ -16,11 +16,14 @@ OWN_CACHE = ("minimax",)  # model types; transformers gives them no cache of the
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+    return_routed_experts: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.hf.engine import HfEngine
 
     assert lora is None  # build.check_adapter
-    return HfEngine(model, config, max_model_len, topology, strict, looks, load_weights)
+    return HfEngine(
+        model, config, max_model_len, topology, strict, looks, load_weights, return_routed_experts
+    )
 
 
 def check(config: RolloutConfig) -> None:
@@ -59,6 +62,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     keeps_floats=True,
     mixes_dtypes=True,
+    returns_routed_experts=True,
     check=check,
     check_model=check_model,
     check_strict=check_strict,

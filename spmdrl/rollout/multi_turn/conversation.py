@@ -250,6 +250,7 @@ class TurnHandler:
         return Completion(
             turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
             turn.versions + [NOT_CHOSEN] * len(ids), [*turn.replies, json.dumps(messages)],
+            turn.routed_experts,
         )  # fmt: skip
 
     def give_up(self) -> dict[int, Completion]:

@@ -22,8 +22,10 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -191,9 +193,13 @@ def has_work(core: Any) -> bool:
 
 def shutdown(core: Any) -> None:
     """Ends an engine without EngineCore.shutdown, which would destroy the caller's process groups.
-    Calls the same of its parts: structured_output_manager, model_executor and scheduler.
+    Calls the same of its parts: structured_output_manager, the runner's aux_output_connector,
+    model_executor and scheduler.
     """
     core.structured_output_manager.clear_backend()
+    connector = getattr(model_runner(core), "aux_output_connector", None)
+    if connector is not None:  # ends its thread
+        connector.close()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
 
@@ -237,6 +243,85 @@ def weights_on_disk(model_config: Any, model: nn.Module) -> Iterator[tuple[str, 
 
     loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
     return loader.get_all_weights(model_config, model)
+
+
+# ---- routed experts
+
+
+@contextmanager
+def every_rank_returns_experts() -> Iterator[None]:
+    """While an engine is built: each tensor-parallel rank keeps the experts of its tokens, and not
+    the first alone. Every rank schedules for itself here, and is to see them in its outputs.
+    Replaces get_tp_group in vllm.distributed.aux_output_connector.worker.
+    """
+    from vllm.distributed.aux_output_connector import worker
+
+    module: Any = worker
+    get_tp_group = module.get_tp_group
+    module.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
+    try:
+        yield
+    finally:
+        module.get_tp_group = get_tp_group
+
+
+def expert_layers(model: nn.Module) -> list[int]:
+    """Returns the numbers of the layers whose routed experts vLLM returns, ascending. Reads
+    layer_id of MoERunner and RoutedExpertsCaptureSource.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        RoutedExpertsCaptureSource,
+    )
+
+    kinds = (MoERunner, RoutedExpertsCaptureSource)
+    return sorted({m.layer_id for m in model.modules() if isinstance(m, kinds)})
+
+
+def return_experts(core: Any) -> None:
+    """Has an engine with vLLM's first model runner, that of CPUs, return routed experts, which
+    vLLM's second one does by itself. Makes an AuxOutputWorkerConnector, and replaces execute_model
+    and sample_tokens of the runner by the same with calls of the connector.
+
+    core: built with enable_return_routed_experts set in its aux_output_config, so that its
+    scheduler asks for them.
+    """
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+    runner: Any = model_runner(core)
+    with every_rank_returns_experts():
+        connector: Any = get_aux_output_connector(
+            runner.get_model(), core.vllm_config, runner.kv_cache_config
+        )
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    def sample(grammar_output: Any) -> Any:
+        state = runner.execute_model_state
+        if state is None:  # nothing was computed
+            return sample_tokens(grammar_output)
+        ids = list(runner.input_batch.req_ids)
+        scheduled = [state.scheduler_output.num_scheduled_tokens[id] for id in ids]
+        pending = connector.prepare_output(
+            SimpleNamespace(
+                req_ids=ids,
+                query_start_loc_np=np.cumsum([0, *scheduled]),
+                num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[
+                    : len(ids)
+                ].copy(),
+            )
+        )
+        output = sample_tokens(grammar_output)
+        sampled = [len(tokens) for tokens in output.sampled_token_ids]
+        pending.enqueue_cpu_copy(np.array(sampled), np.zeros(len(ids), np.int64))
+        output.aux_output_connector_output = pending.process_output()
+        return output
+
+    runner.execute_model, runner.sample_tokens = execute, sample
+    runner.aux_output_connector = connector
 
 
 # ---- sampling
@@ -366,31 +451,41 @@ def replaced_processor(processor: Any) -> Iterator[None]:
         kind.create_processor = create_processor
 
 
-def image_feature(item: Any, identifier: str, first: int, count: int) -> Any:
+def image_feature(item: Any, identifier: str, first: int, is_image: Tensor) -> Any:
     """Returns an entry of EngineCoreRequest.mm_features: an item of `image_items` for the tokens
-    [first, first + count). Makes a MultiModalFeatureSpec.
+    from `first` on. is_image: (num_tokens,) bool, those that the tower's vectors are for. Makes a
+    MultiModalFeatureSpec.
     """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     return MultiModalFeatureSpec(
         data=item, modality="image", identifier=identifier,
-        mm_position=PlaceholderRange(offset=first, length=count),
+        mm_position=PlaceholderRange(
+            offset=first, length=len(is_image), is_embed=None if is_image.all() else is_image
+        ),
     )  # fmt: skip
 
 
-def image_items(values: Mapping[str, Tensor], num_patches: Tensor) -> Any:
-    """Returns one item per image. values: "pixel_values", (patches of all images, values), and
-    "image_grid_thw", (num_images, 3); num_patches: (num_images,). Calls
+def image_items(
+    values: Mapping[str, Any], flat: Mapping[str, Tensor] = {}, shared: Mapping[str, Tensor] = {}
+) -> Any:  # fmt: skip
+    """Returns one item per image. values: by vLLM's name, with an entry for each image; flat: of
+    those that have several, how many, (num_images,); shared: what all images have alike. Calls
     MultiModalKwargsItems.from_hf_inputs.
     """
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(values)), fields)["image"]
+    fields: dict[str, Any] = {
+        name: MultiModalFieldConfig.flat_from_sizes("image", flat[name]) if name in flat
+        else MultiModalFieldConfig.batched("image", keep_on_cpu=not name.startswith("pixel"))
+        for name in values
+    }  # fmt: skip
+    count = len(next(values[name] for name in values if name not in flat))
+    for name in shared:
+        fields[name] = MultiModalFieldConfig.shared("image", count, keep_on_cpu=True)
+    given = BatchFeature({**values, **shared})
+    return MultiModalKwargsItems.from_hf_inputs(given, fields)["image"]
 
 
 # ---- operators and kernels of vLLM on a CPU

@@ -86,6 +86,7 @@ def build_core(
     lora: LoraConfig | None = None,
     looks: ImageLimits | None = None,
     load_weights: bool = True,
+    return_routed_experts: bool = False,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
     from vllm import EngineArgs
@@ -110,6 +111,7 @@ def build_core(
         dtype=config.dtype,
         seed=0,
         tensor_parallel_size=config.tensor_parallel,
+        enable_expert_parallel=config.expert_parallel,
         distributed_executor_backend="external_launcher",
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -126,6 +128,7 @@ def build_core(
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
+        enable_return_routed_experts=return_routed_experts and not on_cpu,
     )
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
@@ -139,8 +142,18 @@ def build_core(
         gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
         try:
             vllm_config = args.create_engine_config()
-            with compat.kept_transformers_classes():
-                return compat.engine_core(vllm_config, executor)
+            require(
+                not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
+                f"actor.router_replay: vLLM has no prefix cache for {model}, by whose blocks it "
+                "keeps the experts of its tokens; use rollout.engine='hf'",
+            )
+            if return_routed_experts and on_cpu:  # which vLLM refuses there
+                vllm_config.aux_output_config.enable_return_routed_experts = True
+            with compat.kept_transformers_classes(), compat.every_rank_returns_experts():
+                core = compat.engine_core(vllm_config, executor)
+            if return_routed_experts and on_cpu:
+                compat.return_experts(core)
+            return core
         except (ValueError, TypeError) as error:
             if not config.engine_args or isinstance(error, ConfigError):
                 raise
@@ -164,6 +177,45 @@ def kv_cache_bytes(config: RolloutConfig, on_cpu: bool) -> int | None:
     return mib << 20 if mib else None
 
 
+def num_experts(text: Any) -> int:
+    """Returns how many routed experts a layer has; 0 where there are none. Of layers that have
+    different numbers it is the largest.
+    """
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = [getattr(text, name, None) or 0 for name in names]
+    return max(max(n) if isinstance(n, list | tuple) else n for n in found)
+
+
+def check_expert_parallel(hf: Any, config: RolloutConfig) -> None:
+    """Raises ConfigError where the engine's ranks cannot have whole experts each. hf: the model's
+    config.
+    """
+    if not config.expert_parallel:
+        return
+    tp, experts = config.tensor_parallel, num_experts(hf.get_text_config())
+    if experts == 0:
+        raise ConfigError(
+            f"rollout.expert_parallel=True: model type {hf.model_type!r} has no routed experts; "
+            "leave it out"
+        )
+    if tp == 1:
+        raise ConfigError(
+            "rollout.expert_parallel=True with rollout.tensor_parallel=1 has no effect: the ranks "
+            "of an engine are those of tensor_parallel, and engines answer their own requests at "
+            "their own pace, so that experts cannot be shared between them. Set tensor_parallel"
+        )
+    if experts % tp:
+        raise ConfigError(
+            f"rollout.expert_parallel=True: rollout.tensor_parallel={tp} does not divide the "
+            f"{experts} experts of a layer"
+        )
+    if config.quantization is not None or (quantization_of(hf) and not is_mxfp4(hf)):
+        raise ConfigError(
+            "rollout.expert_parallel=True was not tried with quantised weights: leave it out, or "
+            "use weights and rollout.quantization that are not"
+        )
+
+
 def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
     """Chooses, on a GPU, Triton's kernel for experts that are not quantised: the others keep the
     weights in an order of their own (FlashInfer swaps gate and up), which an update in place would
@@ -176,12 +228,8 @@ def moe_backend(hf: Any, on_cpu: bool, in_floats: bool) -> Any:
         not on_cpu or in_floats or not is_mxfp4(hf),
         "rollout.engine='vllm' has no kernels for MXFP4 experts on CPUs; use rollout.engine='hf'",
     )
-    text = hf.get_text_config()
-    has_experts = any(
-        getattr(text, name, None) for name in ("num_experts", "num_local_experts",
-                                               "n_routed_experts")
-    )  # fmt: skip
     quantized = bool(quantization_of(hf)) and not in_floats
+    has_experts = num_experts(hf.get_text_config()) > 0
     return "triton" if has_experts and not quantized and not on_cpu else "auto"
 
 

@@ -129,16 +129,33 @@ def keep_experts(kernel: Any, layer: Any) -> None:
     The layer keeps w13_weight and w2_weight as they are written, so that they can be written again
     and compared. vLLM's kernel reads copies in an order of its own, which `repack_experts` renews.
     """
-    if compat.use_zentorch(kernel, layer):  # AMD's, which reads the weights as they are
+    whole_layer = layer.expert_map is None  # else other ranks have experts of it
+    if whole_layer and compat.use_zentorch(kernel, layer):  # AMD's reads the weights as they are
         return
     product, kernel.packed = kernel.apply, []
 
     def from_copies(**kwargs: Any) -> None:
-        product(**{**kwargs, "w1": kernel.packed[0], "w2": kernel.packed[1]})
+        chosen = {} if whole_layer else own_experts(**kwargs)
+        product(**{**kwargs, **chosen, "w1": kernel.packed[0], "w2": kernel.packed[1]})
 
     kernel.apply = from_copies
     kernel.process_weights_after_loading = partial(repack, kernel)
     repack(kernel, layer)
+
+
+def own_experts(
+    expert_map: Tensor, topk_ids: Tensor, topk_weights: Tensor, **_: Any
+) -> dict[str, Tensor]:
+    """Returns the choices of tokens by this rank's experts, 0 its first; those of other ranks'
+    experts have weight 0. vLLM's kernel for CPUs does not look at the map.
+
+    expert_map: of each expert of the layer its number here, -1 where another rank has it.
+    """
+    number = expert_map[topk_ids]
+    return {
+        "topk_ids": number.clamp(min=0).to(topk_ids.dtype),
+        "topk_weights": topk_weights.masked_fill(number < 0, 0.0),
+    }
 
 
 def repack(kernel: Any, layer: Any) -> None:

@@ -17,13 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from spmdrl.config import LoraConfig, RolloutConfig
+from spmdrl.config import LoraConfig, RolloutConfig, require
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.collectives import world_of
 from spmdrl.distributed.topology import Topology
+from spmdrl.engines.fsdp.router_replay import routing_of
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.model_files import eos_token_ids
 from spmdrl.rollout.base import (
     WAKE_TAGS,
@@ -36,6 +39,7 @@ from spmdrl.rollout.base import (
     generate,
     require_tensor_parallel,
 )
+from spmdrl.rollout.engine_names import as_published
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import seed_of_continuation
@@ -64,17 +68,19 @@ class VllmEngine:
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool = False, lora: LoraConfig | None = None, looks: ImageLimits | None = None,
-        load_weights: bool = True,
+        load_weights: bool = True, return_routed_experts: bool = False,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see strict.py.
 
         lora: the adapter is kept beside the weights; None: it is in them, or there is none. looks:
-        which images prompts have, where the model sees any.
+        which images prompts have, where the model sees any. return_routed_experts: answers have
+        them.
         Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
         require_tensor_parallel(config, topology)
         self.topology, self.looks, self.has_weights = topology, looks, load_weights
         self.model_path, self.max_model_len = model, max_model_len
+        self.kind: str = load_hf_config(model).model_type
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
@@ -96,8 +102,9 @@ class VllmEngine:
                 with patches, world_of(group):
                     self.core = build_core(
                         model, config, max_model_len, group, topology.device, strict, lora, looks,
-                        load_weights,
+                        load_weights, return_routed_experts,
                     )  # fmt: skip
+            self.expert_layers = self.find_expert_layers() if return_routed_experts else []
             vllm_latent.mark_absorbed(self.model)
             if self.on_cpu:
                 vllm_cpu.gather_only_sampled(self.runner)
@@ -120,6 +127,17 @@ class VllmEngine:
     @property
     def dtype(self) -> torch.dtype:
         return self.core.vllm_config.model_config.dtype
+
+    def find_expert_layers(self) -> list[int]:
+        """Raises ConfigError where the trainer's model has experts in other layers."""
+        routing = routing_of(load_hf_config(self.model_path))
+        layers = compat.expert_layers(self.model)
+        require(
+            len(layers) == routing.num_layers,
+            f"actor.router_replay: vLLM has experts in {len(layers)} layers of {self.model_path}, "
+            f"transformers in {routing.num_layers}",
+        )
+        return layers
 
     # sampling
 
@@ -147,6 +165,7 @@ class VllmEngine:
             own = copy.copy(shared)
             own.max_tokens = request.limit(params) - num_begun
             own.min_tokens = max(params.min_tokens - num_begun, 0)
+            own.routed_experts_prompt_start = request.num_routed
             if self.on_cpu:
                 self.noise.seeds[str(id)] = request.seed
             else:
@@ -186,6 +205,8 @@ class VllmEngine:
             answer.token_ids += new
             answer.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             answer.versions += [self.policy_version] * len(new)
+            if self.expert_layers:
+                self.note_routed(answer, output.routed_experts)
             if output.finish_reason is not None:
                 answer.finish_reason = str(output.finish_reason)
             if id in self.detokenizers and self.detokenizers[id].update(
@@ -198,6 +219,15 @@ class VllmEngine:
                 self.forget(id)
                 ended.append((id, answer.completion()))
         return ended
+
+    def note_routed(self, answer: Answer, rows: np.ndarray | None) -> None:
+        """rows: (num_new, num_layers, top_k) uint8 or uint16, of all layers, up to the last token
+        that was computed; None: vLLM says it with a later token."""
+        if rows is None:
+            return
+        end = len(answer.request.prompt_ids) + len(answer.token_ids) - 1
+        chosen = rows[:, self.expert_layers]
+        answer.add_routed(chosen.view(np.int16) if chosen.itemsize == 2 else chosen, end)
 
     def abort(self, ids: Sequence[int]) -> list[Completion]:
         self.core.abort_requests([str(id) for id in ids])
@@ -282,7 +312,7 @@ class VllmEngine:
         loaded: set[str] = set()
 
         def load(weights: Iterable[tuple[str, Tensor]]) -> None:
-            loaded.update(self.model.load_weights(iter(weights)))
+            loaded.update(self.model.load_weights(as_published(self.kind, weights)))
 
         def record(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
             return record_layout(self.model, load, shapes, config.dtype)
@@ -332,12 +362,12 @@ class VllmEngine:
             adapter: dict[str, Tensor] = {}
             with vllm_lora.unwrapped(self.model):
                 base = vllm_lora.split_off(iter(weights), adapter)
-                self.require_all(self.model.load_weights(base))
+                self.require_all(self.model.load_weights(as_published(self.kind, base)))
             self.slots.load(adapter)
         else:
             with vllm_fp8.loadable(self.model):
                 weights = vllm_fp8.quantized(weights, self.fp8)
-                self.require_all(self.model.load_weights(weights))
+                self.require_all(self.model.load_weights(as_published(self.kind, weights)))
         self.finish_load()
 
     @torch.no_grad()
@@ -346,7 +376,7 @@ class VllmEngine:
             self.core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
             with vllm_lora.unwrapped(self.model) if self.slots is not None else nullcontext():
-                self.model.load_weights(iter(weights))
+                self.model.load_weights(as_published(self.kind, weights))
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -369,6 +399,7 @@ class VllmEngine:
             vllm_cpu.check_experts(self.model)
         vllm_latent.check_absorbed(self.model, self.dtype)
         rank, size = self.topology.axis_rank("tp"), self.topology.axis_size("tp")
+        weights = as_published(self.kind, weights)
         if self.slots is not None:
             adapter: dict[str, Tensor] = {}
             base = vllm_lora.split_off(weights, adapter)

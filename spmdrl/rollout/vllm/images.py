@@ -8,24 +8,32 @@ twice, which nothing reports.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from PIL import Image
 
-from spmdrl.data.images import ImageLimits
+from spmdrl.data.images import ImageLimits, together
+from spmdrl.hub.vision_families import Pixels
 from spmdrl.rollout.base import Request
 from spmdrl.rollout.vllm import compat
+
+# modules of transformers, by the model type and by what they prepare
+NEED_TORCHVISION = (
+    ("qwen2_vl", "image"), ("gemma3", "image"), ("gemma4", "image"), ("got_ocr2", "image"),
+    ("internvl", "video"), ("pixtral", "image"), ("glm4v", "image"), ("glm4v", "video"),
+)  # fmt: skip
 
 
 def engine_args(looks: ImageLimits) -> dict[str, Any]:
     return {
         # without any, vLLM would leave the tower out, and its weights had no place
-        "limit_mm_per_prompt": {"image": max(looks.per_prompt, 1), "video": 0},
+        "limit_mm_per_prompt": {"image": max(looks.per_prompt, 1), "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,
         "mm_device_do_normalize": False,
     }
@@ -45,10 +53,9 @@ def sizes_of(looks: ImageLimits, max_model_len: int) -> Iterator[None]:
     )
 
     def largest(mm_counts: Mapping[str, int], cache: Any = None) -> dict[str, Any]:
-        merge = looks.vision.merge
-        grid = torch.tensor([[1, merge, merge * tokens]])
-        pixels = torch.zeros(int(grid.prod()), looks.vision.num_values)
-        return {"mm_kwargs": {"image": items_of([pixels], grid)}}
+        vision = looks.vision
+        blank = vision.processed(Image.new("RGB", looks.size)) if looks.tokens else vision.nothing
+        return {"mm_kwargs": {"image": items_of(looks, [blank])}}
 
     own = SimpleNamespace(info=info, get_dummy_mm_inputs=largest)
     with compat.replaced_processor(own):
@@ -62,22 +69,60 @@ def features(looks: ImageLimits, request: Request) -> list[Any] | None:
     if not request.images:
         return None
     view = looks.vision.view(request.prompt_ids, request.images)
-    items = items_of(view.pixels, view.grids)
+    items = items_of(looks, view.pixels)
     return [
-        compat.image_feature(item, digest, first, count)
+        compat.image_feature(item, digest, first, view.is_image[first : first + count])
         for item, digest, (first, count) in zip(items, view.digests, view.spans, strict=True)
     ]
 
 
-def items_of(pixels: list[Tensor], grids: Tensor) -> Any:
-    values = {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
-    return compat.image_items(values, grids.prod(-1))
+def items_of(looks: ImageLimits, images: Sequence[Pixels]) -> Any:
+    """Returns vLLM's own form of some images, one item each. Its models take them by names of
+    their own, and want to know of tiles how many an image has.
+    """
+    config = looks.vision.sizes.config
+    kind, sizes = config.model_type, [len(pixels["pixel_values"]) for pixels in images]
+    counts = torch.tensor(sizes)
+    if "image_grid_thw" in images[0]:
+        return compat.image_items(together(images), flat={"pixel_values": counts})
+    if kind == "gemma3":
+        tiles = together(images) | {"num_patches": counts}
+        return compat.image_items(tiles, flat={"pixel_values": counts})
+    if kind == "internvl":
+        tiles = together(images) | {"image_num_patches": counts}
+        shared = {"image_token_id": torch.tensor(config.image_token_id)}
+        return compat.image_items(tiles, flat={"pixel_values": counts}, shared=shared)
+    values = {"pixel_values": [pixels["pixel_values"][0] for pixels in images]}
+    if kind == "gemma4":
+        values["pixel_position_ids"] = [pixels["image_position_ids"][0] for pixels in images]
+    return compat.image_items(values)
+
+
+class Unused(ModuleType):
+    """Stands for a module of transformers that needs torchvision. What its twin without torchvision
+    has is there, and for any other name a class that is never used.
+    """
+
+    def __init__(self, name: str, twin: str) -> None:
+        super().__init__(name)
+        self.__dict__["twin"] = import_module(twin) if find_spec(twin) is not None else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        own = self.__dict__["twin"]
+        return getattr(own, name, None) or getattr(own, f"{name}Pil", None) or type(name, (), {})
 
 
 def import_without_torchvision() -> None:
-    """vLLM imports one function, of arithmetic, from a module that torchvision comes with. Builds
-    for CPUs do without that package; transformers has the function in another module too."""
-    if find_spec("torchvision") is None:
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as same
-
-        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", same)
+    """vLLM's models import what its own preprocessing needs of transformers, from modules that
+    torchvision comes with. Builds for CPUs do without that package, and the preprocessing is left
+    out here.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    for kind, name in NEED_TORCHVISION:
+        module = f"transformers.models.{kind}.{name}_processing_{kind}"
+        twin = f"transformers.models.{kind}.image_processing_pil_{kind}"
+        if module not in sys.modules:
+            sys.modules[module] = Unused(module, twin if name == "image" else module + "_pil")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from spmdrl.config import RolloutConfig, require
-from spmdrl.hub.hf_folder import layer_types_of
+from spmdrl.hub.hf_folder import layer_types_of, sees_images
+from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.rollout.vllm.latent_attention import CPU_BACKEND, is_latent
 
 REMEDY = "use rollout.engine='hf'"
@@ -47,6 +48,17 @@ def runs_on_cpu() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return not torch.cuda.is_available()
+
+
+def check_images(hf: Any) -> None:
+    """Raises ConfigError where vLLM does not see images as the model does."""
+    ahead = FAMILIES[hf.model_type].looks_ahead(hf) if sees_images(hf) else None
+    require(
+        ahead is None or not runs_on_cpu(),
+        f"rollout.engine='vllm' does not run model type {hf.model_type!r} with images: its "
+        "attention on CPUs is causal, and the tokens of an image see each other; "
+        f"{REMEDY}, or vision_tower=False without images",
+    )
 
 
 def check_model_type(text: Any, config: RolloutConfig) -> None:

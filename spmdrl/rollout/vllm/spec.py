@@ -14,20 +14,28 @@ from spmdrl.hub.hf_folder import has_tower
 from spmdrl.hub.transformers_compat import model_class
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.spec import EngineSpec
-from spmdrl.rollout.vllm.core import LEAST_TEMPERATURE, check_engine_args
+from spmdrl.rollout.vllm.core import (
+    LEAST_TEMPERATURE,
+    check_engine_args,
+    check_expert_parallel,
+)
 from spmdrl.rollout.vllm.fp8 import check_fp8
 from spmdrl.rollout.vllm.latent_attention import is_latent
 from spmdrl.rollout.vllm.lora import check_adapter
-from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_model_type
+from spmdrl.rollout.vllm.model_types import NOT_STRICT, check_images, check_model_type
 
 
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
+    return_routed_experts: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(model, config, max_model_len, topology, strict, lora, looks, load_weights)
+    return VllmEngine(
+        model, config, max_model_len, topology, strict, lora, looks, load_weights,
+        return_routed_experts,
+    )  # fmt: skip
 
 
 def check(config: RolloutConfig) -> None:
@@ -71,6 +79,8 @@ def check_model(model: str, hf: Any, config: RolloutConfig, strict: bool) -> Non
         )
         check_fp8(text, config)
     check_model_type(text, config)
+    check_expert_parallel(hf, config)
+    check_images(hf)
     check_engine_args(config, strict)
 
 
@@ -87,6 +97,8 @@ SPEC = EngineSpec(
     quantizes=True,
     leaves_towers=True,
     takes_engine_args=True,
+    returns_routed_experts=True,
+    spreads_experts=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

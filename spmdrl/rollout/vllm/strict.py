@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.strict import ROPE_TYPES, require_none, require_sound
+from spmdrl.engines.fsdp.strict_experts import mixture, product_shapes, route, rule_of
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.rollout.vllm import compat
 
@@ -43,13 +44,16 @@ def make_strict(engine: Any) -> None:
     """
     model, config = engine.model, engine.core.vllm_config
     dtype, device = config.model_config.dtype, engine.topology.device
-    layers = dict(model.named_modules())
+    blocks = [m for m in model.modules() if is_mixture(m)]
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    layers = {name: m for name, m in model.named_modules() if id(m) not in inside}
     require_none(
         [f"{name} ({type(m).__name__})" for name, m in layers.items() if not is_covered(m)],
         "vLLM's model",
     )
     linears = [m for m in layers.values() if is_linear(m)]
     shapes = {(size, m.weight.shape[1]) for m in linears for size in parts_of(m)}
+    shapes |= product_shapes(weight for block in blocks for weight in weights_of(block))
     attentions = [m for m in layers.values() if type(m).__name__ == "Attention"]
     require_sound(shapes, {m.head_size for m in attentions}, dtype, device)
     tables = rope_tables(config.model_config.hf_config, engine.max_model_len, dtype, device)
@@ -57,6 +61,9 @@ def make_strict(engine: Any) -> None:
         kind: Any = type(module).__name__
         if is_linear(module):
             module.quant_method.apply = linear_by_part
+        elif is_mixture(module):
+            rule = rule_of(config.model_config.hf_text_config)
+            module.forward = partial(mixture_of_experts, module, rule)
         elif kind == "RMSNorm":
             module.forward = partial(rms_norm, module)
         elif kind == "SiluAndMul":
@@ -71,7 +78,31 @@ def make_strict(engine: Any) -> None:
     make_sampler_strict(engine)
 
 
+def weights_of(block: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The router's (num_experts, hidden_size) and the experts' (num_experts, 2 * width,
+    hidden_size), (num_experts, hidden_size, width), as vLLM loads them and pushes write them."""
+    experts = block.experts.routed_experts
+    return block.gate.weight, experts.w13_weight, experts.w2_weight
+
+
+def mixture_of_experts(block: Any, rule: tuple[int, bool, bool], hidden_states: Tensor) -> Tensor:
+    """Stands in for the forward of a block with experts. hidden_states: (num_tokens,
+    hidden_size).
+    """
+    router, gate_up, down = weights_of(block)
+    _, weights, chosen = route(hidden_states, router, *rule)
+    return mixture(hidden_states, chosen, weights, gate_up, down)
+
+
 # ---- which layers there are
+
+
+def is_mixture(module: Any) -> bool:
+    """Whether a module is a block with experts, in floats, and without shared ones."""
+    if type(module).__name__ not in ("Qwen3MoeSparseMoeBlock", "MixtralMoE"):
+        return False
+    in_floats = type(module.experts.routed_experts.quant_method).__name__.startswith("Unquantized")
+    return in_floats and getattr(module, "shared_expert", None) is None
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -92,6 +123,8 @@ def is_covered(module: Any) -> bool:
     kind = type(module).__name__
     if is_linear(module):
         return type(module.quant_method).__name__.startswith("Unquantized")
+    if is_mixture(module):
+        return True
     if kind == "RMSNorm":
         return module.has_weight and module.variance_size_override is None
     if kind in ROPE:

@@ -25,15 +25,27 @@ from spmdrl.config import (
 )
 from spmdrl.distributed.placement import Ranks, show_ranks
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
+from spmdrl.engines.fsdp.experts import check_experts
 from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
-from spmdrl.engines.megatron.layout import check_layout
+from spmdrl.engines.megatron.layout import check_layout, check_scores
+from spmdrl.engines.megatron.lora import check_adaptable
+from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
-from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
-from spmdrl.hub.quantized_weights import is_fp8, quantization_of
+from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.hf_folder import (
+    has_tower,
+    keep_tower,
+    load_hf_config,
+    meta_model,
+    sees_images,
+    whole_config,
+)
+from spmdrl.hub.quantized_weights import is_readable, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
+from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.training.checks.packing import check_packing
 
 MAX_RANKS = 2**20
@@ -47,6 +59,8 @@ def check_sharing(name: str, role: TrainConfig, model: str, strict: bool = False
     try:
         check_tokens_shared(hf, role.ulysses)
         check_ulysses(hf, role.ulysses)
+        if role.engine == "fsdp" and role.expert_parallel > 1:
+            check_experts(meta_model(hf), hf, role, strict)
     except ConfigError as error:
         raise ConfigError(f"{name}.{error}") from error
     if role.engine == "fsdp":
@@ -98,12 +112,17 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     )
     how = quantization_of(hf).get("quant_method")
     require(
-        how is None or is_fp8(hf),
-        f"{name}.engine='megatron' reads weights in floating point or in FP8 blocks, and {model!r} "
-        f"has quant_method={how!r}: convert it to bfloat16 first",
+        how is None or is_readable(hf),
+        f"{name}.engine='megatron' reads weights in floating point, in FP8 blocks or in MXFP4, and "
+        f"{model!r} has quant_method={how!r}: convert it to bfloat16 first",
     )
     try:
         check_layout(hf, degrees_of(role), num_ranks)
+        check_scores(hf, role.context_parallel, DTYPES[role.dtype])
+        if role.lora is not None:
+            check_adaptable(hf, role.lora)
+        if role.optim.name == "muon":
+            check_matrices(hf)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
@@ -134,12 +153,12 @@ LAYOUT: dict[str, dict[str, Any]] = {
     "fsdp": {
         "fsdp": -1, "reshard_after_forward": True, "ulysses": 1, "kernels": "spmdrl",
         "attention": "auto", "compile": False, "shared_prefix": "auto",
-        "activation_offload": False, "offload_policy": False, "ema": 0.0,
+        "activation_offload": False, "offload_policy": False,
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
         "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None, "context_parallel": 1, "expert_parallel": 1,
+        "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
         "expert_tensor_parallel": 1,
     },
 }  # fmt: skip
@@ -160,6 +179,8 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
             )
     what = "fsdp" if role.engine == "fsdp" else "tensor x pipeline x context_parallel"
     what += " with ulysses" if role.ulysses != 1 else ""
+    on_experts = role.engine == "fsdp" and role.expert_parallel != 1
+    what += " with expert_parallel" if on_experts else ""
     try:
         resolve_degrees(train_degrees(role), len(ranks))
     except ConfigError as error:
@@ -208,6 +229,21 @@ def check_offload_policy(name: str, role: TrainConfig) -> None:
     )
 
 
+def keep_towers(config: RunConfig, *others: str | None) -> None:
+    """Has the run's model, and the models of other roles, loaded with their towers, if the config
+    says so. Raises ConfigError where the model has none that is understood here.
+    """
+    if not config.vision_tower:
+        return
+    kind = whole_config(config.model).model_type
+    require(
+        kind in FAMILIES,
+        f"vision_tower=True: model type {kind!r} has no tower for images that is understood here; "
+        f"model types that have are {', '.join(FAMILIES)}",
+    )
+    keep_tower(config.model, *filter(None, others))
+
+
 def check_vision(
     hf: PreTrainedConfig, roles: Mapping[str, TrainConfig], others: Mapping[str, Any] | None = None
 ) -> None:
@@ -223,7 +259,7 @@ def check_vision(
     for name, role in roles.items():
         wanted |= {
             f"{name}.engine='megatron'": role.engine == "megatron",
-            f"{name}.ulysses": role.ulysses > 1, f"{name}.compile": role.compile,
+            f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
         }  # fmt: skip
     found = [name for name, value in wanted.items() if value]

@@ -101,8 +101,9 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
     for name, role in training_roles(config).items():
         lines.append(role_line(name, role, roles[name]))
     engines = len(roles["rollout"]) // rollout.tensor_parallel
+    experts = ", whole experts on each rank" if rollout.expert_parallel else ""
     lines.append(f"  rollout  ranks {show_ranks(roles['rollout'])}: {engines} {rollout.engine} "
-                 f"engines x tp {rollout.tensor_parallel}")  # fmt: skip
+                 f"engines x tp {rollout.tensor_parallel}{experts}")  # fmt: skip
     lines.append(f"  reward   ranks {show_ranks(roles['reward'])}: {config.rewards.workers} "
                  "processes each")  # fmt: skip
     if config.async_steps:

@@ -289,13 +289,36 @@ def stage_memory(
     parameters = stage.dense + stage.experts
     shard = stage.dense / data + stage.experts / expert_data
     states = 8 if role.dtype == "float32" else 12
-    return Memory(
-        shape.count, shape.count * trained, parameters * width / GIB,
-        4 * parameters * trained / GIB, states * shard * trained / GIB, role,
+    passes = (
         megatron_pass(role, shape, stage, tokens.first, trained, on_gpu),
         megatron_pass(role, shape, stage, tokens.later, trained, on_gpu),
         megatron_pass(role, shape, stage, tokens.first, False, on_gpu),
-        step=4 * shard * trained / GIB,
+    )
+    if trained and role.lora is not None:
+        return megatron_adapters_memory(role, shape, stage, data, parameters * width, passes)
+    return Memory(
+        shape.count, shape.count * trained, parameters * width / GIB,
+        4 * parameters * trained / GIB, states * shard * trained / GIB, role, *passes,
+        step=4 * shard * trained / GIB, average=4 * shard * trained * bool(role.ema) / GIB,
+    )  # fmt: skip
+
+
+def megatron_adapters_memory(
+    role: TrainConfig, shape: ModelShape, stage: Stage, data: float, base: float,
+    passes: tuple[PassMemory, PassMemory, PassMemory],
+) -> Memory:  # fmt: skip
+    """The base is held in the role's dtype; of an adapter one factor is cut over the tensor ranks.
+
+    data: the data-parallel ranks, which share the moments. base: bytes of the weights on a rank.
+    """
+    learnt = adapter_parameters(shape, role)
+    learnt += shape.text.hidden_size + 1 if shape.kind == "value" else 0
+    share = len(stage.layers) / shape.text.num_hidden_layers
+    here = learnt * share * (1 + 1 / role.tensor_parallel) / 2 * 4 / GIB
+    added = learnt if shape.kind != "value" else learnt - shape.text.hidden_size - 1
+    return Memory(
+        shape.count + added, learnt, base / GIB + here, here, 2 * here / data, role, *passes,
+        step=here / data, average=here / data if role.ema else 0.0,
     )  # fmt: skip
 
 
@@ -327,6 +350,6 @@ def megatron_pass(
         if trained
         else 12.0 * tokens * (shape.text.vocab_size / tensor) / 256
     )
-    has_matrix = trained and (stage.is_first or stage.is_last)
-    root = shape.matrix / tensor * width if has_matrix else 0.0
+    learns_matrix = trained and role.lora is None and (stage.is_first or stage.is_last)
+    root = shape.matrix / tensor * width if learns_matrix else 0.0
     return PassMemory(activations, root, head * stage.is_last, units=0.0, end=root)

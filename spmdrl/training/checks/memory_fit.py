@@ -247,7 +247,7 @@ def role_changes(
     if not on_fsdp:
         yield 3, "tensor_parallel", 2 * role.tensor_parallel
         yield 4, "pipeline_parallel", 2 * role.pipeline_parallel
-        yield 3, "expert_parallel", 2 * role.expert_parallel
+    yield 3, "expert_parallel", 2 * role.expert_parallel
     if trained and on_fsdp and role.optim.name == "adamw":
         yield 5, "optim.name", "adamw8bit"
     if trained and on_fsdp and role.lora is None and name == "actor":

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spmdrl.config import TrainConfig
 from spmdrl.engines.fsdp.classifier import classifier_config, meta_classifier
+from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.engines.fsdp.lora import adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
-from spmdrl.engines.megatron.layout import FAMILIES, expert_width, moe_layers, num_experts
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
@@ -32,7 +32,8 @@ class ModelShape:
     layer: int  # of the largest decoder layer, which FSDP gathers at once
     matrix: int  # vocabulary x hidden size: the embedding, or the head
     has_head: bool  # the head has weights of its own, apart from the embedding's
-    experts: int  # of all routed experts
+    experts: int  # of all routed experts that transformers keeps in stacked weights
+    layer_experts: int  # those of the layer that has most
     known: dict[Any, float] = field(default_factory=dict, compare=False)  # what was counted before
 
     @property
@@ -68,20 +69,19 @@ def _shape_of(model: str, kind: str, changed_at: int) -> ModelShape:
         count += text.hidden_size + 1 - (0 if tied else matrix)
     layer = max(parameters_in(layer) for layer in decoder_layers(shell))
     has_head = kind == "policy" and not tied
-    return ModelShape(kind, hf, shell, count, layer, matrix, has_head, expert_count(hf))
+    experts = [expert_parameters(layer) for layer in decoder_layers(shell)]
+    return ModelShape(
+        kind, hf, shell, count, layer, matrix, has_head, sum(experts), max(experts)
+    )  # fmt: skip
 
 
 def parameters_in(module: nn.Module) -> int:
     return sum(prod(p.shape) for p in module.parameters())
 
 
-def expert_count(hf: PreTrainedConfig) -> int:
-    """Parameters of all routed experts, of the families that engine megatron knows."""
-    text: Any = hf.get_text_config()
-    if text.model_type not in FAMILIES or not any(moe_layers(text)):
-        return 0
-    one = 3 * text.hidden_size * expert_width(text)
-    return sum(moe_layers(text)) * num_experts(text) * one
+def expert_parameters(layer: nn.Module) -> int:
+    """Returns how many parameters the routed experts of a layer have."""
+    return sum(parameters_in(module) for module in expert_modules(layer))
 
 
 def optimizer_bytes(shape: ModelShape, name: str) -> float:

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, checkpointing_of
-from spmdrl.engines.megatron.layout import FAMILIES, moe_layers
+from spmdrl.engines.megatron.families import FAMILIES
+from spmdrl.engines.megatron.layout import moe_layers, settings_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import head_size, layer_size
 from spmdrl.training.checks.model_shape import ModelShape
@@ -52,9 +53,11 @@ def fsdp_pass(
     """tokens: of the fullest micro-batch. sharers: ranks that share one copy of the weights."""
     width = DTYPES[role.dtype].itemsize
     learns = trained and role.lora is None
-    root = shape.matrix * width  # the head; an embedding of its own is a unit that is given back
+    # the head; an embedding of its own is a unit that is given back
+    root: float = shape.matrix * width
     if trained and not role.reshard_after_forward:  # all layers beside it, until they are passed
-        root += (shape.count - shape.matrix) * width
+        elsewhere = shape.experts * (1 - 1 / role.expert_parallel)  # experts of other ranks
+        root += (shape.count - shape.matrix - elsewhere) * width
     end = 0.0
     if learns:  # gradients in the dtype of compute, and in float32 to be reduced
         both = shape.matrices * shape.matrix
@@ -64,12 +67,25 @@ def fsdp_pass(
         activations=activation_bytes(role, shape.hf, tokens, trained, on_gpu),
         root=root,
         head=head_bytes(shape, tokens, trained, on_gpu),
-        units=unit_bytes(shape.layer, width, learns, sharers),
+        units=layer_bytes(role, shape, width, learns, sharers),
         end=end,
     )
 
 
-def unit_bytes(layer: int, width: int, learns: bool, sharers: int) -> float:
+def layer_bytes(
+    role: TrainConfig, shape: ModelShape, width: int, learns: bool, sharers: int
+) -> float:
+    """Returns the bytes of the layers that are gathered at once. Of a layer's experts a rank has
+    its own alone, which it gathers from the ranks that share these.
+    """
+    if role.expert_parallel == 1:
+        return unit_bytes(shape.layer, width, learns, sharers)
+    experts = shape.layer_experts / role.expert_parallel
+    dense = unit_bytes(shape.layer - shape.layer_experts, width, learns, sharers)
+    return dense + unit_bytes(experts, width, learns, sharers // role.expert_parallel)
+
+
+def unit_bytes(layer: float, width: int, learns: bool, sharers: int) -> float:
     """Returns the bytes of the layers that are gathered at once.
 
     Forward: the layer at work, and two results of all-gathers, its own and that of the next layer.
@@ -104,12 +120,22 @@ def activation_bytes(
     """
     width, text = DTYPES[role.dtype].itemsize, hf.get_text_config()
     kept = [elements * width * tokens for elements in kept_per_token(hf, on_gpu)]
+    sent = exchanged_per_token(role, text) * width * tokens
     how = checkpointing_of(role, on_gpu)
     if not trained or role.activation_offload:
-        return max(kept)
+        return max(kept) + sent
     if how is True:
-        return len(kept) * text.hidden_size * width * tokens + max(kept)
-    return sum(kept) * KEPT_SHARE[how]
+        return len(kept) * text.hidden_size * width * tokens + max(kept) + sent
+    return sum(kept) * KEPT_SHARE[how] + sent
+
+
+def exchanged_per_token(role: TrainConfig, text: Any) -> int:
+    """Returns the elements of a token that are on their way between ranks that share experts: as
+    they are sent, and as they come, for each of its experts.
+    """
+    if role.engine != "fsdp" or role.expert_parallel == 1:
+        return 0
+    return 2 * (getattr(text, "num_experts_per_tok", None) or 0) * text.hidden_size
 
 
 def kept_per_token(hf: PreTrainedConfig, on_gpu: bool = False) -> list[int]:
@@ -147,7 +173,9 @@ def layer_sizes(hf: PreTrainedConfig, on_gpu: bool) -> LayerSizes:
     always = inside * apart + (getattr(text, "shared_expert_intermediate_size", None) or 0)
     sparse = experts * (2 * text.hidden_size + factor * inside) + factor * always
     mlps = tuple(sparse if is_sparse else factor * width for is_sparse in sparse_layers(hf))
-    return LayerSizes(4 * text.hidden_size, attention_elements(text, on_gpu), mlps)
+    family = FAMILIES.get(text.model_type)
+    norms = 8 if family is not None and family.sandwich_norms else 4  # two before, two behind
+    return LayerSizes(norms * text.hidden_size, attention_elements(text, on_gpu), mlps)
 
 
 def sparse_layers(hf: PreTrainedConfig) -> list[bool]:
@@ -171,7 +199,8 @@ def attention_elements(text: Any, on_gpu: bool) -> int:
         return 2 * query + 2 * heads * text.v_head_dim + latent
     size = head_size(text)
     groups = layer_size(text, "num_key_value_heads") or heads
-    normed = "qwen3" in text.model_type
+    known = text.model_type in FAMILIES
+    normed = (known and bool(settings_of(text).get("qk_layernorm"))) or "qwen3" in text.model_type
     if on_gpu and not normed:
         return (2 * heads + 2 * groups) * size
     return (3 * heads + (3 if on_gpu else 2) * groups) * size

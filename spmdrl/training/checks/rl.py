@@ -48,10 +48,12 @@ from spmdrl.training.checks.common import (
     check_training_role,
     check_vision,
     check_world,
+    keep_towers,
     warnings_of_optimizer,
     warnings_of_run,
 )
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
@@ -103,9 +105,11 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         others = [role.model or config.model for role in roles]
         for model in dict.fromkeys([config.model, *others, *judge]):
             allow_code(model)
+    keep_towers(config, *(role.model for role in training_roles(config).values()))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
+    check_router_replay(config, hf, hosted)
     placement = place(config, world)
     check_judge(config, len(placement.roles["reward"]))
     for name, role in training_roles(config).items():
@@ -163,7 +167,7 @@ def check_reference(config: PpoConfig, placement: Placement) -> None:
     config.
     """
     names = ["offload_optimizer", "activation_checkpointing", "activation_offload", "optim",
-             "freeze_vision", "reshard_after_forward"]  # fmt: skip
+             "freeze_vision", "reshard_after_forward", "router_replay"]  # fmt: skip
     reason = "the reference is not trained"
     if reference_is_base(config, placement):
         names = [field.name for field in dataclasses.fields(TrainConfig) if field.name != "model"]
@@ -297,6 +301,7 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_judge(config, num_scorers)
     if config.trust_remote_code:
         allow_code(config.model)
+    keep_towers(config)
     hf = load_hf_config(config.model)
     check_model(hf, config)
     if config.strict:

@@ -58,6 +58,11 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
             f"strict=True does not go with actor.{field}={getattr(actor, field)!r}: the operators, "
             f"and the order of their sums, are then not the engine's; leave it {usual!r}",
         )
+    require(
+        actor.router_replay is None,
+        f"strict=True does not go with actor.router_replay={actor.router_replay!r}: engine and "
+        "trainer choose the same experts by themselves; leave it out",
+    )
     updates = algo.epochs * algo.mini_batches
     require(
         not algo.correction.bypass or updates == 1,

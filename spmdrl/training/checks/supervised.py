@@ -27,6 +27,7 @@ from spmdrl.training.checks.common import (
     check_training_role,
     check_vision,
     check_world,
+    keep_towers,
     warnings_of_optimizer,
     warnings_of_run,
 )
@@ -53,8 +54,8 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
     require(
-        config.actor.engine == "fsdp",
-        f"actor.engine={config.actor.engine!r} has no reward models: use 'fsdp'",
+        not config.vision_tower,
+        "vision_tower=True: reward models are trained on text alone; leave it out",
     )
     require(
         config.actor.lora is None,
@@ -69,6 +70,8 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
     check_classifier("model", config.model, hf)
+    if config.actor.engine == "megatron":
+        check_megatron("actor", config.actor, config.model, world)
     # its reward is read at a token behind the conversation
     check_positions(hf, config.data.max_tokens, behind=1)
 
@@ -107,6 +110,11 @@ def check_supervised(
     check_best(config, what, best)
     check_checkpoint(config, step_metric(best))
     check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    require(
+        config.actor.router_replay is None,
+        f"actor.router_replay={config.actor.router_replay!r} has no effect on {what}: its tokens "
+        "are of no rollout engine; leave it out",
+    )
     for field in ("offload_params", "offload_optimizer"):
         require(
             not getattr(config.actor, field),
@@ -117,6 +125,7 @@ def check_supervised(
         )
     if config.trust_remote_code:
         allow_code(config.model)
+    keep_towers(config)
     check_sharing("actor", config.actor, config.model)
     check_model_files(
         "model", config.model, load_hf_config(config.model),

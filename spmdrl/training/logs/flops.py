@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from spmdrl.hub.hf_folder import head_size, meta_model
+from spmdrl.hub.hf_folder import head_size, meta_model, sees_images, towers
 
 # dense bfloat16 TFLOP/s by the vendor's datasheets; the first name that the device's contains
 PEAK_TFLOPS = {
@@ -82,11 +82,13 @@ def active_weights(hf: PreTrainedConfig) -> tuple[float, float]:
     experts those that it is sent to. The embedding of the inputs is looked up.
     """
     model = meta_model(hf)
+    beside = towers(model) if sees_images(hf) else []
+    of_towers = {id(parameter) for tower in beside for parameter in tower.parameters()}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     of_experts = experts_per_token(hf.get_text_config())
     layers = head = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or ".visual." in f".{name}":
+        if parameter.dim() < 2 or id(parameter) in of_towers:
             continue
         size = float(prod(parameter.shape))
         if output is not None and parameter is output.weight:

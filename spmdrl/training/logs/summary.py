@@ -290,7 +290,7 @@ def look_commands(ended: FinishedRun) -> list[tuple[str, str]]:
     """Ways to look at the run."""
     folder = str(ended.run_dir)
     found = [("see what each rank did when", ["python", "-m", "spmdrl.timeline", folder])]
-    if ended.config.tensorboard:
+    if "tensorboard" in ended.config.trackers:
         found.insert(0, ("see all curves in a browser", ["tensorboard", "--logdir", folder]))
     return [(what, shlex.join(words)) for what, words in found]
 

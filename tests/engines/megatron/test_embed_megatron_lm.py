@@ -33,7 +33,7 @@ config = PpoConfig(
     model="bare",
     data=DataConfig(train="train.jsonl", eval="eval.jsonl", prompts_per_step=8,
                     max_prompt_tokens=16),
-    reward=reward, rewards=RewardConfig(workers=1), run_dir="run", tensorboard=False,
+    reward=reward, rewards=RewardConfig(workers=1), run_dir="run", trackers=(),
     algo=AlgoConfig(kl_coef=0.01), log_samples=0,
     rollout=RolloutConfig(engine="hf", n=4, max_tokens=8, dtype="float32"),
     actor=TrainConfig(micro_batch_tokens=128),

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from spmdrl.checkpoint.safe_load import ShardReader
-from spmdrl.config import ConfigError
-from spmdrl.engines.megatron import checkpoint, compat, cpu_shim
+from spmdrl.config import ConfigError, OptimConfig
+from spmdrl.engines.megatron import checkpoint, compat, cpu_shim, patches
 
 pytestmark = pytest.mark.megatron
 
@@ -74,6 +74,39 @@ def test_megatron_still_splits_a_state_into_shards_and_what_is_common() -> None:
     assert torch.equal(planner.resolve_data(plan.items[0]), torch.arange(4.0))
 
 
+def test_megatron_still_stores_parts_that_are_no_regular_grid(tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    def parts(value: torch.Tensor) -> dict[str, Any]:
+        spans = {"a": (0, 1), "b": (1, 4)}
+        return {
+            key: compat.shard_of("all.b", value[slice(*span)], (4, 2), (span[0], 0), (0, 0, 0))
+            for key, span in spans.items()
+        }
+
+    value = torch.arange(8.0).view(4, 2)
+    dist_checkpointing.save(parts(value), str(tmp_path))
+    found = dist_checkpointing.load(parts(torch.zeros(4, 2)), str(tmp_path))
+    assert torch.equal(torch.cat([found["a"], found["b"]]), value)
+    stored = ShardReader(str(tmp_path)).read_metadata().state_dict_metadata["all.b"]
+    assert tuple(stored.size) == (4, 2)
+
+
+def test_megatron_still_says_where_a_distributed_optimizers_shards_are() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from spmdrl.engines.megatron.parts import build_optimizer, trained
+
+    patches.install()
+    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+    chunk = trained(nn.Linear(3, 2), config, first=True)
+    (part,) = compat.optimizer_parts(build_optimizer([chunk], config, OptimConfig(lr=0.5)))
+    found = list(compat.own_shards(part))
+    assert {id(parameter) for parameter, _, _ in found} == {id(p) for p in chunk.parameters()}
+    for parameter, shard, settings in found:
+        assert torch.equal(shard, parameter.flatten()) and settings["lr"] == 0.5
+
+
 def test_megatron_still_knows_a_checkpoint_by_its_metadata_file(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
@@ -126,7 +159,7 @@ def test_a_checkpoint_of_another_megatron_program_is_refused_with_what_to_do(
 
     dist_checkpointing.save(sharded(torch.arange(4.0)), str(tmp_path))
     with pytest.raises(ConfigError, match=r"another program wrote.*save_hf_weights"):
-        checkpoint.load(SimpleNamespace(), tmp_path)
+        checkpoint.load(SimpleNamespace(), tmp_path, None)
 
 
 def test_megatron_still_makes_a_parameter_of_the_shards_that_a_factory_builds() -> None:
@@ -152,3 +185,32 @@ def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:
     assert compat.optimizer_parts(ChainedOptimizer([real, stub])) == [real]
     plain = SimpleNamespace()
     assert compat.optimizer_parts(plain) == [plain]
+
+
+def test_megatron_still_replays_experts_by_router_replay() -> None:
+    """In a forward pass those that it was told last, in layers that are computed again those of the
+    pass whose turn it is, and none where it is told to forget them."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    replay = RouterReplay()
+    scores = torch.rand(3, 4)
+    told = [torch.tensor([[i], [1], [2]]) for i in range(2)]
+
+    def choice() -> torch.Tensor:
+        chosen: torch.Tensor = replay.get_replay_topk(
+            scores, 1, default_compute_topk=lambda s, k, *_, **__: torch.topk(s, k)
+        )[1]
+        return chosen
+
+    for experts in told:
+        compat.replay_forward(replay, experts)
+        assert torch.equal(choice(), experts)
+        compat.replay_backward(replay, wanted=True)
+    assert all(torch.equal(choice(), experts) for experts in told)
+    compat.replay_forward(replay, told[0])
+    compat.replay_backward(replay, wanted=False)
+    assert replay.replay_backward_list == []
+    compat.forget_experts(replay)
+    assert torch.equal(choice(), scores.topk(1).indices)
+    assert compat.router_replays(nn.Linear(1, 1)) == []
+    assert RouterReplay.global_router_replay_instances == []

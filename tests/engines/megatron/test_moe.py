@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     tp: int  # of vLLM
     layout: dict[str, Any]
     engine: str = "megatron"
+    spread: bool = False  # whether a rank of vLLM has whole experts
 
 
 TWO_RANKS = [
@@ -51,7 +53,10 @@ TWO_RANKS = [
     Case("qwen3_moe", 2, {"expert_parallel": 2}),
     Case("qwen3_moe", 2, {"pipeline_parallel": 2, "num_layers_in_first_pipeline_stage": 2}),
     Case("mixtral", 2, {}, "fsdp"),
+    Case("mixtral", 2, {"expert_parallel": 2}, "fsdp"),
     Case("mixtral", 2, TP_SP | {"expert_parallel": 2}),
+    Case("mixtral", 2, {"expert_parallel": 2}, spread=True),
+    Case("mixtral", 2, {"expert_parallel": 2}, "fsdp", spread=True),
 ]
 FOUR_RANKS = [
     Case("qwen3_moe", 2, {}, "fsdp"),
@@ -63,6 +68,8 @@ FOUR_RANKS = [
         | {"pipeline_parallel": 2, "expert_parallel": 2, "num_layers_in_last_pipeline_stage": 2},
     ),
     Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}),
+    Case("qwen3_moe", 2, {"expert_parallel": 2}, "fsdp", spread=True),
+    Case("qwen3_moe", 2, TP_SP | {"expert_parallel": 2}, spread=True),
 ]
 
 
@@ -83,11 +90,14 @@ def push_on(topology, folder, tuples):
         config = replace(TRAIN, engine=case.engine, optim=steady, **case.layout)
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", model, config, ranks)
-        if key != (case.family, case.tp):  # vLLM has one set of process groups
+        if key != (case.family, case.tp, case.spread):  # vLLM has one set of process groups
             if rollout is not None:
                 rollout.shutdown()
-            key = (case.family, case.tp)
-            settings = RolloutConfig(kv_cache_mib=16, tensor_parallel=case.tp, dtype="float32")
+            key = (case.family, case.tp, case.spread)
+            settings = RolloutConfig(
+                kv_cache_mib=16, tensor_parallel=case.tp, dtype="float32",
+                expert_parallel=case.spread,
+            )  # fmt: skip
             engines = Topology.build(topology.device, dp=-1, tp=case.tp)
             rollout = VllmEngine(model, settings, 64, engines)
         weights = WeightSync(
@@ -111,6 +121,7 @@ def push_on(topology, folder, tuples):
                 notices(weights, actor, ".gate.weight", weights.check),
                 notices(weights, actor, ".experts.3.", partial(push_stale, weights)),
             ],
+            "again": weights.check(),  # after the pushes of what was noticed
             "weights": {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)},
         })  # fmt: skip
     rollout.shutdown()
@@ -180,13 +191,13 @@ def prove(world, folder, cases):
         for found in ranks:
             assert found["plain"] < 1e-5, case
             assert found["rollout"] < 1e-4, case
-            assert found["checked"] == len(saved(folder / case.family)), case
+            assert found["checked"] == found["again"] == len(saved(folder / case.family)), case
         words_of = "differs from the engine's model.layers.0", "gate.weight", "older weights"
         for number, words in enumerate(words_of):
             said = [found["noticed"][number] for found in ranks]
             if case.tp == 1 or number == 1:
                 assert all(words in message for message in said), (case, said)
-            else:  # a column of an expert is with one rank of each engine
+            else:  # an expert, or a column of it, is with one rank of each engine
                 assert sum(words in message for message in said) == world // case.tp, (case, said)
         whole = {name: tensor for found in ranks for name, tensor in found["weights"].items()}
         assert whole.keys() == saved(folder / case.family).keys(), case
@@ -213,21 +224,31 @@ def test_four_ranks(models):
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory):
-    """Two steps of each training engine on two ranks, and what is exported of them."""
+    """Two steps of each training engine on two ranks, and what is exported of them; the second step
+    of "spread" once more on four, where the same experts lie on two ranks.
+    """
     folder = tmp_path_factory.mktemp("runs")
     Path(folder, "model").symlink_to(models / "qwen3_moe")
     write_task(folder)
     Path(folder, "cfg.py").write_text(CONFIG)
     common = ["--config", "cfg.py", "--rollout.engine", "vllm", "--weights.check",
-              "--checkpoint.every_steps", "2"]  # fmt: skip
+              "--checkpoint.every_steps", "1", "--algo.kl_coef", "0.1", "--ref.dtype", "float32",
+              ]  # fmt: skip
+    spread = ["--actor.expert_parallel", "2", "--ref.expert_parallel", "2",
+              "--rollout.tensor_parallel", "2", "--rollout.expert_parallel"]  # fmt: skip
     engines = {
         "fsdp": [],
         "megatron": ["--actor.engine", "megatron", "--actor.expert_parallel", "2"],
+        "spread": spread,
     }
     for name, args in engines.items():
         done = train(folder, 2, *common, *args, "--run_dir", name)
         assert done.code == 0, done.output[-6000:]
         export(folder / name / "checkpoints/step_00000002", folder / f"exported_{name}")
+    shutil.copytree(folder / "spread", folder / "wider")
+    shutil.rmtree(folder / "wider/checkpoints/step_00000002")
+    done = train(folder, 4, *common, *spread, "--run_dir", "wider", "--resume", "auto")
+    assert done.code == 0, done.output[-6000:]
     return folder
 
 
@@ -237,19 +258,18 @@ def export(checkpoint, out):
     export(checkpoint, out, "float32")
 
 
-def test_runs_of_both_engines_are_alike(runs):
-    fsdp, megatron = metrics_of(runs / "fsdp"), metrics_of(runs / "megatron")
-    assert [row["step"] for row in fsdp] == [row["step"] for row in megatron] == [0, 1, 2]
-    for rows in (fsdp, megatron):
-        assert all(row["actor/logprob_diff_max"] < 1e-4 for row in rows[1:])
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
-        for number in (1, 2):
-            assert megatron[number][name] == pytest.approx(
-                fsdp[number][name], rel=1e-3, abs=1e-5
-            ), (number, name)  # fmt: skip
+def test_runs_of_all_engines_and_layouts_are_alike(runs):
+    fsdp = metrics_of(runs / "fsdp")
+    for engine in ("megatron", "spread", "wider"):
+        rows = metrics_of(runs / engine)
+        assert [row["step"] for row in rows][-2:] == [row["step"] for row in fsdp][-2:] == [1, 2]
+        assert all(row["actor/logprob_diff_max"] < 1e-4 for row in rows[-2:])
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy"):
+            for got, want in zip(rows[-2:], fsdp[-2:], strict=True):
+                assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), (engine, name)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron", "spread"])
 def test_an_export_is_a_checkpoint_as_transformers_writes_it(runs, models, engine):
     from transformers import AutoModelForCausalLM
 

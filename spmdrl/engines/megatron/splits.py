@@ -1,0 +1,186 @@
+"""Says which parts of Hugging Face tensors make up one local parameter of a Megatron model.
+
+A family names a split for each parameter (families.py). Sizes come from the parameter itself and
+from Megatron's config: a split knows only how its rows and columns are cut over tensor ranks, and
+how megatron-core fuses several matrices into one.
+
+    Whole("self_attn.q_norm.weight")                       every tensor rank holds it whole
+    Rows("self_attn.q_b_proj.weight")                      its rows are cut over the tensor ranks
+    Columns("self_attn.o_proj.weight")                     its columns are
+    GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight")   a rank's rows of both, end to end
+    Qkv("self_attn.{}_proj.weight")                        by query group its q, k and v
+    Stacked("mlp.experts.down_proj")                       one expert of a tensor that has them all
+
+Names are those inside a layer; {expert} stands for an expert's number in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from spmdrl.weights.boxes import Box, whole
+
+
+class HfSlice(NamedTuple):
+    """A part of a Hugging Face tensor that lies in a local Megatron parameter."""
+
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # of the whole Hugging Face tensor
+    box: Box  # which part of it
+    view: Callable[[Tensor], Tensor]  # of the local parameter, or of anything of its shape
+    tied: bool = False  # the last stage's copy of the embeddings: loaded, but never exported
+
+
+class DimensionSplit(NamedTuple):
+    """Into how many parts a dimension is cut, and which of them is here."""
+
+    parts: int
+    part: int
+
+    def range(self, size: int) -> tuple[int, int]:
+        step = size // self.parts
+        return self.part * step, (self.part + 1) * step
+
+    def whole(self, here: int) -> tuple[int, tuple[int, int]]:
+        """Returns the whole size of what has `here` of it on this rank, and the part's range."""
+        return here * self.parts, (self.part * here, (self.part + 1) * here)
+
+
+class Place(NamedTuple):
+    """Where a local parameter is in the whole model."""
+
+    prefix: str  # of its Hugging Face names: "model.layers.3."
+    cut: DimensionSplit  # over the tensor ranks, those of an expert's parameter among experts
+    config: Any  # Megatron's TransformerConfig
+    expert: int = 0  # its number in the whole model
+
+    def name(self, inside: str) -> str:
+        return self.prefix + inside.replace("{expert}", str(self.expert))
+
+
+class Split(Protocol):
+    """How a local parameter is made up of Hugging Face tensors."""
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        """shape: of the local parameter."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that every tensor rank holds whole."""
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        return [HfSlice(at.name(self.name), shape, whole(shape), _all)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor whose first dimension is cut over the tensor ranks."""
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        size, here = at.cut.whole(shape[0])
+        tail = shape[1:]
+        return [HfSlice(at.name(self.name), (size, *tail), (here, *whole(tail)), _all)]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A matrix whose columns are cut over the tensor ranks."""
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        size, here = at.cut.whole(shape[1])
+        return [HfSlice(at.name(self.name), (shape[0], size), ((0, shape[0]), here), _all)]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """This rank's rows of the gate projection, then those of the up projection. Where both have one
+    name, the checkpoint has all of gate's rows and then all of up's in one tensor.
+    """
+
+    gate: str
+    up: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        count, tail = shape[0] // 2, shape[1:]
+        width, (first, last) = at.cut.whole(count)
+        fused = self.gate == self.up
+        full = (2 * width if fused else width, *tail)
+        return [
+            HfSlice(
+                at.name(name), full, ((start + first, start + last), *whole(tail)),
+                partial(_rows, first=begin, count=count),
+            )
+            for name, start, begin in (
+                (self.gate, 0, 0), (self.up, width if fused else 0, count),
+            )
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Qkv:
+    """For each query group the rows of its queries, its key and its value.
+
+    With more tensor ranks than groups a group lies on several ranks, cut anywhere.
+    """
+
+    name: str  # {} stands for q, k and v
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        dim, groups = at.config.kv_channels, at.config.num_query_groups
+        queries = at.config.num_attention_heads // groups * dim  # rows of a group
+        first, last = at.cut.range(groups * (queries + 2 * dim))
+        found, start = [], 0
+        for group in range(groups):
+            for letter, count in (("q", queries), ("k", dim), ("v", dim)):
+                begin, end = max(start, first), min(start + count, last)
+                if begin < end:
+                    row = group * count + begin - start
+                    box = ((row, row + end - begin), *whole(shape[1:]))
+                    view = partial(_rows, first=begin - first, count=end - begin)
+                    name = at.name(self.name.replace("{}", letter))
+                    found.append(HfSlice(name, (groups * count, *shape[1:]), box, view))
+                start += count
+        return found
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One expert's part of a tensor that has those of all experts, matrices transposed.
+
+    It is not cut over tensor ranks.
+    """
+
+    name: str
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        assert at.cut.parts == 1, self.name
+        inside = tuple(reversed(shape))
+        full = (at.config.num_moe_experts, *inside)
+        box = ((at.expert, at.expert + 1), *whole(inside))
+        return [HfSlice(at.name(self.name), full, box, _transposed_alone)]
+
+
+def _all(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def _rows(parameter: Tensor, first: int, count: int) -> Tensor:
+    return parameter.narrow(0, first, count)
+
+
+def _transposed_alone(parameter: Tensor) -> Tensor:
+    """(out, in) -> (1, in, out), (out,) -> (1, out)."""
+    return (parameter.mT if parameter.ndim > 1 else parameter)[None]

@@ -1,0 +1,183 @@
+"""How each family of models sees images: the tokens that one becomes, and what a tower is given.
+
+A family's chat template writes a mark for an image, mostly one token. Its tower makes vectors of an
+image's pixels, which stand in the row at tokens of one id, config.image_token_id. What differs
+between families is declared here, and read by the data, by engine fsdp and by the rollout engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, tensor, zeros_like
+
+Pixels = dict[str, Tensor]  # what an image processor makes of one image, by name
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """What the number of an image's tokens depends on, beside the image."""
+
+    processor: Any  # transformers' image processor
+    config: Any
+    options: Mapping[str, Any]  # for the image processor, besides its own
+    ids: Mapping[str, int]  # of the family's further tokens, by their name
+
+
+def one_token(pixels: Pixels, config: Any) -> Pixels:
+    """The smallest image is made by the image processor as any other."""
+    return pixels
+
+
+def no_options(config: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """A family of models with a tower for images.
+
+    inputs: what the image processor makes and the model takes, by name. The first axis goes over
+    images, or over their patches or tiles; others are padded where images differ. layout: the token
+    ids of an image of (height, width); it raises ValueError for an image that the processor
+    refuses. text: what the template writes for an image, and what is tokenised in its place, which
+    has config.image_token_id once; None: the same. others: the names of further tokens that a
+    layout has. least: makes the pixels of the smallest image there is from
+    those of a small one. mrope: tokens have positions in time, height and width. looks_ahead: in
+    which layers an image's tokens see each other, also those behind them, by the model's config:
+    in "all", in those with a "window", or in none; types: the name of the argument that tells
+    transformers' own masks which tokens these are. masks: how many masks of tokens the
+    model's get_placeholder_mask returns, the first for images; flat: without an axis of size 1.
+    in_pixels: the image processor's `size` is a least and a largest number of pixels.
+    """
+
+    inputs: tuple[str, ...]
+    layout: Callable[[ImageSizes, int, int], list[int]]
+    text: tuple[str, str] | None = None
+    others: tuple[str, ...] = ()
+    options: Callable[[Any], dict[str, Any]] = no_options
+    least: Callable[[Pixels, Any], Pixels] = one_token
+    mrope: bool = False
+    looks_ahead: Callable[[Any], str | None] = lambda config: None
+    types: str | None = None
+    masks: int = 1
+    flat: bool = False
+    in_pixels: bool = False
+
+
+# ---- Qwen-VL, GLM-V: as many tokens as the image has squares of patches
+
+
+def grid_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
+    patches = sizes.processor.get_number_of_image_patches(height, width, {})
+    count = patches // sizes.config.vision_config.spatial_merge_size**2
+    return [sizes.config.image_token_id] * count
+
+
+def least_grid(pixels: Pixels, config: Any) -> Pixels:
+    merge = config.vision_config.spatial_merge_size
+    patches = zeros_like(pixels["pixel_values"][: merge**2])
+    return {"pixel_values": patches, "image_grid_thw": tensor([[1, merge, merge]])}
+
+
+GRID = VisionFamily(
+    ("pixel_values", "image_grid_thw"), grid_layout, least=least_grid, mrope=True, masks=2,
+    in_pixels=True,
+)  # fmt: skip
+
+
+# ---- Gemma
+
+
+def gemma3_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
+    if getattr(sizes.processor, "do_pan_and_scan", None):
+        raise ValueError("its image processor has do_pan_and_scan, which is not done here")
+    return [sizes.config.image_token_id] * sizes.config.mm_tokens_per_image
+
+
+def gemma4_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    mine, pool = sizes.processor, sizes.processor.pooling_kernel_size
+    rows, columns = get_aspect_ratio_preserving_size(
+        height, width, mine.patch_size, mine.max_soft_tokens * pool**2, pool
+    )
+    return [sizes.config.image_token_id] * (rows * columns // (mine.patch_size * pool) ** 2)
+
+
+def gemma4_looks_ahead(config: Any) -> str | None:
+    """The larger ones do, and in the layers with a window alone."""
+    return "window" if config.text_config.use_bidirectional_attention == "vision" else None
+
+
+def least_gemma4(pixels: Pixels, config: Any) -> Pixels:
+    side = config.vision_config.pooling_kernel_size
+    places = [[column, row] for row in range(side) for column in range(side)]
+    patches = zeros_like(pixels["pixel_values"][:, : side**2])
+    return {"pixel_values": patches, "image_position_ids": tensor([places])}
+
+
+# ---- InternVL: tiles; Pixtral: rows of tokens, each with a token that ends it
+
+
+def internvl_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
+    config, vision = sizes.config, sizes.config.vision_config
+    tiles = sizes.processor.get_number_of_image_patches(height, width, dict(sizes.options))
+    rows, columns = (
+        int(side // patch * config.downsample_ratio)
+        for side, patch in zip(vision.image_size, vision.patch_size, strict=True)
+    )
+    return [config.image_token_id] * (tiles * rows * columns)
+
+
+def pixtral_layout(sizes: ImageSizes, height: int, width: int) -> list[int]:
+    from numpy import empty, uint8
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        get_resize_output_image_size,
+    )
+
+    side = sizes.options["patch_size"]
+    longest = sizes.processor.size["longest_edge"]
+    rows, columns = get_resize_output_image_size(
+        empty((3, height, width), dtype=uint8), longest, side, "channels_first"
+    )
+    row = [sizes.config.image_token_id] * (columns // side) + [sizes.ids["[IMG_BREAK]"]]
+    return [*row * (rows // side)][:-1] + [sizes.ids["[IMG_END]"]]
+
+
+# by transformers' model type
+FAMILIES: dict[str, VisionFamily] = {
+    "qwen2_vl": GRID,
+    "qwen2_5_vl": GRID,
+    "qwen3_vl": GRID,
+    "qwen3_vl_moe": GRID,
+    "qwen3_5": GRID,
+    "qwen3_5_moe": GRID,
+    "glm4v": GRID,
+    "glm4v_moe": GRID,
+    "gemma3": VisionFamily(
+        ("pixel_values",), gemma3_layout,
+        text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+        looks_ahead=lambda config: "all", types="token_type_ids",
+    ),
+    "gemma4": VisionFamily(
+        ("pixel_values", "image_position_ids"), gemma4_layout,
+        text=("<|image|>", "<|image><|image|><image|>"), least=least_gemma4,
+        looks_ahead=gemma4_looks_ahead, types="mm_token_type_ids", masks=3, flat=True,
+    ),
+    "internvl": VisionFamily(
+        ("pixel_values",), internvl_layout,
+        text=("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>"),
+        options=lambda config: {"crop_to_patches": True},
+    ),
+    "mistral3": VisionFamily(
+        ("pixel_values", "image_sizes"), pixtral_layout, others=("[IMG_BREAK]", "[IMG_END]"),
+        options=lambda config: {
+            "patch_size": config.vision_config.patch_size * config.spatial_merge_size
+        },
+    ),
+}  # fmt: skip

@@ -1,0 +1,119 @@
+"""Reads the commands of a shell script without running it.
+
+Variables that the script sets are put in, with their defaults (`${N:-8}`), arrays and sums. Lines
+count in their order: an `if` is not decided, so that the last assignment holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Mapping
+
+from spmdrl.config import ConfigError
+
+ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.S)
+QUOTED = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?:\\.|[^'\"\\])+|['\"\\]", re.S)
+ARRAY = re.compile(r"[\"']?\$\{(\w+)\[@\]\}[\"']?")
+REPLACED = re.compile(r"\$\{(\w+)//([^/{}]+)/([^{}]*)\}")  # ${NAME//old/new}
+BRACED = re.compile(r"\$\{(\w+|@)(?::?-([^{}]*))?\}")
+NAMED = re.compile(r"\$(\w+|@)")
+SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def commands(text: str) -> list[list[str]]:
+    """Returns the words of every command of the script, in the order of its lines.
+
+    A word with a variable that nothing sets keeps its name: "$DATA/train.parquet". Raises
+    ConfigError where a quotation mark has no counterpart.
+    """
+    variables: dict[str, str] = {"@": "", "HOME": os.environ.get("HOME", "$HOME")}
+    found = []
+    for line in logical_lines(text):
+        assigned = ASSIGNMENT.match(line)
+        if assigned and is_assignment(assigned[3]):
+            name, more, value = assigned.groups()
+            before = f"{variables.get(name, '')} " if more else ""
+            variables[name] = before + value_of(value, variables)
+            continue
+        try:
+            words = shlex.split(expand(line, variables), comments=True)
+        except ValueError as error:
+            raise ConfigError(f"line {line[:60]!r}... of the script: {error}") from error
+        if words:
+            found.append(words)
+    return found
+
+
+def logical_lines(text: str) -> list[str]:
+    """Returns the lines without comments. What ends in a backslash, and what stands in quotation
+    marks or is an array, is one line with those that follow.
+    """
+    text = re.sub(r"(^|[ \t])#[^\n]*", r"\1", text, flags=re.MULTILINE)
+    text = re.sub(r"[ \t]*\\[ \t]*\n(?:[ \t]*\n)*", " ", text)
+    text = "".join(p.replace("\n", " ") if p[0] in "'\"" else p for p in QUOTED.findall(text))
+    array = re.compile(r"^\s*\w+\+?=\(.*?^\s*\)", re.MULTILINE | re.DOTALL)
+    text = array.sub(lambda found: found[0].replace("\n", " "), text)
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def is_assignment(value: str) -> bool:
+    """Says whether `NAME=value` stands alone; else it is a variable in front of a command."""
+    if value.startswith("(") or SUM.match(value):
+        return True
+    bare = QUOTED.sub(lambda part: "x" if part[0][0] in "'\"" else part[0], value)
+    return len(bare.split()) <= 1
+
+
+def value_of(value: str, variables: Mapping[str, str]) -> str:
+    """Returns what a variable is set to; the words of an array as they stand."""
+    if value.startswith("("):
+        return expand(value[1:].rstrip().removesuffix(")"), variables)
+    words = shlex.split(expand(value, variables), comments=True)
+    return words[0] if words else ""
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Puts the variables in, but for what stands in single quotation marks."""
+    text = ARRAY.sub(lambda found: variables.get(found[1], ""), text)
+    parts = QUOTED.findall(text)
+    text = "".join(part if part[0] == "'" else put_in(part, variables) for part in parts)
+    return put_in(text, variables) if "${" in text else text  # "${A:-"${B}/c"}" has both
+
+
+def put_in(text: str, variables: Mapping[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        default = found[2] if found.re is BRACED else None
+        if name in variables and (variables[name] or default is None):
+            return variables[name]
+        return found[0] if default is None else default
+
+    text = REPLACED.sub(lambda f: variables.get(f[1], "").replace(f[2], f[3]), text)
+    for _ in range(4):  # a default may be a variable
+        text = NAMED.sub(value, BRACED.sub(value, text))
+    return SUM.sub(lambda found: str(sum_of(found[1], variables)), text)
+
+
+def sum_of(text: str, variables: Mapping[str, str]) -> int | str:
+    """Returns what shell arithmetic gives; the text itself where a variable is not known."""
+    names = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
+    try:
+        return calculated(ast.parse(names.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return f"$(({text}))"
+
+
+def calculated(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](calculated(node.left), calculated(node.right))
+    raise ValueError("no arithmetic of whole numbers")

@@ -1,0 +1,297 @@
+"""Translates TRL's GRPOConfig: a Python script, the flags of a shell script, or a YAML file.
+
+The names and defaults are those of TRL 1.16. What a setting means in each library is explained in
+docs/algorithms.md, section 9.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmdrl.config import ConfigError
+from spmdrl.migration.config_source import Translation
+from spmdrl.migration.shell import commands
+from spmdrl.migration.verl import TRACKERS, as_value
+
+DEFAULTS: dict[str, Any] = {  # of TRL
+    "learning_rate": 1e-6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "num_generations": 8, "num_iterations": 1, "max_completion_length": 256, "beta": 0.0,
+    "epsilon": 0.2, "loss_type": "dapo", "scale_rewards": "group", "weight_decay": 0.0,
+    "lr_scheduler_type": "linear", "use_vllm": False, "gradient_checkpointing": True,
+    "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0, "importance_sampling_level": "token", "bf16": True,
+    "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "save_steps": 500,
+    "num_train_epochs": 3,
+}  # fmt: skip
+SAME = {
+    "model_name_or_path": "model", "model": "model", "output_dir": "run_dir", "seed": "seed",
+    "learning_rate": "actor.optim.lr", "weight_decay": "actor.optim.weight_decay",
+    "max_grad_norm": "actor.optim.clip_norm", "warmup_steps": "actor.optim.warmup_steps",
+    "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
+    "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p", "top_k": "rollout.top_k",
+    "gradient_checkpointing": "actor.activation_checkpointing",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.tensor_parallel",
+    "vllm_enable_sleep_mode": "rollout.sleep", "top_entropy_quantile": "algo.top_entropy_fraction",
+    "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
+    "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
+    "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
+    "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval_every",
+}  # fmt: skip
+ALWAYS = {
+    "vllm_mode": "vLLM runs inside the ranks", "use_vllm": "rollout.engine", "do_train": "",
+    "gradient_accumulation_steps": "micro-batches are filled by tokens",
+    "per_device_train_batch_size": "in data.prompts_per_step", "logging_steps": "every step",
+    "steps_per_generation": "in algo.mini_batches", "remove_unused_columns": "rewards ask by name",
+    "log_completions": "samples/ has them", "use_peft": "actor.lora", "report_to": "trackers",
+    "dataset_name": "data.train", "dataset": "data.train", "train_dataset": "data.train",
+    "shuffle_dataset": "data.shuffle", "ddp_find_unused_parameters": "FSDP2",
+    "packing": "sequences are always packed", "vllm_server_host": "there is no server",
+    "vllm_server_port": "there is no server", "torch_dtype": "actor.dtype", "dtype": "actor.dtype",
+    "attn_implementation": "actor.attention", "config": "",
+}  # fmt: skip
+OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig")
+LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
+          "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None}  # fmt: skip
+FLAGS = {f"--{name}" for name in (  # that only GRPO has
+    "num_generations", "max_completion_length", "num_iterations", "loss_type", "epsilon_high",
+    "scale_rewards", "reward_funcs", "vllm_mode",
+)}  # fmt: skip
+
+
+class Computed(str):
+    """The source code of a value that a script computes."""
+
+
+def settings_of_python(text: str) -> dict[str, Any] | None:
+    """Returns the settings that a script gives to GRPOConfig, GRPOTrainer, LoraConfig and
+    load_dataset, or those of the command in its docstring, where it takes them from the command
+    line; None where it has no GRPOConfig.
+
+    `args.NAME` is what add_argument has as the default of --NAME. Raises ConfigError for a script
+    of another trainer of TRL.
+    """
+    tree = ast.parse(text)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not any(called(node) == "GRPOConfig" for node in calls):
+        found = settings_of_script(ast.get_docstring(tree) or "")
+        others = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & {*OTHERS}
+        if found is None and others:
+            raise refusal(", ".join(sorted(others)))
+        return found
+    defaults = dict(argument for node in calls for argument in arguments_of(node))
+    settings: dict[str, Any] = {}
+    for node in calls:
+        given = {k.arg: value_of(k.value, defaults) for k in node.keywords if k.arg is not None}
+        if called(node) in ("GRPOConfig", "GRPOTrainer"):
+            settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
+        elif called(node) == "LoraConfig":
+            settings |= {"lora_r": given.get("r", 8), "lora_alpha": given.get("lora_alpha", 8)}
+        elif called(node) == "load_dataset" and node.args:
+            settings["dataset_name"] = value_of(node.args[0], defaults)
+    return settings
+
+
+def called(node: ast.Call) -> str:
+    """Returns the name of what is called, without its module."""
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+def arguments_of(node: ast.Call) -> Iterator[tuple[str, Any]]:
+    """Gives the name and the default of an argument that add_argument declares."""
+    if called(node) == "add_argument":
+        names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        long = next((str(n)[2:] for n in names if str(n).startswith("--")), None)
+        default = next((k.value for k in node.keywords if k.arg == "default"), None)
+        if long is not None and isinstance(default, ast.Constant):
+            yield long.replace("-", "_"), default.value
+
+
+def value_of(node: ast.expr, defaults: Mapping[str, Any]) -> Any:
+    """Returns the value of an expression; its source code where it is not a literal."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
+        return defaults.get(node.attr, Computed(ast.unparse(node)))
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return Computed(ast.unparse(node))
+
+
+def refusal(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} of TRL has no translation: only GRPOConfig has one. docs/sft.md and "
+        "docs/reward_model.md have the fields of fine-tuning and of reward models"
+    )
+
+
+def settings_of_script(text: str) -> dict[str, Any] | None:
+    """Returns the flags that a shell script gives to TRL's GRPO; None where it starts none."""
+    for words in commands(text):
+        given = {word.partition("=")[0] for word in words}
+        other = next((w for w in words if w in ("dpo", "sft", "kto", "reward", "rloo")), None)
+        if "trl" in words and other is not None:
+            raise refusal(f"trl {other}")
+        if given & FLAGS or {"trl", "grpo"} <= given:
+            return dict(flags(words))
+    return None
+
+
+def flags(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Gives (name, value) of each --name value, --name=value, and --name alone, which is True."""
+    for place, word in enumerate(words):
+        if not word.startswith("--"):
+            continue
+        name, has_value, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        following = words[place + 1] if place + 1 < len(words) else "--"
+        if not has_value:
+            value = "True" if following.startswith("--") else following
+        yield name, None if value == "None" else as_value(value)
+
+
+def translate(given: Mapping[str, Any], ranks: int) -> Translation:
+    """Returns what TRL's settings are here. ranks: of TRL's run, which its batch counts by."""
+    t = Translation("TRL")
+    kept = {"reward_funcs", *ALWAYS} - {*DEFAULTS}  # what is not read may be computed
+    for name, value in given.items():
+        if isinstance(value, Computed) and name not in kept:
+            t.notes[f"{name}={value}"] = "the script computes it; write the value"
+    given = {k: v for k, v in given.items()
+             if v is not None and (k in kept or not isinstance(v, Computed))}  # fmt: skip
+    for name, value in given.items():
+        number = isinstance(DEFAULTS.get(name), int | float)
+        if number and not isinstance(value, int | float):
+            raise ConfigError(f"{name}={value!r}: TRL takes a number")
+    s = DEFAULTS | given
+    used = {*objective(s, t), *correction(s, t), *batches(s, t, ranks), *data(s, t)}
+    for name, value in s.items():
+        if name in used:
+            continue
+        if name in SAME:
+            t.set(SAME[name], value, name if name in given else "")
+        elif name in ALWAYS:
+            t.granted[name] = ALWAYS[name] or "the command line"
+        elif name in given and value not in (False, None, "", [], {}):
+            t.notes[f"{name}={value}"] = "nothing here has this name"
+    if s.get("use_liger_kernel"):
+        t.set("actor.kernels", "liger", "use_liger_kernel")
+    if "model" not in t.fields:
+        t.set("model", "Qwen/Qwen3-0.6B")
+        t.notes["model"] = "not given as a name; write it"
+    t.set("rollout.engine", "vllm" if s["use_vllm"] else "hf", "use_vllm")
+    return t
+
+
+def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
+    """Estimator, loss, aggregation and KL."""
+    scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
+    t.set("algo.advantage", "dr_grpo" if scale == "none" else "grpo", "scale_rewards")
+    if scale == "batch":
+        t.notes["scale_rewards='batch'"] = "advantages are divided by the deviation of their group"
+    kind, high = s["loss_type"], s.get("epsilon_high") or s["epsilon"]
+    if kind not in LOSSES:
+        t.notes[f"loss_type={kind!r}"] = "no counterpart; the loss of dapo is taken"
+    loss = kind if kind in ("cispo", "sapo") else "ppo"
+    if s["importance_sampling_level"] == "sequence" and loss == "ppo":
+        loss = "gspo"
+    t.set("algo.policy_loss", loss, "loss_type, importance_sampling_level")
+    args = {
+        "ppo": {"clip_low": s["epsilon"], "clip_high": high, "dual_clip": s.get("delta") or 1e9},
+        "gspo": {"clip_low": s["epsilon"], "clip_high": high},
+        "cispo": {"clip_low": 1.0, "clip_high": high - 1},
+        "sapo": {"tau_pos": s.get("sapo_temperature_pos", 1.0),
+                 "tau_neg": s.get("sapo_temperature_neg", 1.05)},
+    }  # fmt: skip
+    t.set("algo.loss_args", args[loss], "epsilon, epsilon_high, delta")
+    aggregation = LOSSES.get(kind, "token_mean")
+    if aggregation:
+        t.set("algo.aggregation", aggregation, "loss_type")
+    if aggregation is None or aggregation.startswith("seq_mean"):
+        t.set("algo.seq_mean_over", "all")
+    if s["beta"]:
+        t.set("algo.kl_coef", s["beta"], "beta")
+    if s.get("mask_truncated_completions"):
+        t.notes["mask_truncated_completions"] = (
+            "a reward function that takes finish_reason returns None where it is 'length'"
+        )
+    return ["scale_rewards", "loss_type", "epsilon", "epsilon_high", "delta", "beta",
+            "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
+            "mask_truncated_completions"]  # fmt: skip
+
+
+def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
+    """The importance sampling that TRL does with vLLM unless it is turned off."""
+    if s["use_vllm"] and s["vllm_importance_sampling_correction"]:
+        level, _, mode = s["vllm_importance_sampling_mode"].partition("_")
+        t.set("algo.correction.level", level, "vllm_importance_sampling_mode")
+        t.set("algo.correction.mode", mode)
+        high = s.get("vllm_importance_sampling_cap", s["vllm_importance_sampling_clip_max"])
+        t.set("algo.correction.high", float(high), "vllm_importance_sampling_clip_max")
+        if mode == "mask":
+            t.set("algo.correction.low", float(s.get("vllm_importance_sampling_clip_min") or 1e-9))
+    return [name for name in s if name.startswith("vllm_importance_sampling")]
+
+
+def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
+    """Prompts of a step, optimizer steps, and the schedule, which TRL counts in optimizer steps."""
+    accumulated = s["gradient_accumulation_steps"]
+    per_generation = s.get("steps_per_generation") or accumulated
+    answers = s["per_device_train_batch_size"] * ranks * per_generation
+    answers = s.get("generation_batch_size") or answers
+    t.set(
+        "data.prompts_per_step",
+        max(1, answers // s["num_generations"]),
+        f"per_device_train_batch_size x steps_per_generation x {ranks} ranks / num_generations",
+    )
+    mini_batches = max(1, per_generation // accumulated)
+    t.set("algo.mini_batches", mini_batches, "steps_per_generation")
+    updates = s.get("max_steps", -1)
+    if isinstance(updates, int) and updates > 0:
+        t.set("steps", max(1, updates // (mini_batches * s["num_iterations"])), "max_steps")
+    else:
+        t.set("steps", 100)
+        t.notes[f"num_train_epochs={s['num_train_epochs']}"] = "write the steps"
+    schedule = str(s["lr_scheduler_type"]).rpartition(".")[2].lower()
+    if schedule in ("linear", "cosine"):
+        decay = updates if isinstance(updates, int) and updates > 0 else 100
+        t.set("actor.optim.schedule", schedule, "lr_scheduler_type")
+        t.set("actor.optim.decay_steps", decay, "max_steps")
+    t.set("actor.dtype", "bfloat16" if s["bf16"] or s.get("fp16") else "float32", "bf16")
+    return ["max_steps", "num_train_epochs", "lr_scheduler_type", "generation_batch_size", "bf16",
+            "fp16", "save_strategy", "eval_strategy"]  # fmt: skip
+
+
+def data(s: Mapping[str, Any], t: Translation) -> list[str]:
+    name = s.get("dataset_name", s.get("dataset"))
+    known = isinstance(name, str) and not isinstance(name, Computed)
+    t.set("data.train", name if known else "train.parquet", "dataset_name" if known else "")
+    t.notes["data.train"] = "columns: prompt, and ground_truth or data.ground_truth_key=<yours>"
+    functions = s.get("reward_funcs")
+    t.set("reward", "math", "reward_funcs")
+    if functions is not None and "accuracy_reward" not in str(functions):
+        t.notes[f"reward_funcs={functions}"] = (
+            "TRL's take lists of completions; write one for one answer: "
+            "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
+        )
+    asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
+    named = tuple(name for name in ("tensorboard", *TRACKERS) if name in asked)
+    t.set("trackers", named or ("tensorboard",), "report_to")
+    if s.get("lora_target_modules"):
+        t.notes["lora_target_modules"] = (
+            "write actor.lora.target_modules; ours are all linear layers"
+        )
+    if s.get("use_peft") and "lora_r" not in s:
+        t.set("actor.lora.rank", 16, "use_peft")
+    return [
+        "reward_funcs",
+        "run_name",
+        "use_liger_kernel",
+        "lora_target_modules",
+        "lora_dropout",
+        "lora_task_type",
+    ]

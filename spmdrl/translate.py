@@ -1,0 +1,102 @@
+"""Translates a config of verl or TRL into one of spmdrl:
+
+    python -m spmdrl.translate run_qwen3-8b.sh --out cfg.py
+
+It reads a shell script that starts verl or TRL, a YAML file of either, or a Python script with
+TRL's GRPOConfig, and runs none of them. The config that it writes has the other trainer's values
+where its defaults are not ours, the name of the setting beside each field, and comments for what
+has no counterpart. Check it with `python -m spmdrl.ppo --config cfg.py --dry-run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fire
+import yaml
+
+from spmdrl.cli.help import asks_for_help, refuse_unknown
+from spmdrl.config import ConfigError
+from spmdrl.migration import trl, verl
+from spmdrl.migration.config_source import Translation, source_of
+
+TRL_NAMES = {"num_generations", "max_completion_length", "per_device_train_batch_size", "beta"}
+
+
+def translated(file: Path, ranks: int = 1) -> Translation:
+    """Returns the translation of a script or a YAML file. ranks: of a run of TRL.
+
+    Raises ConfigError where the file cannot be read, or starts neither verl's reinforcement
+    learning nor TRL's GRPO.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if file.suffix in (".yaml", ".yml"):
+        return of_yaml(file, text, ranks)
+    if file.suffix == ".py":
+        try:
+            settings = trl.settings_of_python(text)
+        except SyntaxError as error:
+            raise ConfigError(f"{file} is no Python: line {error.lineno}: {error.msg}") from error
+        if settings is not None:
+            return trl.translate(settings, ranks)
+    else:
+        overrides = verl.overrides_of_script(text)
+        if overrides is not None:
+            return verl.translate(overrides)
+        settings = trl.settings_of_script(text)
+        if settings is not None:
+            return trl.translate(settings, ranks)
+    raise ConfigError(f"{file} starts neither verl.trainer.main_ppo nor TRL with a GRPOConfig")
+
+
+def of_yaml(file: Path, text: str, ranks: int) -> Translation:
+    """Returns the translation of a YAML file: verl's has groups of settings, TRL's a flat list."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from error
+    if isinstance(tree, Mapping) and tree.keys() & {"actor_rollout_ref", "algorithm"}:
+        return verl.translate(verl.settings_of_yaml(tree))
+    if isinstance(tree, Mapping) and tree.keys() & TRL_NAMES:
+        numbers = {k: verl.as_value(v) if isinstance(v, str) else v for k, v in tree.items()}
+        return trl.translate(numbers, ranks)
+    raise ConfigError(f"{file} has neither verl's actor_rollout_ref or algorithm, nor TRL's names")
+
+
+def main(file: str = "", out: str = "", ranks: int = 1, **others: Any) -> None:
+    """Writes the config, and says what to look at.
+
+    Args:
+        file: a shell script, a YAML file or a Python script of verl or TRL
+        out: the config to write; without it the config is printed
+        ranks: of a run of TRL, whose batch is that of one process times their number
+    """
+    if asks_for_help(others, main):
+        return
+    refuse_unknown(others, main)
+    if not file:
+        raise ConfigError("which file? python -m spmdrl.translate run.sh --out cfg.py")
+    translation = translated(Path(file), ranks)
+    source = source_of(translation, Path(file).name)
+    if not out:
+        print(source, end="")
+        return
+    Path(out).write_text(source)
+    print(f"wrote {out}; {len(translation.fields)} fields")
+    for name, why in translation.notes.items():
+        print(f"  look at: {name}: {why}")
+    print(f"next: python -m spmdrl.ppo --config {out} --dry-run")
+
+
+if __name__ == "__main__":
+    try:
+        fire.Fire(main)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        sys.exit(2)

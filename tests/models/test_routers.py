@@ -1,0 +1,72 @@
+"""The routers of every family of models: their choice is read and replaced, with its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import BY_KIND, config_of
+from torch import Tensor
+
+from spmdrl.config import ConfigError
+from spmdrl.engines.fsdp.router_replay import Routers, routing_of
+from spmdrl.engines.fsdp.trial import tiny_copy
+
+# every family of docs/models.md with experts that engine fsdp trains
+ROUTED = [
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "llama4_text", "mixtral",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "glm4_moe", "glm4_moe_lite",
+    "glm_moe_dsa", "gpt_oss", "minimax", "minimax_m2", "granitemoe", "granitemoehybrid", "olmoe",
+    "hunyuan_v1_moe", "ernie4_5_moe", "exaone_moe", "jamba", "lfm2_moe", "dots1",
+]  # fmt: skip
+
+
+def logits_and_gradients(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits.square().mean().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_a_family_computes_with_the_experts_that_are_replayed(kind):
+    """Its own choice replayed gives the same bits, gradients too; another choice another output,
+    with weights of that choice's scores, so that the router learns.
+    """
+    model: Any = tiny_copy(config_of(BY_KIND[kind]))
+    model.eval()
+    ids = torch.arange(22).view(2, 11) * 7 % 251
+    plain, plain_grads = logits_and_gradients(model, ids)
+    routers = Routers(model)
+    with routers.recording():
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+        own = routers.routed()
+    with routers.replaying(own):
+        again, grads = logits_and_gradients(model, ids)
+    assert torch.equal(again, plain) and grads.keys() == plain_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, plain_grads[name], rtol=1e-5, atol=1e-8, msg=name)
+    assert routing_of(model.config) == (*own.shape[1:], routers.num_experts)
+    other = (own.long() + 1) % routers.num_experts
+    with routers.replaying(other), routers.recording():
+        changed, grads = logits_and_gradients(model, ids)
+        assert torch.equal(routers.routed().long(), other)
+    assert (changed - plain).abs().max() > 1e-4
+    names = {name for name, module in model.named_modules() if module in routers.routers}
+    learning = [g for n, g in grads.items() if any(n.startswith(f"{name}.") for name in names)]
+    assert learning and any(float(grad.abs().max()) > 0 for grad in learning)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+
+
+def test_the_routing_of_a_large_model_is_known_without_its_weights():
+    assert routing_of(config_of(BY_KIND["qwen3_moe"])) == (24, 8, 128)
+    assert routing_of(config_of(BY_KIND["qwen3_next"])) == (48, 10, 512)
+
+
+def test_models_whose_experts_are_not_chosen_by_topk_are_refused():
+    for kind, said in (("phimoe", "2 of 2 layers"), ("deepseek_v4", "3 of 5 layers"),
+                       ("qwen3", "no experts")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"'{kind}' cannot be replayed.*{said}"):
+            routing_of(config_of(BY_KIND[kind]))
