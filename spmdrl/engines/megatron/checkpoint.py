@@ -208,7 +208,8 @@ def by_tensors(
         tensors = frozenset(piece.name for piece in held if not piece.tied)
         if tensors:
             found.setdefault(tensors, []).append((name, held))
-    assert sum(map(len, found)) == len(frozenset().union(*found)), found.keys()
+    named = [name for tensors in found for name in tensors]
+    assert len(named) == len({*named}), named
     return list(found.values())
 
 
