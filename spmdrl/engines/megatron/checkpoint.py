@@ -240,8 +240,8 @@ def read_sharded(stored: StoredTensors, shard: Any, average: bool) -> Tensor:
     model's.
     """
     wanted = [ema.AVERAGE + shard.key.removeprefix("model.")] if average else []
-    wanted += [ema.MASTER + shard.key, shard.key]
-    name = next(name for name in wanted if name in stored.found)
+    wanted.append(ema.MASTER + shard.key)
+    name = next((name for name in wanted if name in stored.found), shard.key)
     lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     box = tuple((o, o + n) for o, n in zip(shard.global_offset, lengths, strict=True))
     return stored.read(name, box).view(shard.local_shape)
