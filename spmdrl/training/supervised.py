@@ -48,6 +48,7 @@ from spmdrl.training.roles import Trainer, update
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Batch
+from spmdrl.weights.holders import agree_on_shards
 
 BUCKET_BYTES = 512 << 20  # gathered at once
 
@@ -232,7 +233,8 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
-        shapes = {name: held.shape for name, held in actor.named_shards().items()}
+        held = agree_on_shards(actor.named_shards(), run.actor.topology.control)
+        shapes = {weight.name: weight.shape for weight in held}  # also of other pipeline stages
         export(weights, shapes, run, Path(config.out))
         if config.actor.ema:
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
