@@ -188,6 +188,10 @@ class TrainConfig:
     sequence_parallel: bool = False  # splits norms' activations over the tensor-parallel ranks
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved 1F1B
+    # layers of the first and of the last stage, where pipeline_parallel divides them not or badly;
+    # None: as many as each of the other stages has
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum

@@ -293,6 +293,8 @@ def hosted_actor(given: TrainConfig, parts: Parts) -> TrainConfig:
         "sequence_parallel": config.sequence_parallel,
         "pipeline_parallel": parts.groups.pipeline.size(),
         "virtual_pipeline": len(parts.chunks),
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
         "context_parallel": parts.groups.context.size(),
         "expert_parallel": ps.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel": (

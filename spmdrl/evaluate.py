@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fire
 
-from spmdrl.cli.arguments import Dry, dry_flags, load_config, shown_config
+from spmdrl.cli.arguments import LAUNCHER, Dry, dry_flags, load_config, shown_config
 from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
@@ -257,12 +257,13 @@ def exported(config: PpoConfig, runtime: Runtime) -> str:
     dtype = "float32" if config.rollout.quantization else config.rollout.dtype  # as in a run
     command = [
         sys.executable, "-m", "spmdrl.export", "--checkpoint", config.resume, "--out", str(folder),
-        "--dtype", dtype, "--trust_remote_code", str(config.trust_remote_code),
+        "--dtype", dtype, "--trust_remote_code", str(config.trust_remote_code), "--without_mtp",
     ]  # fmt: skip
+    alone = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     with runtime.phases("export"):
         if runtime.is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of an evaluation that failed
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
             if done.returncode == BAD_CONFIG:
                 raise ConfigError(done.stderr.partition("config error: ")[2].strip())
             if done.returncode:

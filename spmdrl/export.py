@@ -1,13 +1,18 @@
 """Checkpoint -> Hugging Face folder: python -m spmdrl.export --checkpoint DIR --out DIR
 
-One process on a CPU, whatever wrote the checkpoint; no GPU and no process group. A checkpoint of
-adapters gives the whole model, base and adapter merged, or with --adapter what peft loads.
+On CPUs, whatever wrote the checkpoint. One tensor is in memory at a time. Several processes may
+share the work, as in python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.export ...: each writes
+files of its own, and the folder is a model when the last is done. A checkpoint of adapters gives
+the whole model, base and adapter merged, or with --adapter what peft loads.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,8 @@ from spmdrl.distributed.progress import LIBRARIES, PROGRESS
 
 def main(
     checkpoint: str = "", out: str = "", dtype: str = "", ema: bool = False, adapter: bool = False,
-    base: str = "", trust_remote_code: bool = False, push_to_hub: str = "", private: bool = True,
-    commit_message: str = "", **others: Any,
+    base: str = "", without_mtp: bool = False, trust_remote_code: bool = False,
+    push_to_hub: str = "", private: bool = True, commit_message: str = "", **others: Any,
 ) -> None:  # fmt: skip
     """Writes safetensors, config and tokenizer that AutoModelForCausalLM and vLLM load; of a reward
     model what AutoModelForSequenceClassification loads.
@@ -38,8 +43,9 @@ def main(
             given, that of the model that the run started from
         ema: the moving average of the weights, which a run with actor.ema keeps
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
-        base: of a run with lora, where the model lies that was adapted, if it has been moved; or
-            its name on a hub
+        base: where the model lies that the run started from, if it has been moved, or its name on a
+            hub: that which lora has adapted, or whose multi-token prediction layers are kept
+        without_mtp: leave out the multi-token prediction layers, which no run trains
         trust_remote_code: run Python files of the model that the checkpoint is of
         push_to_hub: a repository owner/name on the Hugging Face Hub, which is made if there is
             none, to upload the folder to, with a model card; modelscope:owner/name: on ModelScope.
@@ -54,8 +60,8 @@ def main(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
     try:
         refuse_unknown(others, main)
-        check_flags({"ema": ema, "adapter": adapter, "trust-remote-code": trust_remote_code,
-                     "private": private})  # fmt: skip
+        check_flags({"ema": ema, "adapter": adapter, "without_mtp": without_mtp,
+                     "trust-remote-code": trust_remote_code, "private": private})  # fmt: skip
         if adapter and dtype:
             raise ConfigError(
                 "--dtype has no effect with --adapter, which is written in float32, as trained"
@@ -71,7 +77,9 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
+    from spmdrl.distributed.process import LineHandler
     from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
+        Writers,
         export,
         export_adapter,
     )
@@ -80,18 +88,22 @@ def main(
     from spmdrl.hub.upload import push_export
 
     folders = Path(str(checkpoint)), Path(str(out))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LineHandler()])
+    logging.getLogger("spmdrl").setLevel(logging.INFO)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")
     try:
         if trust_remote_code:
             allow_code(str(folders[0] / "hf"))
         keep_tower(str(folders[0] / "hf"))  # whose config has one where it was trained
-        if adapter:
+        if adapter and rank == 0:  # it is small
             export_adapter(*folders, str(base), ema)
-        else:
-            export(*folders, dtype, ema, str(base))
+        elif not adapter:
+            writers = Writers(rank, world, partial(wait_for_all, world))
+            export(*folders, dtype, ema, str(base), without_mtp, writers)
         PROGRESS.now("")
         PROGRESS.line(f"wrote {out}")
-        if target is not None:
+        if target is not None and rank == 0:
             PROGRESS.now(f"uploading {out} to {target}")
             address = push_export(target, *folders, commit_message)
             PROGRESS.now("")
@@ -99,6 +111,17 @@ def main(
     except ConfigError as error:
         exit_config(error)
     PROGRESS.stop()
+
+
+def wait_for_all(world: int) -> None:
+    """Returns when all processes of an export have called it as often as this one."""
+    import torch.distributed as dist
+
+    if world == 1:
+        return
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+    dist.barrier()
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

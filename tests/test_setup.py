@@ -79,8 +79,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3(folder, max_position_embeddings=4096)
 
 
-# Megatron has no adapters and no reward models; the model here has no experts
-WHOLE = [path for path in CONFIGS if not {"lora", "reward", "a3b"} & set(path.stem.split("_"))]
+# the model here has no experts; what is of Megatron is not switched to it
+LEFT_OUT = {"lora", "reward", "a3b", "256gpu", "128gpu"}
+WHOLE = [path for path in CONFIGS if not LEFT_OUT & set(path.stem.split("_"))]
 
 
 def kind_of(path: Path) -> type:

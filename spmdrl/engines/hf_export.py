@@ -1,56 +1,100 @@
-"""A checkpoint as a Hugging Face folder, whatever engine and layout wrote it; see export.py."""
+"""A checkpoint as a Hugging Face folder, whatever engine and layout wrote it; see export.py.
+
+One tensor is in memory at a time. Several ranks may share the work: each writes files of its own.
+The index and config.json come last, so that a folder without them is one that is not finished.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedConfig
 
 from spmdrl.checkpoint.format import damage
-from spmdrl.checkpoint.safe_load import ShardReader
 from spmdrl.config import ConfigError
-from spmdrl.engines.fsdp.lora import adapter_tensors, lora_of, merged, read_base, write_adapter
+from spmdrl.engines.fsdp.classifier import is_classifier
+from spmdrl.engines.fsdp.lora import (
+    adapter_tensors,
+    lora_of,
+    merged_sources,
+    read_base,
+    write_adapter,
+)
 from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
+from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.weights.checkpoint_names import checkpoint_parts
+from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
+from spmdrl.hub.safetensors_files import SafetensorsFile, TensorSpec, files_of, write_index
+from spmdrl.weights.checkpoint_names import Parts, checkpoint_parts
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+TIED = "lm_head.weight"
+
+
+class Writers(NamedTuple):
+    """The processes that write a model together."""
+
+    rank: int = 0
+    world: int = 1
+    wait: Callable[[], None] = lambda: None  # until all of them are here
 
 
 def export(
-    checkpoint: Path, out: Path, dtype: str = "", ema: bool = False, base: str = ""
-) -> None:  # fmt: skip
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "",
+    ema: bool = False,
+    base: str = "",
+    without_mtp: bool = False,
+    writers: Writers = Writers(),  # noqa: B008  it is immutable
+) -> None:
     """dtype: "" is that of the model that the run started from, which stands in hf/config.json.
 
-    Raises ConfigError for a damaged checkpoint or one without the average that is wanted, an
-    unknown dtype, or a taken folder.
+    Collective over the writers. Raises ConfigError for a damaged checkpoint or one without the
+    average that is wanted, an unknown dtype, a taken folder, or where the model is not there that
+    adapters or multi-token prediction layers belong to.
     """
     if dtype and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
-    check_folders(checkpoint, out)
-    if base and read_base(Path(checkpoint, "actor")) is None:
+    check_folders(checkpoint, out, writers.rank == 0)
+    adapted, hf = read_base(Path(checkpoint, "actor")) is not None, Path(checkpoint, "hf")
+    config = load_hf_config(str(hf))
+    mtp = None if without_mtp else mtp_tensors(checkpoint, config, base)
+    if base and not adapted and mtp is None:
         raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
-    weights = load_full(checkpoint, "actor", ema, base)
-    hf = str(Path(checkpoint, "hf"))
-    chosen = DTYPES[dtype] if dtype else stored_dtype(load_hf_config(hf), hf)
+    chosen = DTYPES[dtype] if dtype else stored_dtype(config, str(hf))
+    sources = [(source, chosen) for source in sources_of(checkpoint, "actor", ema, base)]
+    if mtp is not None:
+        sources += kept_sources(mtp, chosen)
+        if writers.rank == 0:
+            logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
+    writers.wait()  # all have found `out` free
     out.mkdir(parents=True, exist_ok=True)
-    for file in Path(checkpoint, "hf").iterdir():
-        shutil.copy(file, out)
-    write_weights(weights.items(), chosen, out)
+    write_sources(sources, is_tied(config), out, writers)
+    writers.wait()
+    if writers.rank == 0:
+        for file in sorted(hf.iterdir(), key=lambda file: file.name == CONFIG):
+            if file.name != CONFIG:
+                shutil.copy(file, out)
+        write_config(Path(hf, CONFIG), chosen, out)
 
 
-def check_folders(checkpoint: Path, out: Path) -> None:
-    wrong = damage(checkpoint)
+def check_folders(checkpoint: Path, out: Path, reads_all: bool = True) -> None:
+    """reads_all: whether each file's checksum is compared."""
+    wrong = damage(checkpoint) if reads_all else None
     if wrong:
         raise ConfigError(f"--checkpoint {checkpoint}: {wrong}")
-    taken = [n for n in ("config.json", "adapter_config.json") if Path(out, n).exists()]
+    taken = [n for n in (CONFIG, "adapter_config.json") if Path(out, n).exists()]
     if taken:
         raise ConfigError(f"--out {out} already holds a model; name another folder")
 
@@ -61,86 +105,226 @@ def export_adapter(checkpoint: Path, out: Path, base: str, ema: bool = False) ->
     saved = read_base(Path(checkpoint, "actor"))
     if saved is None:
         raise ConfigError(f"--adapter: {checkpoint} holds a whole model, no adapters")
-    tensors = adapter_tensors(load_model_state(Path(checkpoint, "actor"), ema), saved)
+    read = reader_of(Path(checkpoint, "actor"), ema)
+    tensors = adapter_tensors(read, saved)
     write_adapter(out, tensors, lora_of(saved), saved["layers"], base or saved["model"])
 
 
+# ---- what is read
+
+
 def load_full(checkpoint: Path, role: str, ema: bool = False, base: str = "") -> dict[str, Tensor]:
-    """Full tensors of a role's model by Hugging Face name, from shards of any layout.
+    """Full tensors of a role's model by Hugging Face name, from shards of any layout."""
+    found = sources_of(checkpoint, role, ema, base)
+    return {name: tensor.clone() for source in found for name, tensor in source.read()}
+
+
+def sources_of(
+    checkpoint: Path, role: str, ema: bool = False, base: str = ""
+) -> list[WeightSource]:  # fmt: skip
+    """The weights of a role's model.
 
     ema: of the moving average; weights that were not trained have none and are as they are.
     """
-    folder = Path(checkpoint, role)
+    folder, hf = Path(checkpoint, role), Path(checkpoint, "hf")
     saved = read_base(folder)
     if saved is None and Path(folder, "metadata.json").exists():
         if ema:
-            require_average(folder, ShardReader(str(folder)).read_metadata().state_dict_metadata)
+            require_average(folder, StoredTensors(folder))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of megatron-core, on what is not installed
-            from spmdrl.engines.megatron.checkpoint import load_whole
+            from spmdrl.engines.megatron.checkpoint import weight_sources
 
-            return load_whole(folder, Path(checkpoint, "hf"), ema)
-    weights = load_model_state(folder, ema)
+            return weight_sources(folder, hf, ema)
+    stored, names = StoredTensors(folder), stored_names(folder, ema)
+    parts = checkpoint_parts(load_hf_config(str(hf)))
     if saved is not None:
-        weights = merged(weights, saved, base)
-    parts = checkpoint_parts(load_hf_config(str(Path(checkpoint, "hf"))))
-    named: dict[str, Tensor] = {}
-    for key in list(weights):
-        name, tensor = key.removeprefix("hf."), weights.pop(key)
-        if name in parts:  # cloned: a file's tensors must not share memory
-            named |= {part.name: part.of(tensor).clone() for part in parts[name]}
-        else:
-            named[name] = tensor
-    return named
+        read = reader_of(folder, ema)
+        return [
+            in_parts(parts, name, shape, whole)
+            for name, shape, whole in merged_sources(adapter_tensors(read, saved), saved, base)
+        ]
+    return [stored_source(stored, names[key], key.removeprefix("hf."), parts) for key in names]
 
 
-def load_model_state(folder: Path, ema: bool = False) -> dict[str, Tensor]:
-    """Loads what FSDP's engine saved of a model, or either engine of adapters, by the names of
-    FSDP's module. ema: as for `load_full`.
+def stored_names(folder: Path, ema: bool = False) -> dict[str, str]:
+    """Returns where FSDP's engine has saved each tensor, or either engine those of adapters, by the
+    names of FSDP's module.
     """
-    reader = ShardReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    weights = empty_tensors(stored, "model.")
-    average = empty_tensors(stored, "ema.") if ema else {}
-    if ema:
-        require_average(folder, stored)
-    assert average.keys() <= weights.keys(), sorted(average.keys() - weights.keys())
-    state = {"model": {n: t for n, t in weights.items() if n not in average}, "ema": average}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it loads in a single process
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    weights |= average
-    return weights
+    stored = StoredTensors(folder)
+    names = {name: f"model.{name}" for name in stored.names("model.")}
+    if not ema:
+        return names
+    require_average(folder, stored)
+    average = {name: f"ema.{name}" for name in stored.names("ema.")}
+    assert average.keys() <= names.keys(), sorted(average.keys() - names.keys())
+    return names | average
 
 
-def require_average(folder: Path, stored: Iterable[str]) -> None:
-    """stored: the names in a checkpoint. Raises ConfigError where none is of an average."""
-    if not any(name.startswith("ema.") for name in stored):
+def require_average(folder: Path, stored: StoredTensors) -> None:
+    """Raises ConfigError where a checkpoint has no moving average."""
+    if not stored.names("ema."):
         raise ConfigError(
             f"--ema: {folder} has no moving average of the weights; a run keeps one with "
             f"actor.ema=0.99 or so. Without --ema the weights themselves are exported"
         )
 
 
-def empty_tensors(stored: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Returns empty tensors for what a checkpoint has under a prefix, by the names without it."""
-    return {
-        key.removeprefix(prefix): torch.empty(meta.size, dtype=meta.properties.dtype)
-        for key, meta in stored.items()
-        if key.startswith(prefix) and isinstance(meta, TensorStorageMetadata)
-    }
+def reader_of(folder: Path, ema: bool = False) -> Callable[[str], Tensor]:
+    """A function that reads a tensor by its name in the module of FSDP's engine."""
+    stored, names = StoredTensors(folder), stored_names(folder, ema)
+    return lambda name: stored.read(names[name])
 
 
-def write_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, out: Path) -> None:
-    """model.safetensors, or shards of 5 GB with their index; a tied head is left out."""
-    tied = json.loads(Path(out, "config.json").read_text()).get("tie_word_embeddings", False)
-    state = {
-        name: tensor.to(dtype).contiguous()
-        for name, tensor in named
-        if not (tied and name == "lm_head.weight")
-    }
-    save_torch_state_dict(state, out, max_shard_size="5GB", metadata={"format": "pt"})
-    config: dict[str, Any] = json.loads(Path(out, "config.json").read_text())
+def stored_source(stored: StoredTensors, key: str, name: str, parts: Parts) -> WeightSource:
+    """A parameter of FSDP's, as the tensors that a checkpoint has of it: the experts of a layer are
+    stored together, and read as they were cut over the ranks that saved them.
+    """
+    shape = stored.shape(key)
+    if name not in parts:
+        return WeightSource({name: shape}, lambda: iter([(name, stored.read(key))]))
+    mine = parts[name]
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for first, last in stored.rows_apart(key, [part.box for part in mine]):
+            rows = stored.read(key, ((first, last), *((0, size) for size in shape[1:])))
+            for part in mine:
+                (begin, end), *others = part.box
+                if first <= begin and end <= last:
+                    own = part._replace(box=((begin - first, end - first), *others))
+                    yield part.name, own.of(rows)
+
+    return WeightSource({part.name: part.shape for part in mine}, read)
+
+
+def in_parts(
+    parts: Parts, name: str, shape: tuple[int, ...], whole: Callable[[], Tensor]
+) -> WeightSource:
+    """A parameter that is read as a whole."""
+    if name not in parts:
+        return WeightSource({name: shape}, lambda: iter([(name, whole())]))
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        tensor = whole()
+        yield from ((part.name, part.of(tensor)) for part in parts[name])
+
+    return WeightSource({part.name: part.shape for part in parts[name]}, read)
+
+
+# ---- multi-token prediction layers, which are not trained
+
+
+def mtp_tensors(checkpoint: Path, config: PreTrainedConfig, base: str) -> MtpTensors | None:
+    """None where the model has none."""
+    if not num_mtp_layers(config) or is_classifier(config):
+        return None
+    model = base or trained_model(checkpoint)
+    try:
+        if not model:
+            raise OSError("the checkpoint does not name it")
+        return MtpTensors(model, load_hf_config(model))
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"the multi-token prediction layers of {checkpoint} stand in the model that the run "
+            f"started from, {model or 'which is not known'}: {error}. Name its folder with --base, "
+            "or leave them out with --without_mtp"
+        ) from error
+
+
+def trained_model(checkpoint: Path) -> str:
+    """The folder or hub id of the model that the run started from; "" where that is not known."""
+    return json.loads(Path(checkpoint, "run.json").read_text()).get("model", "")
+
+
+def kept_sources(mtp: MtpTensors, dtype: torch.dtype) -> list[tuple[WeightSource, torch.dtype]]:
+    """They are written as they are; those that are quantised in `dtype`."""
+    found = []
+    for name, shape in mtp.shapes.items():
+        source = WeightSource({name: shape}, lambda name=name: iter([(name, mtp.read(name))]))  # type: ignore[misc]
+        found.append((source, dtype if name in mtp.quantized else mtp.dtype(name)))
+    return found
+
+
+def told_of_mtp(mtp: MtpTensors, model: str, dtype: torch.dtype) -> str:
+    if not mtp.shapes:
+        return f"config.json names multi-token prediction layers, and {model} has none of them"
+    kept = f"in {str(dtype).removeprefix('torch.')}" if mtp.quantized else "as they are there"
+    return (
+        f"{len(mtp.shapes)} tensors of multi-token prediction layers, which were not trained, are "
+        f"taken from {model}, {kept}"
+    )
+
+
+# ---- what is written
+
+
+def write_sources(
+    sources: list[tuple[WeightSource, torch.dtype]], tied: bool, out: Path, writers: Writers
+) -> None:
+    """Writes this rank's files, and on the first rank the index when all have written theirs.
+
+    tied: the head is the embedding, and is left out. Collective over the writers.
+    """
+    groups = [
+        {
+            name: TensorSpec(shape, dtype)
+            for name, shape in source.shapes.items()
+            if not (tied and name == TIED)
+        }
+        for source, dtype in sources
+    ]
+    files = files_of(groups)
+    for number, (name, numbers) in enumerate(files.items()):
+        if number % writers.world != writers.rank:
+            continue
+        specs = {n: spec for group in numbers for n, spec in groups[group].items()}
+        file = SafetensorsFile(Path(out, name), specs)
+        for group in numbers:
+            for key, tensor in sources[group][0].read():
+                if key in specs:
+                    file.write(key, tensor)
+        file.close()
+    writers.wait()
+    if writers.rank == 0:
+        names = {file: [n for i in numbers for n in groups[i]] for file, numbers in files.items()}
+        write_index(out, names, sum(s.nbytes for group in groups for s in group.values()))
+
+
+def write_weights(
+    named: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype, out: Path,
+) -> None:  # fmt: skip
+    """Writes tensors in the order in which they come, of which one is in memory at a time, beside
+    the config.json that is in `out`. shapes: of all of them.
+    """
+    tied = json.loads(Path(out, CONFIG).read_text()).get("tie_word_embeddings", False)
+    groups = [
+        {name: TensorSpec(tuple(shape), dtype)}
+        for name, shape in shapes.items()
+        if not (tied and name == TIED)
+    ]
+    files = files_of(groups)
+    file_of: dict[str, SafetensorsFile] = {}
+    for name, numbers in files.items():
+        specs = {n: spec for number in numbers for n, spec in groups[number].items()}
+        file_of |= dict.fromkeys(specs, SafetensorsFile(Path(out, name), specs))
+    for name, tensor in named:
+        if name in file_of:
+            file_of[name].write(name, tensor)
+    for opened in set(file_of.values()):
+        opened.close()
+    names = {file: [n for i in numbers for n in groups[i]] for file, numbers in files.items()}
+    write_index(out, names, sum(s.nbytes for group in groups for s in group.values()))
+    write_config(Path(out, CONFIG), dtype, out)
+
+
+def is_tied(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def write_config(file: Path, dtype: torch.dtype, out: Path) -> None:
+    """Writes config.json with the dtype of the weights, and without a quantization_config."""
+    config: dict[str, Any] = json.loads(file.read_text())
     name_dtype(config, dtype)
     config.pop("quantization_config", None)  # of a model that was loaded and written as floats
-    Path(out, "config.json").write_text(json.dumps(config, indent=2))
+    Path(out, CONFIG).write_text(json.dumps(config, indent=2))

@@ -22,7 +22,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # those of the other sign follow
 FP4_BIAS = 127
 
-Read = Callable[[str, slice | None], Tensor]  # a tensor of the files by its name, or rows of it
+Part = slice | tuple[slice, ...] | None  # rows of a tensor, or a range in each dimension; None: all
+Read = Callable[[str, Part], Tensor]  # a tensor of the files by its name, or a part of it
 
 
 class Quantized(NamedTuple):
@@ -30,7 +31,7 @@ class Quantized(NamedTuple):
 
     shape: tuple[int, ...]
     stored: str  # the first of these tensors
-    read: Callable[[Read, slice | None], Tensor]  # float32; rows: None for all
+    read: Callable[[Read, Part], Tensor]  # float32; ranges in each dimension: of FP8 alone
 
 
 def is_readable(config: Any) -> bool:
@@ -39,6 +40,11 @@ def is_readable(config: Any) -> bool:
     return is_mxfp4(config) or bool(
         how.get("quant_method") == "fp8" and how.get("weight_block_size")
     )
+
+
+def is_fp8(config: Any) -> bool:
+    """Says whether a model's weights are in FP8 blocks."""
+    return is_readable(config) and not is_mxfp4(config)
 
 
 def is_mxfp4(config: Any) -> bool:
@@ -73,14 +79,17 @@ def quantized_weights(
 
 
 def fp8_weight(name: str, shape: tuple[int, ...], block: tuple[int, ...]) -> Quantized:
-    height, width = block
-
-    def read(tensor: Read, rows: slice | None) -> Tensor:
-        first, last, _ = (rows or slice(None)).indices(shape[0])
-        scales = tensor(name + FP8_SCALE, slice(first // height, -(-last // height))).float()
-        of_rows = torch.arange(first, last) // height - first // height
-        by_column = scales[of_rows].repeat_interleave(width, dim=1)[:, : shape[1]]
-        return tensor(name, slice(first, last)).float() * by_column
+    def read(tensor: Read, part: Part) -> Tensor:
+        box = part if isinstance(part, tuple) else (part or slice(None), slice(None))
+        ranges = [side.indices(size)[:2] for side, size in zip(box, shape, strict=True)]
+        blocks = [
+            slice(first // size, -(-last // size))
+            for (first, last), size in zip(ranges, block, strict=True)
+        ]
+        scales = tensor(name + FP8_SCALE, tuple(blocks)).float()
+        for axis, ((first, last), size) in enumerate(zip(ranges, block, strict=True)):
+            scales = scales.index_select(axis, torch.arange(first, last) // size - first // size)
+        return tensor(name, tuple(slice(*side) for side in ranges)).float() * scales
 
     return Quantized(shape, name, read)
 
@@ -88,7 +97,7 @@ def fp8_weight(name: str, shape: tuple[int, ...], block: tuple[int, ...]) -> Qua
 def mxfp4_weight(name: str, blocks: tuple[int, ...]) -> Quantized:
     experts, rows, count, size = blocks
 
-    def read(tensor: Read, which: slice | None) -> Tensor:
+    def read(tensor: Read, which: Part) -> Tensor:
         packed = tensor(name + BLOCKS, which).int()
         values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
         pairs = torch.stack([values[packed & 15], values[packed >> 4]], dim=-1).flatten(-2)

@@ -81,6 +81,10 @@ MEGATRON = {  # below `megatron` of a role
     "expert_model_parallel_size": "expert_parallel",
     "expert_tensor_parallel_size": "expert_tensor_parallel",
     "sequence_parallel": "sequence_parallel",
+    "override_transformer_config.num_layers_in_first_pipeline_stage":
+        "num_layers_in_first_pipeline_stage",
+    "override_transformer_config.num_layers_in_last_pipeline_stage":
+        "num_layers_in_last_pipeline_stage",
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
 }  # fmt: skip

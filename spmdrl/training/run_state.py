@@ -93,6 +93,11 @@ def build_saver(state: RunState, log: RunLog) -> Saver | None:
     return Saver(root, config.checkpoint, runtime.phases, dict(state.trained), say)
 
 
+def started_from(model: str) -> str:
+    """The model that a run starts from, as it is found from any folder: a path or a hub id."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
 def save(
     state: RunState, saver: Saver, step: int, metrics: dict[str, float], stops: bool
 ) -> None:  # fmt: skip
@@ -102,6 +107,7 @@ def save(
             check_metric(state.config.checkpoint, metrics)
     run_info = {
         "engines": sorted(state.trained),
+        "model": started_from(state.config.actor.model or state.config.model),
         "order": state.order.state_dict(),
         "config": as_source(state.config),
         "identity": state.identity,

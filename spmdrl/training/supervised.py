@@ -31,6 +31,7 @@ from spmdrl.engines.build import build_engine
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
+from spmdrl.hub.mtp_layers import num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
 from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
@@ -47,6 +48,7 @@ from spmdrl.training.roles import Trainer, update
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Batch
+from spmdrl.weights.holders import agree_on_shards
 
 BUCKET_BYTES = 512 << 20  # gathered at once
 
@@ -231,12 +233,17 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
     with run.runtime.phases("save"):
         # gathered as they were trained, and rounded once, when they are written
         weights = actor.named_weights(torch.float32, BUCKET_BYTES)
-        export(weights, run, Path(config.out))
+        held = agree_on_shards(actor.named_shards(), run.actor.topology.control)
+        shapes = {weight.name: weight.shape for weight in held}  # also of other pipeline stages
+        export(weights, shapes, run, Path(config.out))
         if config.actor.ema:
             weights = actor.named_average(torch.float32, BUCKET_BYTES)
-            export(weights, run, Path(config.out, "ema"))
+            export(weights, shapes, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
             actor.save_adapter(Path(config.out, "adapter"))
+    if num_mtp_layers(actor.pretrained[0]) and run.task.kind == "policy":
+        log.line("the multi-token prediction layers of the model are not in it: an export of the "
+                 "last checkpoint (spmdrl.export) has them")  # fmt: skip
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
 
 
@@ -259,16 +266,20 @@ def weighted_batch(rows: Rows, indices: list[int], actor: Trainer) -> tuple[Batc
     return batch, num_tokens
 
 
-def export(gathered: Iterator[tuple[str, Tensor]], run: SupervisedRun, out: Path) -> None:
-    """Rank 0 keeps the tensors as they are gathered and writes them. Collective."""
-    is_first = run.runtime.is_main
-    kept = [(name, t.cpu().clone()) for name, t in gathered if is_first]
-    if is_first:
-        out.mkdir(parents=True, exist_ok=True)
-        config, *others = run.actor.model.pretrained
-        for part in (config, *others, run.tokenizer):
-            part.save_pretrained(out)
-        write_weights(kept, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
+def export(
+    gathered: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
+    run: SupervisedRun, out: Path,
+) -> None:  # fmt: skip
+    """Rank 0 writes the tensors as they are gathered. shapes: of all of them. Collective."""
+    if not run.runtime.is_main:
+        for _ in gathered:
+            pass
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    config, *others = run.actor.model.pretrained
+    for part in (config, *others, run.tokenizer):
+        part.save_pretrained(out)
+    write_weights(gathered, shapes, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
 
 
 def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) -> None:

@@ -21,19 +21,32 @@ from spmdrl.rollout.vllm.core import config_of_engine, moe_backend
 BLOCK = 24  # divides no size of the tiny models
 
 
-def weights_on(topology: Any, model: str, **layout: Any) -> dict[str, torch.Tensor]:
+Weights = dict[str, torch.Tensor]
+
+
+def weights_on(topology: Any, model: str, *layouts: dict[str, Any]) -> list[Weights]:
+    """All weights as FSDP2 has read them; then as engine megatron has in each of the layouts."""
     from spmdrl.config import TrainConfig
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.build import build_engine
 
-    config = TrainConfig(dtype="float32", **layout)
-    ranks = Topology.build(topology.device, **train_degrees(config))
-    engine: Any = build_engine("policy", model, config, ranks)
-    return {name: t.clone() for name, t in engine.named_weights(torch.float32, 1 << 20)}
+    found = []
+    for engine, layout in (("fsdp", {}), *(("megatron", layout) for layout in layouts)):
+        config = TrainConfig(dtype="float32", engine=engine, **layout)
+        ranks = Topology.build(topology.device, **train_degrees(config))
+        built = build_engine("policy", model, config, ranks, frozen=True)
+        named = built.named_weights(torch.float32, 1 << 20)
+        found.append({name: t.clone() for name, t in named})
+    return found
 
 
-def megatron_weights_on(topology: Any, model: str) -> dict[str, torch.Tensor]:
-    return weights_on(topology, model, engine="megatron", pipeline_parallel=2)
+CUTS = {
+    "qwen3": ({"tensor_parallel": 2}, {"pipeline_parallel": 2}),
+    "deepseek_v3": (
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+        {"expert_parallel": 2},
+    ),
+}  # fmt: skip
 
 
 def vllm_from_disk(topology: Any, model: str) -> None:
@@ -56,7 +69,8 @@ def quantize(folder: Path, how: dict[str, Any], change: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.megatron
+@pytest.mark.parametrize("family", CUTS)
 def test_ranks_read_their_rows_of_fp8_blocks(family: str, tmp_path: Path) -> None:
     model = save_family(tmp_path / "model", family)
     wanted: dict[str, torch.Tensor] = {}
@@ -73,9 +87,10 @@ def test_ranks_read_their_rows_of_fp8_blocks(family: str, tmp_path: Path) -> Non
         return {name: stored, name + "_scale_inv": grid}
 
     quantize(model, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, in_fp8)
-    for found in run_ranks(2, weights_on, str(model)):
-        assert found.keys() >= wanted.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for found in run_ranks(2, weights_on, str(model), *CUTS[family]):
+        for weights in found:
+            assert weights.keys() >= wanted.keys()
+            assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.ranks
@@ -111,13 +126,10 @@ def test_ranks_read_their_experts_of_mxfp4(tmp_path: Path) -> None:
     backends = [moe_backend(hf, on_cpu=False, in_floats=pushed) for pushed in (True, False)]
     assert backends == ["triton", "auto"]
     assert not hasattr(config_of_engine(hf), "quantization_config") and is_readable(hf)
-    for found in run_ranks(2, weights_on, str(tmp_path)):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    every = run_ranks(2, megatron_weights_on, str(tmp_path))
-    assert {name for found in every for name in found} == wanted.keys()
-    for found in every:
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    for read in run_ranks(2, weights_on, str(tmp_path), {"pipeline_parallel": 2}):
+        for found in read:
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     # without a trainer (spmdrl.evaluate) vLLM reads MXFP4 itself, for which it has GPUs alone
     with pytest.raises(AssertionError, match="no kernels for MXFP4 experts on CPUs"):
         run_ranks(1, vllm_from_disk, str(tmp_path))

@@ -70,6 +70,9 @@ def test_a_run_of_verl(run: dict, kind: str, tmp_path: Path) -> None:
     batch, mini = known["data.train_batch_size"], known[f"{verl.ACTOR}.ppo_mini_batch_size"]
     assert config.algo.mini_batches == -(-batch // mini)
     assert (config.actor.engine == "megatron") == any(".actor.megatron." in name for name in given)
+    for field in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        theirs = f"{verl.ACTOR}.megatron.override_transformer_config.{field}"
+        assert getattr(config.actor, field) == given.get(theirs)
     assert (config.critic is not None) == (known["algorithm.adv_estimator"] == "gae")
     uses_kl = known.get(f"{verl.ACTOR}.use_kl_loss") or known.get("algorithm.use_kl_in_reward")
     assert bool(config.algo.kl_coef) == bool(uses_kl and config.algo.kl_coef)

@@ -12,9 +12,10 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.compat import taken_for_experts, turn_adapter
+from spmdrl.engines.fsdp.model import build_model
 from spmdrl.engines.fsdp.per_sequence_layers import is_recurrent
+from spmdrl.engines.fsdp.weight_files import open_weights
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import (
     auto_class,
@@ -367,10 +370,19 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Returns a digest of a model's weights: names, shapes and a checksum of each tensor, as they
     were read.
     """
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    return fingerprint_of_sums(shapes, {name: checksum(t) for name, t in weights.items()})
+
+
+def checksum(tensor: Tensor) -> int:
+    data: Any = tensor.detach().contiguous().numpy()
+    return zlib.crc32(data)
+
+
+def fingerprint_of_sums(shapes: Mapping[str, tuple[int, ...]], sums: Mapping[str, int]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        data: Any = tensor.detach().contiguous().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)} {zlib.crc32(data)}\n".encode())
+    for name in sorted(shapes):
+        digest.update(f"{name} {shapes[name]} {sums[name]}\n".encode())
     return digest.hexdigest()
 
 
@@ -428,36 +440,64 @@ def lora_of(saved: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig(saved["rank"], saved["alpha"], targets, saved["use_rslora"])
 
 
-def adapter_tensors(state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`<layer>.lora_A.weight` and `<layer>.lora_B.weight` out of a checkpoint's tensors."""
+def adapter_tensors(
+    read: Callable[[str], Tensor], saved: Mapping[str, Any]
+) -> dict[str, Tensor]:  # fmt: skip
+    """Returns `<layer>.lora_A.weight` and `<layer>.lora_B.weight` of a checkpoint. read: a function
+    that reads a tensor of it by its name.
+    """
     return {
-        layer + part: state[f"hf.{layer}.{inner}"]
+        layer + part: read(f"hf.{layer}.{inner}")
         for layer in saved["layers"]
         for part, inner in zip(ADAPTER, IN_LAYER, strict=True)
     }
 
 
-def merged(state: dict[str, Tensor], saved: Mapping[str, Any], base: str) -> dict[str, Tensor]:
-    """The whole model in float32: the base as it was held, and scale B A. Raises ConfigError where
-    the base is not there, or is another model. base: where it lies now; "": where it lay.
+def merged_sources(
+    adapters: Mapping[str, Tensor], saved: Mapping[str, Any], base: str
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
+    """Yields of each parameter its name, its shape and a function that reads it in float32: the
+    base as it was held, and scale B A. base: where it lies now; "": where it lay. Raises
+    ConfigError where the base is not there, or is another model.
     """
     path = local_model("base" if base else "the base of these adapters", base or saved["model"])
     if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
     if any("language_model" in layer for layer in saved["layers"]):
         keep_tower(path)
-    auto = auto_class(load_hf_config(path))
-    hf = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-    weights: dict[str, Tensor] = {n: p.detach() for n, p in hf.named_parameters()}
-    if fingerprint(weights) != saved["fingerprint"]:
+    shapes, read_parameter = parameters_of(path)
+    sums = {name: checksum(read_parameter(name)) for name in shapes}
+    if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
         raise ConfigError(f"{path} has not the weights that these adapters were trained on")
     dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
-    weights = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
-    found = adapter_tensors(state, saved)
-    for layer in saved["layers"]:
-        a, b = (found[layer + part] for part in ADAPTER)
-        weights[f"{layer}.weight"].addmm_(b, a, alpha=scale)
-    return weights
+
+    def read(name: str) -> Tensor:
+        weight = read_parameter(name).to(dtype).float()
+        layer = name.removesuffix(".weight")
+        if layer + ADAPTER[0] in adapters:
+            a, b = (adapters[layer + part] for part in ADAPTER)
+            weight.addmm_(b, a, alpha=scale)
+        return weight
+
+    for name, shape in shapes.items():
+        yield name, shape, partial(read, name)
+
+
+def parameters_of(model: str) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
+    """The shapes of a language model's parameters, and a function that reads one in float32.
+
+    One is in memory at a time, but where its files cannot be read by rows.
+    """
+    shell = build_model(model, full=False, has_head=True)
+    files = open_weights(model, shell, has_head=True)
+    named = dict(shell.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    if files is not None:
+        return shapes, lambda name: files.rows(name, 0, shapes[name][0]).float()
+    auto = auto_class(load_hf_config(model))
+    hf = auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    weights = {name: parameter.detach() for name, parameter in hf.named_parameters()}
+    return shapes, lambda name: weights[name].clone()
 
 
 def save_adapter(

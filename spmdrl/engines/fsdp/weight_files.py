@@ -34,7 +34,7 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.model import output_names, require_loadable
 from spmdrl.hub.hf_folder import check_files, has_tower
 from spmdrl.hub.language_model import language_key
-from spmdrl.hub.quantized_weights import Quantized, is_readable, quantized_weights
+from spmdrl.hub.quantized_weights import Part, Quantized, is_readable, quantized_weights
 from spmdrl.hub.remote_code import UNREADABLE, reason_of
 from spmdrl.hub.transformers_compat import checkpoint_files
 
@@ -185,8 +185,8 @@ class WeightFiles:
             return self.quantized[key].read(self.stored, rows)
         return self.stored(key, rows)
 
-    def stored(self, key: str, rows: slice | None = None) -> Tensor:
-        """Returns a tensor as it is in the files, or rows of it. One file is open at a time, so
+    def stored(self, key: str, rows: Part = None) -> Tensor:
+        """Returns a tensor as it is in the files, or a part of it. One file is open at a time, so
         that no more of the files than one is mapped into memory.
         """
         path = self.paths[key]

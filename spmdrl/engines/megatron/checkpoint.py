@@ -10,12 +10,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
-from spmdrl.config import ConfigError, OptimConfig, TrainConfig
+from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
@@ -33,10 +33,16 @@ from spmdrl.engines.fsdp.optimizers import require_same_optimizer
 from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat, ema
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
+from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.layout import Degrees
 from spmdrl.engines.megatron.lora import stored_name, trained_parts
-from spmdrl.engines.megatron.parts import Parts, build_parts, own_weights, set_hyperparameters
+from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.parallel_state import RoleState
+from spmdrl.engines.megatron.parts import Parts, parallel_sizes, set_hyperparameters
+from spmdrl.engines.megatron.splits import HfSlice
+from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.weights.transfer import gathered
+from spmdrl.weights.boxes import view, whole
 
 logger = logging.getLogger(__name__)
 
@@ -159,40 +165,86 @@ def take(parts: Parts, state: dict[str, Any]) -> None:
         set_hyperparameters(parts.optimizer, parts.optim)
 
 
-def load_whole(folder: Path, hf_folder: Path, average: bool = False) -> dict[str, Tensor]:
-    """Full tensors of a policy or reward model by Hugging Face name, in this process alone.
-    Whatever its layout was, the model is put together without a cut. average: of the moving
-    average of the weights. Raises ConfigError where there is none.
+def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list[WeightSource]:
+    """The weights of a policy or reward model, to be read one parameter at a time, whatever its
+    layout was. average: of the moving average; what was not trained has none and is as it is.
+
+    The float32 weights of the optimizer are read: what was learnt is often less than the last bit
+    of a bfloat16. A model without memory, which nothing cuts, says where each one lies.
     """
+    common, stored = read_common(folder), StoredTensors(folder)
+    hf_config = load_hf_config(str(hf_folder))
+    kind: Literal["policy", "reward"] = "reward" if is_classifier(hf_config) else "policy"
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        common = read_plain(Path(folder, COMMON))
-        dtype = common["dtype"].removeprefix("torch.")
-        config = TrainConfig(
-            engine="megatron", dtype=dtype, ema=0.5 if average else 0.0,
-            optim=OptimConfig(name=common.get("optim_name", "adamw")),
-        )  # fmt: skip
-        topology = Topology.build(torch.device("cpu"), **train_degrees(config))
-        kind = "reward" if is_classifier(load_hf_config(str(hf_folder))) else "policy"
-        parts = build_parts(kind, str(hf_folder), config, topology, False, load_weights=False)
-        with parts.state.active():
-            load(parts, folder, topology)
-            shown = parts.average.instead() if parts.average is not None else nullcontext()
-            with shown:
-                show_own_weights(parts)
-                return dict(gathered(parts.named_shards(), torch.float32, 1 << 30, topology))
+        topology = Topology.build(
+            torch.device("cpu"), **train_degrees(TrainConfig(engine="megatron"))
+        )
+        state = RoleState.build(topology, **parallel_sizes(Degrees()))
+        with state.active(), mcore_cpu.without_memory():
+            mega = transformer_config(hf_config, Degrees(), torch.float32)
+            (chunk,) = build_chunks(hf_config, mega, kind)
+            entries = chunk.sharded_state_dict(
+                metadata=layout_metadata() | (common.get("content_metadata") or {})
+            )
+            return [
+                weight_source([(entries[name], held) for name, held in parts], stored, average)
+                for parts in by_tensors(pieces(chunk, hf_config))
+            ]
     finally:
         dist.destroy_process_group()
 
 
-def show_own_weights(parts: Parts) -> None:
-    """The float32 weights of the optimizer in place of the model's, on a single rank: what was
-    learnt is often less than the last bit of a bfloat16."""
-    for part in compat.optimizer_parts(parts.optimizer):
-        models = [p for group in getattr(part, "model_float16_groups", []) for p in group]
-        for weight, own in zip(models, own_weights(part), strict=True):
-            weight.data = own.detach().view(weight.shape)
+def by_tensors(
+    parameters: Iterable[tuple[str, Tensor, list[HfSlice]]],
+) -> list[list[tuple[str, list[HfSlice]]]]:
+    """Puts the parameters together that hold parts of the same tensors, as experts of a layer may.
+
+    parameters: of `pieces`. Those that hold only what is tied are left out.
+    """
+    found: dict[frozenset[str], list[tuple[str, list[HfSlice]]]] = {}
+    for name, _, held in parameters:
+        tensors = frozenset(piece.name for piece in held if not piece.tied)
+        if tensors:
+            found.setdefault(tensors, []).append((name, held))
+    named = [name for tensors in found for name in tensors]
+    assert len(named) == len({*named}), named
+    return list(found.values())
+
+
+def weight_source(
+    parameters: list[tuple[Any, list[HfSlice]]], stored: StoredTensors, average: bool
+) -> WeightSource:
+    """parameters: the entry of each in sharded_state_dict, and what lies in it; together they hold
+    all of each tensor.
+    """
+    shapes = {p.name: p.shape for _, held in parameters for p in held if not p.tied}
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        for entry, held in parameters:
+            parameter = compat.filled(entry, partial(read_sharded, stored, average=average))
+            for piece in (p for p in held if not p.tied):
+                if piece.name not in tensors:
+                    tensors[piece.name] = torch.empty(piece.shape, dtype=parameter.dtype)
+                part = view(tensors[piece.name], whole(piece.shape), piece.box)
+                part.copy_(piece.view(parameter))
+        yield from tensors.items()
+
+    return WeightSource(shapes, read)
+
+
+def read_sharded(stored: StoredTensors, shard: Any, average: bool) -> Tensor:
+    """Reads a ShardedTensor: of a trained weight the optimizer's or its average, of others the
+    model's.
+    """
+    wanted = [ema.AVERAGE + shard.key.removeprefix("model.")] if average else []
+    wanted.append(ema.MASTER + shard.key)
+    name = next((name for name in wanted if name in stored.found), shard.key)
+    lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    box = tuple((o, o + n) for o, n in zip(shard.global_offset, lengths, strict=True))
+    return stored.read(name, box).view(shard.local_shape)
 
 
 def named_chunks(parts: Parts) -> list[tuple[str, Any]]:

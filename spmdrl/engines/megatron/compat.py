@@ -64,6 +64,18 @@ def split_state(state: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     return torch_dist.mcore_to_pyt_state_dict(named, False), planner, common
 
 
+def filled(entry: Any, read: Callable[[Any], Any]) -> Any:
+    """Returns the parameter that an entry of sharded_state_dict stands for. read: of each of its
+    ShardedTensors. Calls dict_list_map_inplace of dist_checkpointing.dict_utils, and build and
+    merge_fn of a ShardedTensorFactory.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+
+    if not hasattr(entry, "build"):
+        return read(entry)
+    return entry.merge_fn(dict_list_map_inplace(read, entry.build()))
+
+
 def shard_of(
     name: str, tensor: Any, shape: tuple[int, ...], first: tuple[int, ...], replica: tuple[int, ...]
 ) -> Any:

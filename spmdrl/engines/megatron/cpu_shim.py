@@ -107,6 +107,14 @@ def scope() -> Iterator[None]:
             _patches.close()
 
 
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Within `scope`: models that are built meanwhile have shapes alone, on the device "meta"."""
+    meta = torch.device("meta")
+    with mock.patch.object(torch.cuda, "current_device", return_value=meta), meta:
+        yield
+
+
 class _Stream:
     """A stream or event where there is only one. A class, for others annotate with it."""
 

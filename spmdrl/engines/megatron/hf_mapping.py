@@ -24,7 +24,15 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
 from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
-from spmdrl.hub.quantized_weights import BLOCKS, mxfp4_weight
+from spmdrl.hub.quantized_weights import (
+    BLOCKS,
+    FP8_SCALE,
+    Part,
+    fp8_weight,
+    is_fp8,
+    mxfp4_weight,
+    quantization_of,
+)
 from spmdrl.weights.boxes import Box, sizes
 
 
@@ -128,10 +136,13 @@ def cut_of(group: torch.distributed.ProcessGroup) -> DimensionSplit:
 
 
 class Folder:
-    """The tensors of a checkpoint folder, read part by part."""
+    """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, hf_config: PreTrainedConfig | None = None) -> None:
+        """hf_config: it says how large the blocks are; without it there may be none."""
         self.folder = Path(folder)
+        how = quantization_of(hf_config)
+        self.block = tuple(how["weight_block_size"]) if is_fp8(hf_config) else ()
         self.open: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
         self.files: dict[str, str]
@@ -173,19 +184,23 @@ class Folder:
         lead: tuple[int, ...] = ()
         if name not in self.files:
             name, lead, shape, box = self._stacked(name, shape, box)
-        part = self._handle(self.files[name]).get_slice(name)
+        part = self._slice(name)
         there = tuple(part.get_shape())
         if there[len(lead) :] != shape:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {there}, but config.json "
                 f"means {(*there[: len(lead)], *shape)}"
             )
-        if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        ranges = tuple(slice(first, last) for first, last in box)
+        if self.block and not lead and name + FP8_SCALE in self.files:
+            found = fp8_weight(name, there, self.block).read(self._part, ranges)
+        elif part.get_dtype() in ("F64", "F32", "F16", "BF16"):
+            found = part[(*lead, *ranges)]
+        else:
             raise ConfigError(
                 f"model: {name} in {self.folder / self.files[name]} is {part.get_dtype()}; "
                 "convert the checkpoint to bfloat16 first"
             )
-        found = part[(*lead, *(slice(first, last) for first, last in box))]
         # the sum alone would do, but for weights whose finite sum overflows
         if not found.float().sum().isfinite() and not found.isfinite().all():
             raise ConfigError(
@@ -194,20 +209,21 @@ class Folder:
             )
         return found
 
+    def _slice(self, name: str) -> Any:
+        return self._handle(self.files[name]).get_slice(name)
+
+    def _part(self, name: str, part: Part) -> Tensor:
+        return self._slice(name)[part]
+
     def _mxfp4(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """Returns a part of the experts' matrices that are stored in MXFP4, in float32."""
-
-        def read(key: str, part: Any) -> Tensor:
-            return self._handle(self.files[key]).get_slice(key)[part]
-
-        blocks = self._handle(self.files[name + BLOCKS]).get_slice(name + BLOCKS)
-        weight = mxfp4_weight(name, tuple(blocks.get_shape()))
+        weight = mxfp4_weight(name, tuple(self._slice(name + BLOCKS).get_shape()))
         if weight.shape != shape:
             raise ConfigError(
                 f"model: {name} in {self.folder} is {weight.shape}, but config.json means {shape}"
             )
         experts, *inside = (slice(first, last) for first, last in box)
-        return weight.read(read, experts)[(slice(None), *inside)]
+        return weight.read(self._part, experts)[(slice(None), *inside)]
 
     def _stacked(
         self, name: str, shape: tuple[int, ...], box: Box
@@ -242,7 +258,7 @@ def load_pretrained(
     new_head: a value head or score that the folder does not have stays as it is. Local. Raises
     ConfigError where the folder does not fit the config, perhaps on one rank only.
     """
-    checkpoint = Folder(folder)
+    checkpoint = Folder(folder, hf_config)
     for chunk in chunks:
         for _, parameter, parts in pieces(chunk, hf_config):
             for piece in parts:

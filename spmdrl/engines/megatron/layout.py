@@ -35,6 +35,8 @@ class Degrees:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False  # activations between layers are cut over the tensor ranks too
+    first_stage: int | None = None  # layers of the first pipeline rank; None: as many as others
+    last_stage: int | None = None
 
 
 def check_architecture(hf_config: PreTrainedConfig) -> None:
@@ -102,6 +104,8 @@ def _unmapped_layers(config: Any) -> list[str]:
 
 OPTIONS = {  # of the config, by field of Degrees
     "tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "virtual": "virtual_pipeline",
+    "first_stage": "num_layers_in_first_pipeline_stage",
+    "last_stage": "num_layers_in_last_pipeline_stage",
     "context": "context_parallel", "expert": "expert_parallel",
     "expert_tensor": "expert_tensor_parallel", "sequence": "sequence_parallel",
 }  # fmt: skip
@@ -128,7 +132,11 @@ def check_layout(
 def _sizes_below_one(degrees: Degrees) -> list[str]:
     named = {OPTIONS[f.name]: getattr(degrees, f.name) for f in fields(degrees)}
     del named[OPTIONS["sequence"]]
-    return [f"{name}={size}: must be at least 1" for name, size in named.items() if size < 1]
+    return [
+        f"{name}={size}: must be at least 1"
+        for name, size in named.items()
+        if size is not None and size < 1
+    ]
 
 
 def _tensor_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
@@ -148,16 +156,55 @@ def _tensor_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
     return problems
 
 
+def stage_layers(layers: int, d: Degrees) -> list[int]:
+    """Returns how many layers each pipeline rank has. What the sizes of the first and of the last
+    stage leave is divided among the others, as Megatron does. The layout has to be sound.
+    """
+    sizes = [size for size in (d.first_stage, d.last_stage) if size is not None]
+    others = d.pipeline - len(sizes)
+    found = [(layers - sum(sizes)) // max(others, 1)] * others
+    first = [] if d.first_stage is None else [d.first_stage]
+    last = [] if d.last_stage is None else [d.last_stage]
+    return first + found + last
+
+
 def _pipeline_problems(layers: int, d: Degrees) -> list[str]:
-    if d.virtual > 1 and d.pipeline == 1:
+    given = {OPTIONS[name]: getattr(d, name) for name in ("first_stage", "last_stage")}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    if d.pipeline == 1:
+        alone = sizes | ({"virtual_pipeline": d.virtual} if d.virtual > 1 else {})
         return [
-            f"virtual_pipeline={d.virtual}: wants pipeline_parallel > 1; use virtual_pipeline=1"
+            f"{name}={size}: wants pipeline_parallel > 1; leave it out"
+            for name, size in alone.items()
         ]
-    problems = _must_divide("pipeline_parallel", d.pipeline, {"layers": layers})
-    if problems:
-        return problems
-    here = {f"layers of each of {d.pipeline} pipeline ranks": layers // d.pipeline}
-    return _must_divide("virtual_pipeline", d.virtual, here)
+    left, others = layers - sum(sizes.values()), d.pipeline - len(sizes)
+    if not sizes and left % others:
+        (problem,) = _must_divide("pipeline_parallel", d.pipeline, {"layers": layers})
+        return [problem + _unequal_stages(layers, d)]
+    if left < others or left % max(others, 1) or (left and not others):
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return [
+            f"pipeline_parallel={d.pipeline}, {named}: {left} of {layers} layers are left for "
+            f"{others} other stages, which are to have as many each{_unequal_stages(layers, d)}"
+        ]
+    stages = stage_layers(layers, d)
+    names = [f"layers of pipeline rank {stages.index(size)}" for size in stages]
+    if len(set(stages)) == 1:
+        names = [f"layers of each of {d.pipeline} pipeline ranks"]
+    return _must_divide("virtual_pipeline", d.virtual, dict(zip(names, stages, strict=False)))
+
+
+def _unequal_stages(layers: int, d: Degrees) -> str:
+    """Returns how the layers may be cut in as many stages, as the end of an error's text."""
+    units, rest = divmod(layers, d.virtual)
+    if rest or units < d.pipeline:
+        return ""
+    each = ceil(units / d.pipeline)
+    if units - each * (d.pipeline - 2) < 2:
+        each -= 1
+    ends = units - each * (d.pipeline - 2)
+    first, last = ceil(ends / 2) * d.virtual, ends // 2 * d.virtual
+    return f"; or {OPTIONS['first_stage']}={first}, {OPTIONS['last_stage']}={last}"
 
 
 def _expert_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
@@ -343,10 +390,11 @@ def _frequencies(
     if rope["rope_type"] == "default":
         size = config.qk_rope_head_dim if FAMILIES[config.model_type].latent else head_dim(config)
         dim = int(size * rope_factor(config))
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    make = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    return make(config, torch.device("cpu"), layer_type=kind)
+    cpu = torch.device("cpu")
+    with cpu:  # also where a model without memory is built
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, cpu, layer_type=kind)
 
 
 def padded_vocab(hf_config: PreTrainedConfig, tensor: int) -> int:

@@ -83,6 +83,11 @@ def transformer_config(
         "tensor_model_parallel_size": d.tensor, "sequence_parallel": d.sequence,
         "pipeline_model_parallel_size": d.pipeline,
         "virtual_pipeline_model_parallel_size": d.virtual if d.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": d.first_stage,
+        # of two stages the first says all, and Megatron divides by the number of others
+        "num_layers_in_last_pipeline_stage": (
+            None if d.pipeline == 2 and d.first_stage is not None else d.last_stage
+        ),
         "context_parallel_size": d.context, "expert_model_parallel_size": d.expert,
         "expert_tensor_parallel_size": d.expert_tensor,
         # batches of different length, and one division by one global count
@@ -295,7 +300,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         kwargs: Any = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kwargs))
         if "bias" in self.names:
@@ -332,7 +337,7 @@ class WholeLinear(nn.Module):
 
     def __init__(self, in_dim: int, out_dim: int, config: Any) -> None:
         super().__init__()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()  # on a CPU by mcore_cpu.scope()
         zeros = torch.zeros(out_dim, in_dim, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(zeros)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

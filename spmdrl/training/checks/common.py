@@ -43,6 +43,7 @@ from spmdrl.hub.hf_folder import (
     sees_images,
     whole_config,
 )
+from spmdrl.hub.quantized_weights import is_readable, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.training.checks.packing import check_packing
@@ -109,6 +110,12 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "
         f"{model!r} brings along: use engine 'fsdp', or leave trust_remote_code off",
     )
+    how = quantization_of(hf).get("quant_method")
+    require(
+        how is None or is_readable(hf),
+        f"{name}.engine='megatron' reads weights in floating point, in FP8 blocks or in MXFP4, and "
+        f"{model!r} has quant_method={how!r}: convert it to bfloat16 first",
+    )
     try:
         check_layout(hf, degrees_of(role), num_ranks)
         check_scores(hf, role.context_parallel, DTYPES[role.dtype])
@@ -150,7 +157,9 @@ LAYOUT: dict[str, dict[str, Any]] = {
     },
     "megatron": {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
-        "virtual_pipeline": 1, "context_parallel": 1, "expert_tensor_parallel": 1,
+        "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
+        "expert_tensor_parallel": 1,
     },
 }  # fmt: skip
 

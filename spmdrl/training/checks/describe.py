@@ -120,9 +120,11 @@ def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:
             f", {label} {getattr(role, field)}"
             for label, field in (("sequence parallel", "sequence_parallel"),
                                  ("chunks per stage", "virtual_pipeline"),
+                                 ("layers in stage 0", "num_layers_in_first_pipeline_stage"),
+                                 ("layers in the last", "num_layers_in_last_pipeline_stage"),
                                  ("experts over", "expert_parallel"),
                                  ("each over", "expert_tensor_parallel"))
-            if getattr(role, field) is True or getattr(role, field) > 1
+            if getattr(role, field) not in (None, False, 1)
         )  # fmt: skip
     return f"  {name:8} ranks {show_ranks(ranks)}: {layout}"
 

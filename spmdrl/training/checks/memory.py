@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from spmdrl.config import TrainConfig, checkpointing_of
-from spmdrl.engines.megatron.layout import num_experts
+from spmdrl.engines.fsdp.model import decoder_layers
+from spmdrl.engines.megatron.layout import num_experts, stage_layers
+from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.training.checks.model_shape import (
     ModelShape,
     adapter_parameters,
     optimizer_bytes,
+    parameters_in,
     shape_of,
 )
 from spmdrl.training.checks.pass_memory import (
@@ -191,33 +194,64 @@ def adapters_memory(
 
 
 @dataclass(frozen=True)
-class StageParameters:
-    """Parameters on a rank of the fullest pipeline stage."""
+class Stage:
+    """What a rank of one pipeline stage holds and computes."""
 
-    dense: float
+    layers: tuple[int, ...]  # their numbers
+    dense: float  # parameters on the rank
     experts: float
+    under_way: float  # micro-batches whose activations its layers keep at the same time
+    is_first: bool  # it has the embedding
+    is_last: bool  # it has the head
 
 
-def stage_parameters(role: TrainConfig, shape: ModelShape) -> StageParameters:
+def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
     """Tensor parallelism cuts all but the router and what latent attention projects down.
 
-    The embedding is in the first stage and the head in the last: a stage has one of them, with one
-    stage both; tied, and with several stages, both have the embedding.
+    Tied, and with several stages, both the first and the last stage have the embedding.
+    under_way: of 1F1B, and of interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
     """
-    stages, tensor, text = role.pipeline_parallel, role.tensor_parallel, shape.text
-    whole = (
-        sum(sparse_layers(shape.hf))
-        * text.hidden_size
-        * (num_experts(shape.hf) if shape.experts else 0)
-    )
+    stages, chunks, tensor = role.pipeline_parallel, role.virtual_pipeline, role.tensor_parallel
+    held, found = layers_by_stage(role, shape.text.num_hidden_layers), []
+    counted = [layer_parameters(shape, number) for number in range(shape.text.num_hidden_layers)]
+    for rank, layers in enumerate(held):
+        cut, whole, experts = (sum(counted[number][part] for number in layers) for part in range(3))
+        is_first, is_last = rank == 0, rank == stages - 1
+        ends = shape.matrices if is_first and is_last else int(is_first or is_last)
+        after = stages - rank - 1
+        found.append(Stage(
+            layers, whole + (cut + ends * shape.matrix) / tensor,
+            experts / (role.expert_parallel * role.expert_tensor_parallel),
+            after + 1 if chunks == 1 else (2 * after + (chunks - 1) * stages + 1) / chunks,
+            is_first, is_last,
+        ))  # fmt: skip
+    return found
+
+
+def layers_by_stage(role: TrainConfig, num_layers: int) -> list[tuple[int, ...]]:
+    """Returns the numbers of the layers of each pipeline rank: a chunk of each rank in turn."""
+    sizes = stage_layers(num_layers, degrees_of(role))
+    held: list[list[int]] = [[] for _ in sizes]
+    first = 0
+    for _ in range(role.virtual_pipeline):
+        for rank, size in enumerate(sizes):
+            held[rank] += range(first, first + size // role.virtual_pipeline)
+            first += size // role.virtual_pipeline
+    return [tuple(numbers) for numbers in held]
+
+
+def layer_parameters(shape: ModelShape, number: int) -> tuple[int, int, int]:
+    """Returns the parameters of a layer that tensor parallelism cuts, those that it leaves whole,
+    and those of routed experts.
+    """
+    text, whole, experts = shape.text, 0, 0
+    if sparse_layers(shape.hf)[number]:
+        whole += text.hidden_size * num_experts(shape.hf)
+        experts = shape.experts // sum(sparse_layers(shape.hf))
     if getattr(text, "kv_lora_rank", None):
         down = text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0)
-        whole += text.num_hidden_layers * text.hidden_size * down
-    layers = shape.count - shape.experts - shape.matrices * shape.matrix - whole
-    ends = shape.matrix * (shape.matrices if stages == 1 else 1)
-    dense = layers / (stages * tensor) + whole / stages + ends / tensor
-    cut = role.expert_parallel * role.expert_tensor_parallel * stages
-    return StageParameters(dense, shape.experts / cut)
+        whole += text.hidden_size * down
+    return parameters_in(decoder_layers(shape.shell)[number]) - whole - experts, whole, experts
 
 
 def megatron_memory(
@@ -228,24 +262,40 @@ def megatron_memory(
     trained: bool,
     on_gpu: bool,
 ) -> Memory:
+    """The memory of a rank of the pipeline stage that takes most."""
+    found = [
+        stage_memory(role, shape, stage, num_ranks, tokens, trained, on_gpu)
+        for stage in pipeline_stages(role, shape)
+    ]
+    return max(found, key=lambda memory: memory.busy)
+
+
+def stage_memory(
+    role: TrainConfig,
+    shape: ModelShape,
+    stage: Stage,
+    num_ranks: int,
+    tokens: MicroBatches,
+    trained: bool,
+    on_gpu: bool,
+) -> Memory:
     """Weights in the role's dtype, gradients in float32 beside them; the distributed optimizer
     shards its float32 weights and moments over the data-parallel ranks, those of experts over the
     ranks that hold the same experts.
     """
-    held, width = stage_parameters(role, shape), DTYPES[role.dtype].itemsize
-    stages = role.pipeline_parallel
+    width, stages = DTYPES[role.dtype].itemsize, role.pipeline_parallel
     data = num_ranks / (role.tensor_parallel * stages)
     expert_data = num_ranks / (role.expert_parallel * role.expert_tensor_parallel * stages)
-    parameters = held.dense + held.experts
-    shard = held.dense / data + held.experts / expert_data
+    parameters = stage.dense + stage.experts
+    shard = stage.dense / data + stage.experts / expert_data
     states = 8 if role.dtype == "float32" else 12
     passes = (
-        megatron_pass(role, shape, tokens.first, trained, on_gpu),
-        megatron_pass(role, shape, tokens.later, trained, on_gpu),
-        megatron_pass(role, shape, tokens.first, False, on_gpu),
+        megatron_pass(role, shape, stage, tokens.first, trained, on_gpu),
+        megatron_pass(role, shape, stage, tokens.later, trained, on_gpu),
+        megatron_pass(role, shape, stage, tokens.first, False, on_gpu),
     )
     if trained and role.lora is not None:
-        return megatron_adapters_memory(role, shape, data, parameters * width, passes)
+        return megatron_adapters_memory(role, shape, stage, data, parameters * width, passes)
     return Memory(
         shape.count, shape.count * trained, parameters * width / GIB,
         4 * parameters * trained / GIB, states * shard * trained / GIB, role, *passes,
@@ -254,7 +304,7 @@ def megatron_memory(
 
 
 def megatron_adapters_memory(
-    role: TrainConfig, shape: ModelShape, data: float, base: float,
+    role: TrainConfig, shape: ModelShape, stage: Stage, data: float, base: float,
     passes: tuple[PassMemory, PassMemory, PassMemory],
 ) -> Memory:  # fmt: skip
     """The base is held in the role's dtype; of an adapter one factor is cut over the tensor ranks.
@@ -263,7 +313,8 @@ def megatron_adapters_memory(
     """
     learnt = adapter_parameters(shape, role)
     learnt += shape.text.hidden_size + 1 if shape.kind == "value" else 0
-    here = learnt / role.pipeline_parallel * (1 + 1 / role.tensor_parallel) / 2 * 4 / GIB
+    share = len(stage.layers) / shape.text.num_hidden_layers
+    here = learnt * share * (1 + 1 / role.tensor_parallel) / 2 * 4 / GIB
     added = learnt if shape.kind != "value" else learnt - shape.text.hidden_size - 1
     return Memory(
         shape.count + added, learnt, base / GIB + here, here, 2 * here / data, role, *passes,
@@ -272,34 +323,33 @@ def megatron_adapters_memory(
 
 
 def megatron_pass(
-    role: TrainConfig, shape: ModelShape, tokens: int, trained: bool, on_gpu: bool
+    role: TrainConfig, shape: ModelShape, stage: Stage, tokens: int, trained: bool, on_gpu: bool
 ) -> PassMemory:
-    """Activations of the first pipeline stage, which has as many micro-batches under way as there
-    are stages, and more where stages are interleaved (Narayanan et al. 2021, arXiv 2104.04473).
+    """Activations of a stage for the micro-batches that are under way there.
 
-    Nothing is gathered: what is large beside is the gradient of the head, in the role's dtype.
+    Nothing is gathered: what is large beside is the gradient of the embedding and of the head, in
+    the role's dtype.
     """
     width, tensor = DTYPES[role.dtype].itemsize, role.tensor_parallel
-    stages, chunks = role.pipeline_parallel, role.virtual_pipeline
     sizes, hidden = layer_sizes(shape.hf, False), shape.text.hidden_size
     along = tensor if role.sequence_parallel else 1  # ranks that share a token's norms
     kept = [
-        (sizes.norms / along + (sizes.attention + mlp) / tensor) * width * tokens
-        for mlp in sizes.mlps
+        (sizes.norms / along + (sizes.attention + sizes.mlps[number]) / tensor) * width * tokens
+        for number in stage.layers
     ]
-    under_way = stages + ((stages - 1) / chunks if chunks > 1 else 0)
     how = checkpointing_of(role, on_gpu)
     if not trained:
         activations = max(kept)
     elif how is True:
-        inputs = len(kept) / stages * hidden / along * width * tokens
-        activations = under_way * inputs + max(kept)
+        inputs = len(kept) * hidden / along * width * tokens
+        activations = stage.under_way * inputs + max(kept)
     else:  # core attention alone is computed again, of which flash attention keeps little
-        activations = under_way * sum(kept) / stages
+        activations = stage.under_way * sum(kept)
     head = (
         HEAD_CHUNK_BYTES + 8.0 * tokens * hidden
         if trained
         else 12.0 * tokens * (shape.text.vocab_size / tensor) / 256
     )
-    root = shape.matrix / tensor * width if trained and role.lora is None else 0.0
-    return PassMemory(activations, root, head, units=0.0, end=root)
+    learns_matrix = trained and role.lora is None and (stage.is_first or stage.is_last)
+    root = shape.matrix / tensor * width if learns_matrix else 0.0
+    return PassMemory(activations, root, head * stage.is_last, units=0.0, end=root)

@@ -260,12 +260,13 @@ def supervised_plan(
     gpu_gib: float | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of fine-tuning and of reward models. kind: of engine; row_tokens: (num_rows,)
-    lengths. The model is written at the end, by the first rank: in float32, and in its own dtype.
+    lengths. The model is written at the end, by the first rank, a tensor at a time: in float32, and
+    in its own dtype.
     """
     actor, on_gpu = config.actor, gpu_gib is not None
     tokens = fullest(actor, config.data.batch_size * sharing_ranks(actor) / world, row_tokens)
     memory = memory_of("actor", actor, config.model, world, kind, tokens, on_gpu)
-    written = 2 * 4 * memory.parameters / GIB
+    written = 2 * 4 * shape_of(actor.model or config.model, kind).matrix / GIB
     works = [Work("update", "update", "actor", frozenset({"actor"}))]
     copy = copied(config, memory.saved)
     timeline = timeline_of(works, {"actor": memory}, None, False, 0.0, copy, on_gpu)

@@ -46,6 +46,8 @@ BOUNDS: Bounds = {
     "OptimConfig.min_lr_ratio": (0, 1),
     "TrainConfig.fsdp": (-1, None), "TrainConfig.tensor_parallel": COUNT,
     "TrainConfig.pipeline_parallel": COUNT, "TrainConfig.virtual_pipeline": COUNT,
+    "TrainConfig.num_layers_in_first_pipeline_stage": COUNT,
+    "TrainConfig.num_layers_in_last_pipeline_stage": COUNT,
     "TrainConfig.context_parallel": COUNT, "TrainConfig.expert_parallel": COUNT,
     "TrainConfig.expert_tensor_parallel": COUNT, "TrainConfig.micro_batch_tokens": (2, None),
     "TrainConfig.ema": (0, 1), "TrainConfig.ulysses": COUNT,

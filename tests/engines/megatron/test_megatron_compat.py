@@ -162,6 +162,18 @@ def test_a_checkpoint_of_another_megatron_program_is_refused_with_what_to_do(
         checkpoint.load(SimpleNamespace(), tmp_path, None)
 
 
+def test_megatron_still_makes_a_parameter_of_the_shards_that_a_factory_builds() -> None:
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+    entry = sharded(torch.empty(4, 2, device="meta"))["weight"]
+    assert compat.filled(entry, lambda shard: shard.local_shape) == (4, 2)
+    factory = apply_swiglu_sharded_factory(entry, ())
+    parts = compat.filled(
+        factory, lambda shard: torch.full(shard.local_shape, float(shard.global_offset[0]))
+    )
+    assert parts[:, 0].tolist() == [0, 0, 2, 2]
+
+
 def test_megatron_still_chains_its_optimizers_and_marks_stubs() -> None:
     from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer

@@ -32,6 +32,8 @@ def save_models(folder):
     }  # fmt: skip
     paths = {
         "qwen3": save_qwen3(folder / "qwen3", num_hidden_layers=4),
+        "five layers": save_qwen3(folder / "five", num_hidden_layers=5),
+        "six layers": save_qwen3(folder / "six", num_hidden_layers=6),
         # 61 rows do not divide by 2, and one key-value head is on two ranks
         "odd": save_qwen3(folder / "odd", vocab_size=61, num_key_value_heads=1,
                           tie_word_embeddings=False),
@@ -114,6 +116,8 @@ def results_on(topology, models, cases):
     return found
 
 
+FIRST = {"num_layers_in_first_pipeline_stage": 3}
+ENDS = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
 LAYOUTS = [
     case("qwen3", "policy", 4, tensor_parallel=2, pipeline_parallel=2),
     case("qwen3", "value", 4, tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2,
@@ -128,6 +132,11 @@ LAYOUTS = [
     case("qwen2", "policy", 4),
     case("qwen2", "value", 2, tensor_parallel=2, sequence_parallel=True,
          activation_checkpointing=True),
+    case("five layers", "policy", 2, pipeline_parallel=2, **FIRST),
+    case("five layers", "policy", 3, pipeline_parallel=3, **ENDS),
+    case("five layers", "value", 3, pipeline_parallel=3, num_layers_in_last_pipeline_stage=1),
+    case("six layers", "policy", 2, pipeline_parallel=2, virtual_pipeline=2,
+         num_layers_in_first_pipeline_stage=4, num_layers_in_last_pipeline_stage=2),
     case("moe", "policy", 2, expert_parallel=2),
     case("moe", "policy", 4, tensor_parallel=2, sequence_parallel=True, expert_parallel=2),
     case("moe", "policy", 2, tensor_parallel=2, sequence_parallel=True, expert_tensor_parallel=2),
@@ -339,6 +348,8 @@ def steady(one):
 SAVED_AND_LOADED = [  # the last: updates before the checkpoint
     (case("qwen3", "policy", 4, **TENSOR, **PIPELINE), case("qwen3", "policy", 3), 1),
     (case("qwen3", "policy", 2, **PIPELINE), case("qwen3", "policy", 4, **TENSOR), 1),
+    (case("five layers", "policy", 3, pipeline_parallel=3, **ENDS),
+     case("five layers", "policy", 2, pipeline_parallel=2, **FIRST), 1),
     (case("qwen3", "value", 4), case("qwen3", "value", 4, **PIPELINE), 1),
     (case("odd", "policy", 2, **TENSOR), case("odd", "policy", 1), 0),
     (case("odd", "policy", 1), case("odd", "policy", 2, **TENSOR), 1),

@@ -20,7 +20,7 @@ from training_batches import CONFIG, LENS, whole_batch
 
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig
 from spmdrl.engines.fsdp.lora import adapter_tensors, read_base
-from spmdrl.engines.hf_export import load_full, load_model_state
+from spmdrl.engines.hf_export import load_full, reader_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.megatron, pytest.mark.strict_nccl]
 
@@ -194,7 +194,7 @@ def test_what_is_saved_is_an_adapter_for_peft(runs, models):
     folder = runs["folder"] / "0"
     Path(folder, "hf").symlink_to(models["qwen3"])
     whole, trained = load_full(folder, "actor"), runs["resumed"][0][0][2]
-    exported = adapter_tensors(load_model_state(folder / "actor"), read_base(folder / "actor"))
+    exported = adapter_tensors(reader_of(folder / "actor"), read_base(folder / "actor"))
     written = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert {f"base_model.model.{name}" for name in exported} == written.keys()
     for name, tensor in exported.items():

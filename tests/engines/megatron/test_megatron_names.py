@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import tiny_megatron_models as tiny
@@ -18,6 +20,7 @@ from spmdrl.engines.megatron.layout import (
     divisors,
     padded_vocab,
     softcap,
+    stage_layers,
     vocab_range,
 )
 
@@ -31,7 +34,19 @@ WRONG_LAYOUTS = [  # family, degrees, world size, what the message must say
     ("qwen3", {"tensor": 5}, None, "it may be 1, 2, 4"),
     ("qwen3", {"pipeline": 3}, None, "4 layers, and 4 % 3 = 1; it may be 1, 2, 4"),
     ("qwen3", {"pipeline": 2, "virtual": 3}, None, "2 layers of each of 2 pipeline ranks"),
+    ("qwen3", {"pipeline": 3}, None, "or num_layers_in_first_pipeline_stage=1, num_layers_in_last"),
     ("qwen3", {"virtual": 2}, None, "wants pipeline_parallel > 1"),
+    ("qwen3", {"first_stage": 2}, None, "first_pipeline_stage=2: wants pipeline_parallel > 1"),
+    ("qwen3", {"pipeline": 2, "first_stage": 4}, None, "0 of 4 layers are left for 1 other stages"),
+    ("qwen3", {"pipeline": 2, "first_stage": 2, "last_stage": 1}, None, "1 of 4 layers are left"),
+    ("qwen3", {"pipeline": 4, "last_stage": 2}, None, "2 of 4 layers are left for 3 other stages"),
+    (
+        "qwen3",
+        {"pipeline": 2, "first_stage": 3, "virtual": 2},
+        None,
+        "3 layers of pipeline rank 0, and 3 % 2 = 1; 1 layers of pipeline rank 1",
+    ),
+    ("qwen3", {"first_stage": 0}, None, "first_pipeline_stage=0: must be at least 1"),
     ("qwen3", {"expert": 2}, None, "has no experts"),
     ("qwen3", {"sequence": True}, None, "wants tensor_parallel > 1"),
     ("qwen3", {"context": 0}, None, "context_parallel=0: must be at least 1"),
@@ -73,6 +88,23 @@ def test_layouts_that_divide_are_not_refused(family):
     fine = Degrees(2, 2, 2, 2, experts, cut, sequence=True)
     check_layout(config, fine, world_size=16)
     check_layout(config, Degrees(), world_size=3)
+    check_layout(config, Degrees(pipeline=3, first_stage=1, last_stage=1), world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "virtual"), [(61, 16, 1), (94, 8, 1), (5, 3, 1), (62, 4, 2), (7, 2, 1)]
+)
+def test_the_stages_that_a_refusal_proposes_are_accepted(layers, pipeline, virtual):
+    config = tiny.make_config("qwen3", num_hidden_layers=layers)
+    degrees = Degrees(pipeline=pipeline, virtual=virtual)
+    with pytest.raises(ConfigError) as error:
+        check_layout(config, degrees)
+    first, last = map(int, re.findall(r"pipeline_stage=(\d+)", str(error.value)))
+    better = replace(degrees, first_stage=first, last_stage=last)
+    check_layout(config, better)
+    stages = stage_layers(layers, better)
+    assert len(stages) == pipeline and sum(stages) == layers
+    assert max(stages) == -(-layers // virtual // pipeline) * virtual  # no stage more than it must
 
 
 @pytest.mark.parametrize(("family", "settings", "said"), WRONG_MODELS)
