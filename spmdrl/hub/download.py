@@ -19,7 +19,7 @@ from yaml import YAMLError
 from spmdrl.cli.hub_names import DATA_SUFFIXES, HubName, as_tuple, model_name
 from spmdrl.config import ConfigError
 from spmdrl.hub import huggingface, modelscope
-from spmdrl.hub.huggingface import NEVER, Pending, Report
+from spmdrl.hub.huggingface import NEVER, PendingDownload, Report
 from spmdrl.hub.model_files import INDEX, missing_shards
 
 CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]  # of a model
@@ -86,13 +86,13 @@ def kind_of_weights(name: HubName, folder: Path) -> str:
     raise ConfigError(f"{name} has no weights: no *.safetensors and no *.bin")
 
 
-def pending_weights(name: HubName) -> Pending:
+def pending_weights(name: HubName) -> PendingDownload:
     """Says which of a model's weights are still to be downloaded. Raises ConfigError, offline
     where any are.
     """
     if constants.HF_HUB_OFFLINE:
         fetch_model(name)
-        return Pending(0, 0)
+        return PendingDownload(0, 0)
     hub = hub_of(name)
     return hub.pending(name, [kind_of_weights(name, hub.snapshot(name, CONFIGS, quiet))])
 

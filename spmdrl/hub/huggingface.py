@@ -45,7 +45,7 @@ XET_ERROR: Any = getattr(errors, "XetDownloadError", RuntimeError)
 Report = Callable[[int, int], None]  # bytes that are there, bytes in all; so far as is known
 
 
-class Pending(NamedTuple):
+class PendingDownload(NamedTuple):
     """What a download would bring that is not in the cache."""
 
     files: int
@@ -80,7 +80,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def pending(name: HubName, patterns: Sequence[str]) -> Pending:
+def pending(name: HubName, patterns: Sequence[str]) -> PendingDownload:
     """Says what `snapshot` would download. Raises ConfigError."""
     with explained(name):
         files = snapshot_download(
@@ -89,7 +89,7 @@ def pending(name: HubName, patterns: Sequence[str]) -> Pending:
             tqdm_class=counting_bar(lambda done, total: None),
         )  # fmt: skip
     missing = [file for file in files if file.will_download]
-    return Pending(len(missing), sum(file.file_size or 0 for file in missing))
+    return PendingDownload(len(missing), sum(file.file_size or 0 for file in missing))
 
 
 def open_repository(name: HubName, private: bool) -> None:

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 
 from spmdrl.cli.hub_names import HubName
 from spmdrl.config import ConfigError
-from spmdrl.hub.huggingface import NEVER, Pending, Report, files_in, first_line
+from spmdrl.hub.huggingface import NEVER, PendingDownload, Report, files_in, first_line
 
 BRANCH = "master"  # where no revision is named
 
@@ -45,7 +45,7 @@ def listing(name: HubName, folder: Path) -> list[str]:
     return files_in(folder) if constants.HF_HUB_OFFLINE else sorted(sizes(name))
 
 
-def pending(name: HubName, patterns: Sequence[str]) -> Pending:
+def pending(name: HubName, patterns: Sequence[str]) -> PendingDownload:
     """Says what `snapshot` would download. Raises ConfigError."""
     folder = Path(cache_folder(), f"{name.kind}s", name.repo.replace("/", "--"), "snapshots")
     wanted = {
@@ -59,7 +59,7 @@ def pending(name: HubName, patterns: Sequence[str]) -> Pending:
         if (file := folder / (name.revision or BRANCH) / path).is_file()
     }
     missing = [size for path, size in wanted.items() if there.get(path) != size]
-    return Pending(len(missing), sum(missing))
+    return PendingDownload(len(missing), sum(missing))
 
 
 def sizes(name: HubName) -> dict[str, int]:

@@ -126,7 +126,7 @@ def held_box(weight: Tensor) -> Box | None:
     return tuple((first, first + size) for first, size in zip(offsets, sizes, strict=True))
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """What a weight is worked out from, before it is there."""
 
     @property
@@ -179,7 +179,7 @@ class LowRank:
 class Derived:
     """This rank's parts of computed weights, and their memory."""
 
-    def __init__(self, made_of: Mapping[str, Source]) -> None:
+    def __init__(self, made_of: Mapping[str, TensorSource]) -> None:
         self.made_of = dict(made_of)
         self.offsets: dict[str, int] = {}  # in the memory, in elements
         self.memory: Tensor | None = None

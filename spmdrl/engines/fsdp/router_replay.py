@@ -32,7 +32,7 @@ from spmdrl.types import Routing
 TOPK = (torch.topk, Tensor.topk)
 
 
-class Call(NamedTuple):
+class TopkCall(NamedTuple):
     """A call of topk: by which module, and of what."""
 
     caller: nn.Module
@@ -45,7 +45,7 @@ class RecordedCalls(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[TopkCall] = []
         self.inside: list[nn.Module] = []  # modules whose forward runs, the innermost last
         for module in model.modules():
             module.register_forward_pre_hook(self.enter)
@@ -63,7 +63,7 @@ class RecordedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in TOPK:
             top_k = args[1] if len(args) > 1 else kwargs["k"]
-            self.calls.append(Call(self.inside[-1], tuple(args[0].shape), top_k))
+            self.calls.append(TopkCall(self.inside[-1], tuple(args[0].shape), top_k))
         return func(*args, **kwargs)
 
 

@@ -17,7 +17,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from spmdrl.engines.megatron.splits import Columns, GateUp, Qkv, Rows, Split, Stacked, Whole
+from spmdrl.engines.megatron.splits import (
+    GateUp,
+    Qkv,
+    Split,
+    SplitColumns,
+    SplitRows,
+    Stacked,
+    Whole,
+)
 
 Settings = dict[str, Any]  # of TransformerConfig
 Names = dict[str, Split]  # by the local name of a layer's parameter
@@ -65,7 +73,7 @@ NORMS: Names = {
 }
 ATTENTION: Names = {
     "self_attention.linear_qkv.weight": Qkv("self_attn.{}_proj.weight"),
-    "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
+    "self_attention.linear_proj.weight": SplitColumns("self_attn.o_proj.weight"),
 }
 QKV_BIAS: Names = {"self_attention.linear_qkv.bias": Qkv("self_attn.{}_proj.bias")}
 QK_NORM: Names = {
@@ -79,7 +87,7 @@ def gated(megatron: str, hf: str, names: str = "gate_proj up_proj down_proj") ->
     gate, up, down = (f"{hf}.{name}.weight" for name in names.split())
     return {
         f"{megatron}.linear_fc1.weight": GateUp(gate, up),
-        f"{megatron}.linear_fc2.weight": Columns(down),
+        f"{megatron}.linear_fc2.weight": SplitColumns(down),
     }
 
 
@@ -106,17 +114,17 @@ GLM_NORMS: Names = NORMS | {
 }
 FUSED_MLP: Names = {
     "mlp.linear_fc1.weight": GateUp("mlp.gate_up_proj.weight", "mlp.gate_up_proj.weight"),
-    "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
+    "mlp.linear_fc2.weight": SplitColumns("mlp.down_proj.weight"),
 }
 LATENT_ATTENTION: Names = {
-    "self_attention.linear_q_proj.weight": Rows("self_attn.q_proj.weight"),
+    "self_attention.linear_q_proj.weight": SplitRows("self_attn.q_proj.weight"),
     "self_attention.linear_q_down_proj.weight": Whole("self_attn.q_a_proj.weight"),
     "self_attention.q_layernorm.weight": Whole("self_attn.q_a_layernorm.weight"),
-    "self_attention.linear_q_up_proj.weight": Rows("self_attn.q_b_proj.weight"),
+    "self_attention.linear_q_up_proj.weight": SplitRows("self_attn.q_b_proj.weight"),
     "self_attention.linear_kv_down_proj.weight": Whole("self_attn.kv_a_proj_with_mqa.weight"),
     "self_attention.kv_layernorm.weight": Whole("self_attn.kv_a_layernorm.weight"),
-    "self_attention.linear_kv_up_proj.weight": Rows("self_attn.kv_b_proj.weight"),
-    "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
+    "self_attention.linear_kv_up_proj.weight": SplitRows("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_proj.weight": SplitColumns("self_attn.o_proj.weight"),
 }
 
 # ---- fields
@@ -299,7 +307,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "gpt_oss": Family(
         NORMS | ATTENTION | QKV_BIAS | {
             "self_attention.linear_proj.bias": Whole("self_attn.o_proj.bias"),
-            "self_attention.core_attention.softmax_offset": Rows("self_attn.sinks"),
+            "self_attention.core_attention.softmax_offset": SplitRows("self_attn.sinks"),
             "mlp.router.weight": Whole("mlp.router.weight"),
             "mlp.router.bias": Whole("mlp.router.bias"),
             f"{EXPERT}.linear_fc1.weight": Stacked("mlp.experts.gate_up_proj"),

@@ -62,7 +62,7 @@ class Part(NamedTuple):
     box: Box  # that lies in the parameter
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     """The adapter of one Hugging Face layer, as far as it lies here."""
 
     layer: str
@@ -88,7 +88,7 @@ class LinearAdapters(nn.Module):
         marked: Any = target.weight if self.cut == UNCUT else target
         self.tokens_cut = bool(marked.sequence_parallel)
         self.rank, self.scale, self.off = lora.rank, scale_of(lora), False
-        self.pairs: list[Pair] = []
+        self.pairs: list[AdapterPair] = []
         rows: list[int] = []  # of the linear layer, in the order of the rows of B
         for layer in sorted(held):
             runs = runs_of(held[layer], target.weight)
@@ -102,7 +102,7 @@ class LinearAdapters(nn.Module):
         if not torch.equal(order, torch.arange(len(order))):
             self.order = order.to(target.weight.device)
 
-    def _pair(self, weight: Tensor, layer: str, piece: HfSlice, runs: Runs) -> Pair:
+    def _pair(self, weight: Tensor, layer: str, piece: HfSlice, runs: Runs) -> AdapterPair:
         (out, columns), (_, cut) = piece.shape, piece.box
         a_part = Part(layer + ADAPTER[0], (self.rank, columns), ((0, self.rank), cut))
         a = parameter(a_part.box, weight.device, self.cut == BY_COLUMNS, 1)
@@ -113,7 +113,7 @@ class LinearAdapters(nn.Module):
             part = Part(layer + ADAPTER[1], (out, self.rank), (span, (0, self.rank)))
             b.append((parameter(part.box, weight.device, self.cut == BY_ROWS, 0), part))
             mark(b[-1][0], self.tokens_cut and self.cut != BY_ROWS)
-        return Pair(layer, a, a_part, b)
+        return AdapterPair(layer, a, a_part, b)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns scale B A x, of the rows of the linear layer here. x: as that layer takes it."""
@@ -293,7 +293,7 @@ def all_of(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill_pairs(pairs: Iterable[Pair], lora: LoraConfig, given: Mapping[str, Tensor]) -> None:
+def fill_pairs(pairs: Iterable[AdapterPair], lora: LoraConfig, given: Mapping[str, Tensor]) -> None:
     for pair in pairs:
         rows = max((part.shape[0] for _, part in pair.b), default=0)
         a, b = initial_values(lora, given, pair.layer, pair.a_part.shape[1], rows)
@@ -366,7 +366,7 @@ def stored_name(part: Part) -> str:
 class ScaledB:
     """scale B, the second factor of an adapter that is sent by itself."""
 
-    def __init__(self, pair: Pair, scale: float) -> None:
+    def __init__(self, pair: AdapterPair, scale: float) -> None:
         self.pair, self.scale = pair, scale
         self.shape = pair.b[0][1].shape
         self.boxes = tuple(part.box for _, part in pair.b)
@@ -383,7 +383,7 @@ class ScaledB:
 class Merged:
     """W + scale B A, the parts of it that lie here."""
 
-    def __init__(self, base: Shards, pair: Pair, scale: float) -> None:
+    def __init__(self, base: Shards, pair: AdapterPair, scale: float) -> None:
         self.base, self.pair, self.scale = base, pair, scale
         self.shape, self.boxes = base.shape, base.boxes
 

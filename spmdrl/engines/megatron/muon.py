@@ -80,7 +80,7 @@ class Matrix:
             part.zero_()
 
 
-class Muon:
+class MegatronMuon:
     """Steps on the matrices of one distributed optimizer, and has Adam step on the rest before."""
 
     def __init__(
@@ -149,7 +149,7 @@ def use_muon(
         mine = {id(p) for buffer in part.buffers for p in buffer.param_index_map}
         matrices = [matrix for matrix in found if id(matrix.parameter) in mine]
         matrices.sort(key=lambda matrix: -numel(whole(matrix.shape)))  # alike in turn
-        muon = Muon(part, matrices, config.muon_momentum, compute)
+        muon = MegatronMuon(part, matrices, config.muon_momentum, compute)
         part.optimizer.step = muon.step
 
 

@@ -5,8 +5,8 @@ from Megatron's config: a split knows only how its rows and columns are cut over
 how megatron-core fuses several matrices into one.
 
     Whole("self_attn.q_norm.weight")                       every tensor rank holds it whole
-    Rows("self_attn.q_b_proj.weight")                      its rows are cut over the tensor ranks
-    Columns("self_attn.o_proj.weight")                     its columns are
+    SplitRows("self_attn.q_b_proj.weight")                 its rows are cut over the tensor ranks
+    SplitColumns("self_attn.o_proj.weight")                its columns are
     GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight")   a rank's rows of both, end to end
     Qkv("self_attn.{}_proj.weight")                        by query group its q, k and v
     Stacked("mlp.experts.down_proj")                       one expert of a tensor that has them all
@@ -82,7 +82,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SplitRows:
     """A tensor whose first dimension is cut over the tensor ranks."""
 
     name: str
@@ -94,7 +94,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Columns:
+class SplitColumns:
     """A matrix whose columns are cut over the tensor ranks."""
 
     name: str
