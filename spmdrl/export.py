@@ -58,6 +58,7 @@ def main(
     keep_output()
     PROGRESS.start(f"reading {checkpoint}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs may be in use by the run
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         refuse_unknown(others, main)
         check_flags({"ema": ema, "adapter": adapter, "without_mtp": without_mtp,
@@ -68,13 +69,23 @@ def main(
             )
         check_given(str(checkpoint), str(out), str(base))
         target = target_of(push_to_hub, private, commit_message)
-        if target is not None:
+        if target is not None and rank == 0:
             PROGRESS.now(f"asking for the repository {target}")
             from spmdrl.hub.upload import open_repository
 
             open_repository(target, private)
+        write(str(checkpoint), str(out), dtype, ema, adapter, str(base), without_mtp,
+              trust_remote_code, target, commit_message, rank, world)  # fmt: skip
     except ConfigError as error:
         exit_config(error)
+    PROGRESS.stop()
+
+
+def write(
+    checkpoint: str, out: str, dtype: str, ema: bool, adapter: bool, base: str, without_mtp: bool,
+    trust_remote_code: bool, target: HubName | None, commit_message: str, rank: int, world: int,
+) -> None:  # fmt: skip
+    """Writes this process's part of the folder; the first one uploads it. Raises ConfigError."""
     PROGRESS.now(LIBRARIES)
     before_torch()
     from spmdrl.distributed.process import LineHandler
@@ -87,30 +98,25 @@ def main(
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.hub.upload import push_export
 
-    folders = Path(str(checkpoint)), Path(str(out))
+    folders = Path(checkpoint), Path(out)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LineHandler()])
     logging.getLogger("spmdrl").setLevel(logging.INFO)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     PROGRESS.now(f"reading the weights of {checkpoint} and writing them to {out}")
-    try:
-        if trust_remote_code:
-            allow_code(str(folders[0] / "hf"))
-        keep_tower(str(folders[0] / "hf"))  # whose config has one where it was trained
-        if adapter and rank == 0:  # it is small
-            export_adapter(*folders, str(base), ema)
-        elif not adapter:
-            writers = Writers(rank, world, partial(wait_for_all, world))
-            export(*folders, dtype, ema, str(base), without_mtp, writers)
+    if trust_remote_code:
+        allow_code(str(folders[0] / "hf"))
+    keep_tower(str(folders[0] / "hf"))  # whose config has one where it was trained
+    if adapter and rank == 0:  # it is small
+        export_adapter(*folders, base, ema)
+    elif not adapter:
+        writers = Writers(rank, world, partial(wait_for_all, world))
+        export(*folders, dtype, ema, base, without_mtp, writers)
+    PROGRESS.now("")
+    PROGRESS.line(f"wrote {out}")
+    if target is not None and rank == 0:
+        PROGRESS.now(f"uploading {out} to {target}")
+        address = push_export(target, *folders, commit_message)
         PROGRESS.now("")
-        PROGRESS.line(f"wrote {out}")
-        if target is not None and rank == 0:
-            PROGRESS.now(f"uploading {out} to {target}")
-            address = push_export(target, *folders, commit_message)
-            PROGRESS.now("")
-            PROGRESS.line(f"pushed it to {address}")
-    except ConfigError as error:
-        exit_config(error)
-    PROGRESS.stop()
+        PROGRESS.line(f"pushed it to {address}")
 
 
 def wait_for_all(world: int) -> None:

@@ -89,8 +89,6 @@ def build_core(
     return_routed_experts: bool = False,
 ) -> Any:
     """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
-    from vllm import EngineArgs
-
     on_cpu = device.type == "cpu"
     eager = is_eager(config, not on_cpu, strict)
     if on_cpu and not eager:
@@ -99,11 +97,40 @@ def build_core(
     # of a model with a tower the language model alone is pushed, but all of it is read from disk
     by_itself = has_tower(model) and not load_weights
     name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
+    args = engine_args(model, hf, config, max_model_len, on_cpu, eager, by_itself, load_weights,
+                       lora, looks, return_routed_experts and not on_cpu)  # fmt: skip
+    if config.quantization == "fp8" and not on_cpu:
+        disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
+        os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
+    if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
+        vllm_vision.import_without_torchvision()
+        register_architecture(model, name)
+        executor = executor_of(group, device)
+        gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
+        try:
+            return started(args, executor, return_routed_experts, on_cpu)
+        except (ValueError, TypeError) as error:
+            if not config.engine_args or isinstance(error, ConfigError):
+                raise
+            given = f"rollout.engine_args={dict(config.engine_args)}"
+            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
+
+
+def engine_args(
+    model: str, hf: Any, config: RolloutConfig, max_model_len: int, on_cpu: bool, eager: bool,
+    by_itself: bool, load_weights: bool, lora: LoraConfig | None, looks: ImageLimits | None,
+    return_routed_experts: bool,
+) -> Any:  # fmt: skip
+    """Returns vLLM's EngineArgs. by_itself: the language model of files with a tower."""
+    from vllm import EngineArgs
+
     in_floats = is_mxfp4(hf) and not load_weights  # as a push has them; from disk in MXFP4
     overrides: Any = config_of_engine if by_itself or in_floats else {}
     by_push = not load_weights and config.quantization != "fp8"
     blank = {"load_format": compat.blank_format()} if by_push else {}
-    args = EngineArgs(
+    return EngineArgs(
         model=model,
         skip_tokenizer_init=True,
         # whoever was not to run code of the model's folder has been refused it before
@@ -124,41 +151,29 @@ def build_core(
         use_tqdm_on_load=False,
         moe_backend=moe_backend(hf, on_cpu, in_floats),
         hf_overrides=vllm_fp8.OVERRIDES if config.quantization == "fp8" else overrides,
+        enable_return_routed_experts=return_routed_experts,
         **(cpu_args(hf.get_text_config()) if on_cpu else {}) | dict(config.engine_args) | blank,
         **(vllm_fp8.ENGINE_ARGS if config.quantization == "fp8" else {}),
         **(vllm_lora.engine_args(lora, model) if lora is not None else {}),
         **(vllm_vision.engine_args(looks) if looks is not None else {}),
-        enable_return_routed_experts=return_routed_experts and not on_cpu,
     )
-    if config.quantization == "fp8" and not on_cpu:
-        disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
-        os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
-    if strict and not on_cpu:  # the other runner's sampler is no object of ours to change
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    with vllm_vision.sizes_of(looks, max_model_len) if looks is not None else nullcontext():
-        vllm_vision.import_without_torchvision()
-        register_architecture(model, name)
-        executor = executor_of(group, device)
-        gc.freeze()  # vLLM collects garbage five times: not in half a million imported objects
-        try:
-            vllm_config = args.create_engine_config()
-            require(
-                not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
-                f"actor.router_replay: vLLM has no prefix cache for {model}, by whose blocks it "
-                "keeps the experts of its tokens; use rollout.engine='hf'",
-            )
-            if return_routed_experts and on_cpu:  # which vLLM refuses there
-                vllm_config.aux_output_config.enable_return_routed_experts = True
-            with compat.kept_transformers_classes(), compat.every_rank_returns_experts():
-                core = compat.engine_core(vllm_config, executor)
-            if return_routed_experts and on_cpu:
-                compat.return_experts(core)
-            return core
-        except (ValueError, TypeError) as error:
-            if not config.engine_args or isinstance(error, ConfigError):
-                raise
-            given = f"rollout.engine_args={dict(config.engine_args)}"
-            raise ConfigError(f"vLLM does not start with {given}: {error}") from error
+
+
+def started(args: Any, executor: type, return_routed_experts: bool, on_cpu: bool) -> Any:
+    """Returns the engine that the EngineArgs describe. Raises what vLLM raises, and ConfigError."""
+    vllm_config = args.create_engine_config()
+    require(
+        not return_routed_experts or vllm_config.cache_config.enable_prefix_caching,
+        f"actor.router_replay: vLLM has no prefix cache for {args.model}, by whose blocks it keeps "
+        "the experts of its tokens; use rollout.engine='hf'",
+    )
+    if return_routed_experts and on_cpu:  # which vLLM refuses there
+        vllm_config.aux_output_config.enable_return_routed_experts = True
+    with compat.kept_transformers_classes(), compat.every_rank_returns_experts():
+        core = compat.engine_core(vllm_config, executor)
+    if return_routed_experts and on_cpu:
+        compat.return_experts(core)
+    return core
 
 
 def cpu_args(text: Any) -> dict[str, Any]:
