@@ -206,7 +206,7 @@ class ImageProcessor:
         return spans
 
     def pixels(self, picture: Picture) -> Pixels:
-        """What the image processor makes of an image, float32 where it is pixels."""
+        """Says what the image processor makes of an image, float32 where it is pixels."""
         key = picture.digest
         if key not in self.cache:
             self.cache[key] = found = self.processed(open_picture(picture))

@@ -1,4 +1,4 @@
-"""Which GPUs this host has, NVIDIA's or AMD's, and what differs between them.
+"""Says which GPUs this host has, NVIDIA's or AMD's, and what differs between them.
 
 PyTorch's build for AMD (ROCm) keeps the names of CUDA: devices are "cuda", and the backend "nccl"
 is RCCL. What differs all the same is asked here. The kernels, which import nothing of spmdrl, have

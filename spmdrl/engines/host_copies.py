@@ -101,7 +101,7 @@ class StagedShards:
 
 
 def stored_parts(results: list[WriteResult], plan: SavePlan) -> list[StoredPart]:
-    """What the writer has written where, for the index."""
+    """Says what the writer has written where, for the index."""
     boxes = {item.index: box_of(item) for item in plan.items}
     return [
         StoredPart(

@@ -46,7 +46,7 @@ Report = Callable[[int, int], None]  # bytes that are there, bytes in all; so fa
 
 
 class PendingDownload(NamedTuple):
-    """What a download would bring that is not in the cache."""
+    """Says what a download would bring that is not in the cache."""
 
     files: int
     size: int  # bytes

@@ -18,7 +18,7 @@ Pixels = dict[str, Tensor]  # what an image processor makes of one image, by nam
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """What the number of an image's tokens depends on, beside the image."""
+    """Says what the number of an image's tokens depends on, beside the image."""
 
     processor: Any  # transformers' image processor
     config: Any

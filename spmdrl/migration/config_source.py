@@ -21,7 +21,7 @@ class Code:
 
 @dataclass
 class Translation:
-    """What a config of another trainer became.
+    """Says what a config of another trainer became.
 
     fields: dotted name of ours -> value or Code. sources: dotted name -> the setting it came from.
     notes: settings without a counterpart, with what to do about them. granted: settings that need

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """What one host has: `paths` by the config's fields that name something on a hub."""
+    """Says what one host has: `paths` by the config's fields that name something on a hub."""
 
     paths: dict[str, Paths]
     lines: list[str]  # for the user: where it came from, and what a run would download besides

@@ -22,7 +22,7 @@ from spmdrl.training.logs.trace import (
 
 @dataclass(frozen=True)
 class StepReport:
-    """What some ranks did since their last report."""
+    """Says what some ranks did since their last report."""
 
     time: Totals
     memory: dict[str, float]  # the most of any rank, see memory_of_process

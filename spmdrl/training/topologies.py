@@ -17,7 +17,7 @@ from spmdrl.rewards.reward_model import train_config
 
 @dataclass(frozen=True)
 class Topologies:
-    """Where a run's roles are. Each exists on every rank of the job."""
+    """Says where a run's roles are. Each exists on every rank of the job."""
 
     everyone: Topology
     trainers: dict[str, Topology]  # actor, ref, critic, prm: those that the run has

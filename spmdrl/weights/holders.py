@@ -1,4 +1,4 @@
-"""Which rank holds which part of which weight, as all ranks come to know it.
+"""Says which rank holds which part of which weight, as all ranks come to know it.
 
 A rank reports what differs between ranks and little more: the few different shapes and parts of its
 weights, and which of them each weight has, by number. The weights' names are sent once
@@ -24,7 +24,7 @@ from spmdrl.weights.shards import Shards
 
 
 class HeldParts(NamedTuple):
-    """What a rank holds of a weight."""
+    """Says what a rank holds of a weight."""
 
     shape: tuple[int, ...]  # of the full tensor
     boxes: tuple[Box, ...]
@@ -33,7 +33,7 @@ class HeldParts(NamedTuple):
 
 
 class ShardReport(NamedTuple):
-    """What a rank says of its weights."""
+    """Says what a rank says of its weights."""
 
     names: str  # digest of the list of names
     numbers: bytes  # int32, compressed: of each name's layout

@@ -127,7 +127,7 @@ def held_box(weight: Tensor) -> Box | None:
 
 
 class TensorSource(Protocol):
-    """What a weight is worked out from, before it is there."""
+    """Says what a weight is worked out from, before it is there."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class TensorSource(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where these are to lie."""
+        """Says where these are to lie."""
         ...
 
     def compute(self, to: list[Tensor]) -> None:

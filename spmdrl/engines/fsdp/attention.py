@@ -88,7 +88,7 @@ class Packing:
 
     @cached_property
     def varlen(self) -> VarlenRow:
-        """What the varlen kernels are told."""
+        """Says what the varlen kernels are told."""
         longest = int(self.seq_lens.max())
         if self.prefixes is None:
             (cu_queries,) = to_device([cumulated(self.seq_lens)], self.device)
@@ -102,7 +102,7 @@ class Packing:
 
     @cached_property
     def groups(self) -> tuple[PaddedGroup, ...]:
-        """What is computed together where there is no varlen kernel."""
+        """Says what is computed together where there is no varlen kernel."""
         everything = torch.arange(len(self.seq_lens))
         if self.ahead is not None:
             assert self.prefixes is None
@@ -137,7 +137,7 @@ def cumulated(lens: Tensor) -> Tensor:
 
 
 class VarlenRow(NamedTuple):
-    """Where queries and keys of each sequence are, for flash attention's varlen kernels."""
+    """Says where queries and keys of each sequence are, for flash attention's varlen kernels."""
 
     cu_queries: Tensor  # (num_seqs + 1,) int32, on the device
     max_queries: int

@@ -199,7 +199,7 @@ def expert_forward(
 
 
 def products(experts: Any, rows: Tensor, way: Route) -> Tensor:
-    """What this rank's experts make of its rows: (received rows, hidden_size), by expert."""
+    """Says what this rank's experts make of its rows: (received rows, hidden_size), by expert."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     rows = grouped_linear(experts, first, rows, way)
     rows = apply_expert_gate(experts, rows) if experts.has_gate else experts.act_fn(rows)

@@ -29,7 +29,7 @@ MOST_PARAMETERS = 50_000_000  # of a copy; one has about a million
 
 @dataclass(frozen=True)
 class Trial:
-    """How far the packed pass of a tiny model is from transformers' own, one by one."""
+    """Says how far the packed pass of a tiny model is from transformers' own, one by one."""
 
     logprobs: float  # the largest difference of a log-probability
     gradients: float  # the largest of a gradient, as a part of the gradient's largest entry

@@ -35,7 +35,7 @@ ANY: tuple[Any, ...] = ()
 
 @dataclass(frozen=True)
 class Family:
-    """What sets an architecture apart from a dense model that has nothing but RMSNorm, rotary
+    """Says what sets an architecture apart from a dense model that has nothing but RMSNorm, rotary
     attention and a gated MLP.
     """
 
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it computes what megatron-core's own layers do not."""
+        """Says whether it computes what megatron-core's own layers do not."""
         added = (self.embedding_scale, self.clamped_swiglu)
         return self.sandwich_norms or any(one is not None for one in added)
 

@@ -55,7 +55,7 @@ BY_ROWS, BY_COLUMNS, UNCUT = "rows", "columns", "uncut"
 
 
 class Part(NamedTuple):
-    """What a parameter that is trained holds of a tensor of the Hugging Face model."""
+    """Says what a parameter that is trained holds of a tensor of the Hugging Face model."""
 
     name: str  # of the tensor
     shape: tuple[int, ...]  # of all of it

@@ -52,7 +52,7 @@ class DimensionSplit(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a local parameter is in the whole model."""
+    """Says where a local parameter is in the whole model."""
 
     prefix: str  # of its Hugging Face names: "model.layers.3."
     cut: DimensionSplit  # over the tensor ranks, those of an expert's parameter among experts
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Split(Protocol):
-    """How a local parameter is made up of Hugging Face tensors."""
+    """Says how a local parameter is made up of Hugging Face tensors."""
 
     def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
         """shape: of the local parameter."""

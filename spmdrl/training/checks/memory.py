@@ -195,7 +195,7 @@ def adapters_memory(
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of one pipeline stage holds and computes."""
+    """Says what a rank of one pipeline stage holds and computes."""
 
     layers: tuple[int, ...]  # their numbers
     dense: float  # parameters on the rank

@@ -52,7 +52,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Planner:
-    """How a config is planned and checked; both take the config and the number of ranks."""
+    """Says how a config is planned and checked; both take the config and the number of ranks."""
 
     plan: Callable[[Any, int], MemoryPlan]
     check: Callable[[Any, int], None]  # raises ConfigError

@@ -43,7 +43,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """How many matrices of the vocabulary's size there are."""
+        """Says how many matrices of the vocabulary's size there are."""
         return 2 if self.has_head else 1
 
 

@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is there in a phase, GiB by part."""
+    """Says what is there in a phase, GiB by part."""
 
     name: str
     parts: Mapping[str, float]

@@ -153,7 +153,7 @@ class PhaseTotals(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Where the time of some ranks went. It can be written as JSON."""
+    """Says where the time of some ranks went. It can be written as JSON."""
 
     phases: dict[str, PhaseTotals]
     num_ranks: int
