@@ -21,7 +21,8 @@ import yaml
 from spmdrl.cli.help import asks_for_help, refuse_unknown
 from spmdrl.config import ConfigError
 from spmdrl.migration import trl, verl
-from spmdrl.migration.config_source import Translation, source_of
+from spmdrl.migration.config_source import Translation, comment, shown, source_of
+from spmdrl.migration.shell import Settings
 
 TRL_NAMES = {"num_generations", "max_completion_length", "per_device_train_batch_size", "beta"}
 
@@ -48,11 +49,22 @@ def translated(file: Path, ranks: int = 1) -> Translation:
     else:
         overrides = verl.overrides_of_script(text)
         if overrides is not None:
-            return verl.translate(overrides)
-        settings = trl.settings_of_script(text)
-        if settings is not None:
-            return trl.translate(settings, ranks)
+            return with_undecided(verl.translate(overrides), overrides)
+        flags = trl.settings_of_script(text)
+        if flags is not None:
+            return with_undecided(trl.translate(flags, ranks), flags)
     raise ConfigError(f"{file} starts neither verl.trainer.main_ppo nor TRL with a GRPOConfig")
+
+
+def with_undecided(translation: Translation, settings: Settings) -> Translation:
+    """Adds a note for each variable whose value depends on how the script is run."""
+    for name, values in settings.undecided.items():
+        *others, last = map(shown, values)
+        also = f"; others: {', '.join(others)}" if others else ""
+        translation.notes[f"${name}"] = (
+            f"is set more than once or below an if; the last is taken: {last}{also}"
+        )
+    return translation
 
 
 def of_yaml(file: Path, text: str, ranks: int) -> Translation:
@@ -87,10 +99,18 @@ def main(file: str = "", out: str = "", ranks: int = 1, **others: Any) -> None:
     if not out:
         print(source, end="")
         return
-    Path(out).write_text(source)
+    try:
+        with Path(out).open("x") as target:
+            target.write(source)
+    except FileExistsError:
+        raise ConfigError(
+            f"{out} is there already: give --out another name, or remove it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
     print(f"wrote {out}; {len(translation.fields)} fields")
     for name, why in translation.notes.items():
-        print(f"  look at: {name}: {why}")
+        print(f"  look at: {comment(f'{name}: {why}')}")
     print(f"next: python -m spmdrl.ppo --config {out} --dry-run")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,12 +42,29 @@ class Translation:
             self.sources[name] = source
 
 
+def shown(value: Any, longest: int = 80) -> str:
+    """Returns a value as one line for a comment; the end of a long one is left out."""
+    text = str(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def setting(name: str, value: Any) -> str:
+    return f"{name}={shown(value)}"
+
+
+def comment(text: str) -> str:
+    """Returns a comment's text, in which nothing ends the line."""
+    return shown(text, longest=300)
+
+
 def source_of(translation: Translation, origin: str) -> str:
     """Returns a Python file that defines `config`, with comments for what has no counterpart.
 
     origin: the name of what was translated. A value that is our default is left out, unless the
     other trainer's setting is named for it.
     """
+    origin = re.sub(r"[^\w .+-]", "_", origin)
     above = [v.above for v in translation.fields.values() if isinstance(v, Code) and v.above]
     body = call(PpoConfig, "", translation)
     used = sorted({name for name in CONFIGS if f"{name}(" in body})
@@ -59,8 +78,10 @@ def source_of(translation: Translation, origin: str) -> str:
         ("Nothing to set here:", translation.granted),
     ):
         if settings:
-            lines += [f"# {title}", *(f"#   {name}: {why}" for name, why in settings.items())]
-    return "\n".join([*lines, f"config = {body}", ""])
+            lines += [f"# {title}", *(f"#   {comment(f'{k}: {v}')}" for k, v in settings.items())]
+    source = "\n".join([*lines, f"config = {body}", ""])
+    ast.parse(source)
+    return source
 
 
 def config_classes(kind: type) -> dict[str, type]:
@@ -86,10 +107,10 @@ def call(kind: type, where: str, translation: Translation, depth: int = 0) -> st
         name = f"{where}{spec.name}"
         source = translation.sources.get(name)
         if name in translation.fields and (source or translation.fields[name] != spec.default):
-            comment = f"  # {translation.trainer}: {source}" if source else ""
+            beside = f"  # {translation.trainer}: {comment(source)}" if source else ""
             code = as_code(translation.fields[name], indent)
             first, *rest = code.split("\n")
-            lines += [f"{indent}{spec.name}={first}{comment if rest else ',' + comment}", *rest]
+            lines += [f"{indent}{spec.name}={first}{beside if rest else ',' + beside}", *rest]
             lines[-1] += "," if rest else ""
         elif name in GROUPS and any(f.startswith(f"{name}.") for f in translation.fields):
             inner = call(GROUPS[name], f"{name}.", translation, depth + 1)
@@ -106,4 +127,17 @@ def as_code(value: Any, indent: str) -> str:
         if len(entries) > 4:
             return "\n".join(["{", *(f"{indent}    {entry}," for entry in entries), indent + "}"])
         return "{" + ", ".join(entries) + "}"
-    return repr(value)
+    if isinstance(value, list | tuple) and not all(is_literal(item) for item in value):
+        return repr(type(value)(item if is_literal(item) else str(item) for item in value))
+    return repr(value if is_literal(value) else str(value))
+
+
+def is_literal(value: Any) -> bool:
+    """Says whether Python reads the value as it writes it; a date or an infinity of YAML it does
+    not.
+    """
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError):
+        return False
+    return True

@@ -1,7 +1,8 @@
 """Reads the commands of a shell script without running it.
 
 Variables that the script sets are put in, with their defaults (`${N:-8}`), arrays and sums. Lines
-count in their order: an `if` is not decided, so that the last assignment holds.
+count in their order: an `if` is not decided, so that the last assignment holds, and the variable is
+named in `Command.undecided`. What stands in a heredoc is no command.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from spmdrl.config import ConfigError
 
@@ -22,46 +24,121 @@ REPLACED = re.compile(r"\$\{(\w+)//([^/{}]+)/([^{}]*)\}")  # ${NAME//old/new}
 BRACED = re.compile(r"\$\{(\w+|@)(?::?-([^{}]*))?\}")
 NAMED = re.compile(r"\$(\w+|@)")
 SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+HEREDOC = re.compile(r"(?<!<)<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2[^\n]*\n")
+COMMENT = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|(?<![^\s;(&|])#[^\n]*", re.S)
+PART = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|;;|;|&&|\|\|", re.S)
+OPENING = re.compile(r"(?:if|case|for|while|until|select)\b")
+CLOSING = re.compile(r"(?:fi|esac|done)\b")
+KEYWORD = re.compile(r"(?:(?:then|else|do|elif|if|while|until)\s+|[\w*\"'|.-]+\)\s+)")
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 
 
-def commands(text: str) -> list[list[str]]:
+class Command(list[str]):
+    """The words of a command, and the variables in them whose value the script leaves open.
+
+    undecided: name -> the values that are assigned to it, the one that was taken last.
+    """
+
+    undecided: Mapping[str, list[str]] = {}
+
+
+class Settings(dict[str, Any]):
+    """The settings that a command gives; undecided: as of the command."""
+
+    def __init__(self, settings: Mapping[str, Any], undecided: Mapping[str, list[str]]) -> None:
+        super().__init__(settings)
+        self.undecided = undecided
+
+
+def commands(text: str) -> list[Command]:
     """Returns the words of every command of the script, in the order of its lines.
 
     A word with a variable that nothing sets keeps its name: "$DATA/train.parquet". Raises
     ConfigError where a quotation mark has no counterpart.
     """
     variables: dict[str, str] = {"@": "", "HOME": os.environ.get("HOME", "$HOME")}
+    values: dict[str, list[str]] = {}  # of a variable, in their order
+    branched: set[str] = set()  # variables that are set below an `if` or behind `&&`
+    inside: dict[str, set[str]] = {}  # the variables that a variable's value is made of
     found = []
-    for line in logical_lines(text):
-        assigned = ASSIGNMENT.match(line)
-        if assigned and is_assignment(assigned[3]):
-            name, more, value = assigned.groups()
-            before = f"{variables.get(name, '')} " if more else ""
-            variables[name] = before + value_of(value, variables)
-            continue
+    for line, below_if in parts(text):
+        names = set(re.findall(r"\$\{?(\w+)", line))
+        names |= {name for outer in names for name in inside.get(outer, ())}
         try:
-            words = shlex.split(expand(line, variables), comments=True)
+            assigned = ASSIGNMENT.match(line)
+            if assigned and is_assignment(assigned[3]):
+                name, more, value = assigned.groups()
+                before = f"{variables.get(name, '')} " if more else ""
+                grows = bool(more) or name in names
+                variables[name] = before + value_of(value, variables)
+                values[name] = [*([] if grows else values.get(name, [])), variables[name]]
+                inside[name] = names
+                branched |= {name} if below_if else set()
+                continue
+            words = Command(shlex.split(expand(line, variables)))
         except ValueError as error:
             raise ConfigError(f"line {line[:60]!r}... of the script: {error}") from error
         if words:
+            words.undecided = {
+                name: list(dict.fromkeys(values[name]))
+                for name in sorted(names & values.keys())
+                if name in branched or len({*values[name]}) > 1
+            }
             found.append(words)
     return found
 
 
-def logical_lines(text: str) -> list[str]:
-    """Returns the lines without comments. What ends in a backslash, and what stands in quotation
-    marks or is an array, is one line with those that follow.
+def parts(text: str) -> Iterator[tuple[str, bool]]:
+    """Gives each command or assignment, and whether it is below an `if`, `case` or loop, or behind
+    `&&` or `||`.
     """
-    text = re.sub(r"(^|[ \t])#[^\n]*", r"\1", text, flags=re.MULTILINE)
+    depth = 0
+    for line in logical_lines(text):
+        pieces, behind = PART.sub(cut, line).split("\0"), False
+        for piece in pieces:
+            mark, piece = piece[:1], piece.strip("&;").strip()
+            behind = mark == "&"
+            depth -= CLOSING.match(piece) is not None
+            depth += OPENING.match(piece) is not None
+            while keyword := KEYWORD.match(piece):
+                piece = piece[keyword.end() :]
+            if piece:
+                yield piece, depth > 0 or behind
+
+
+def cut(found: re.Match[str]) -> str:
+    """Puts a mark in the place of what ends a command; what stands in quotation marks has none."""
+    if found[0] in ("&&", "||"):
+        return "\0&"
+    return "\0;" if found[0] in (";", ";;") else found[0]
+
+
+def logical_lines(text: str) -> list[str]:
+    """Returns the lines without heredocs and comments. What ends in a backslash, and what stands
+    in quotation marks or is an array, is one line with those that follow.
+    """
+    text = without_heredocs(text)
+    text = COMMENT.sub(lambda found: "" if found[0][0] == "#" else found[0], text)
     text = re.sub(r"[ \t]*\\[ \t]*\n(?:[ \t]*\n)*", " ", text)
     text = "".join(p.replace("\n", " ") if p[0] in "'\"" else p for p in QUOTED.findall(text))
     array = re.compile(r"^\s*\w+\+?=\(.*?^\s*\)", re.MULTILINE | re.DOTALL)
     text = array.sub(lambda found: found[0].replace("\n", " "), text)
     return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def without_heredocs(text: str) -> str:
+    """Leaves out the lines of each heredoc, with the one that ends it."""
+    start = 0
+    while found := HEREDOC.search(text, start):
+        indent = r"\t*" if found[1] else ""
+        end = re.compile(rf"^{indent}{found[3]}$\n?", re.MULTILINE).search(text, found.end())
+        if end is not None:
+            text = text[: found.end()] + text[end.end() :]
+        start = found.end()
+    return text
 
 
 def is_assignment(value: str) -> bool:
@@ -76,7 +153,7 @@ def value_of(value: str, variables: Mapping[str, str]) -> str:
     """Returns what a variable is set to; the words of an array as they stand."""
     if value.startswith("("):
         return expand(value[1:].rstrip().removesuffix(")"), variables)
-    words = shlex.split(expand(value, variables), comments=True)
+    words = shlex.split(expand(value, variables))
     return words[0] if words else ""
 
 

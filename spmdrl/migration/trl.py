@@ -10,9 +10,11 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spmdrl.cli.hub_names import named_set
 from spmdrl.config import ConfigError
-from spmdrl.migration.config_source import Translation
-from spmdrl.migration.shell import commands
+from spmdrl.migration.config_source import Translation, setting
+from spmdrl.migration.shell import Settings, commands
+from spmdrl.migration.trl_datasets import Datasets
 from spmdrl.migration.verl import TRACKERS, as_value
 
 DEFAULTS: dict[str, Any] = {  # of TRL
@@ -55,6 +57,7 @@ ALWAYS = {
     "vllm_server_port": "there is no server", "torch_dtype": "actor.dtype", "dtype": "actor.dtype",
     "attn_implementation": "actor.attention", "config": "",
 }  # fmt: skip
+TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig")
 LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
           "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None}  # fmt: skip
@@ -68,7 +71,7 @@ class Computed(str):
     """The source code of a value that a script computes."""
 
 
-def settings_of_python(text: str) -> dict[str, Any] | None:
+def settings_of_python(text: str) -> Mapping[str, Any] | None:
     """Returns the settings that a script gives to GRPOConfig, GRPOTrainer, LoraConfig and
     load_dataset, or those of the command in its docstring, where it takes them from the command
     line; None where it has no GRPOConfig.
@@ -86,15 +89,49 @@ def settings_of_python(text: str) -> dict[str, Any] | None:
         return found
     defaults = dict(argument for node in calls for argument in arguments_of(node))
     settings: dict[str, Any] = {}
+    roles: dict[str, ast.expr] = {}
     for node in calls:
-        given = {k.arg: value_of(k.value, defaults) for k in node.keywords if k.arg is not None}
+        keywords = {k.arg: k.value for k in node.keywords if k.arg is not None}
+        if called(node) == "GRPOTrainer":
+            keywords = dict(zip(TRAINER, node.args, strict=False)) | keywords
+            roles |= {k: keywords.pop(k) for k in TRAINER[3:] if k in keywords}
+        given = {name: value_of(value, defaults) for name, value in keywords.items()}
         if called(node) in ("GRPOConfig", "GRPOTrainer"):
             settings |= {k: v for k, v in given.items() if k not in ("args", "peft_config")}
         elif called(node) == "LoraConfig":
             settings |= {"lora_r": given.get("r", 8), "lora_alpha": given.get("lora_alpha", 8)}
-        elif called(node) == "load_dataset" and node.args:
-            settings["dataset_name"] = value_of(node.args[0], defaults)
-    return settings
+    loads = [node for node in calls if called(node) == "load_dataset"]
+    return settings | datasets_of(tree, loads, roles, defaults)
+
+
+def datasets_of(
+    tree: ast.Module,
+    loads: list[ast.Call],
+    roles: Mapping[str, ast.expr],
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns train_dataset and eval_dataset by our names, and `dataset_notes` about them.
+
+    loads: the calls of load_dataset. roles: what GRPOTrainer is given as either.
+    """
+    datasets = Datasets(tree, lambda node: value_of(node, defaults))
+    found = {role: datasets.of(node) for role, node in roles.items()}
+    train, held_out = (found.get(role, []) for role in TRAINER[3:])
+    notes = datasets.notes
+    if not train:
+        loads = sorted(loads, key=lambda node: node.lineno)
+        several = dict.fromkeys(name for node in loads for name in datasets.of(node))
+        train = [name for name in several if name not in held_out]
+        if "train_dataset" in roles and train:
+            notes["train_dataset"] = f"the script computes it; it loads {train[0]}, which is taken"
+    if len(train) > 1:
+        notes["train_dataset"] = f"one of {', '.join(train)}; the first is taken"
+    if len(held_out) > 1:
+        notes["eval_dataset"] = f"one of {', '.join(held_out)}; the first is taken"
+    elif "eval_dataset" in roles and not held_out and ast.unparse(roles["eval_dataset"]) != "None":
+        notes["eval_dataset"] = "the script computes it; write data.eval"
+    names = {"train_dataset": train[:1], "eval_dataset": held_out[:1]}
+    return {role: names[role][0] for role in names if names[role]} | {"dataset_notes": notes}
 
 
 def called(node: ast.Call) -> str:
@@ -129,7 +166,7 @@ def refusal(name: str) -> ConfigError:
     )
 
 
-def settings_of_script(text: str) -> dict[str, Any] | None:
+def settings_of_script(text: str) -> Settings | None:
     """Returns the flags that a shell script gives to TRL's GRPO; None where it starts none."""
     for words in commands(text):
         given = {word.partition("=")[0] for word in words}
@@ -137,7 +174,7 @@ def settings_of_script(text: str) -> dict[str, Any] | None:
         if "trl" in words and other is not None:
             raise refusal(f"trl {other}")
         if given & FLAGS or {"trl", "grpo"} <= given:
-            return dict(flags(words))
+            return Settings(dict(flags(words)), words.undecided)
     return None
 
 
@@ -160,7 +197,7 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
     kept = {"reward_funcs", *ALWAYS} - {*DEFAULTS}  # what is not read may be computed
     for name, value in given.items():
         if isinstance(value, Computed) and name not in kept:
-            t.notes[f"{name}={value}"] = "the script computes it; write the value"
+            t.notes[setting(name, value)] = "the script computes it; write the value"
     given = {k: v for k, v in given.items()
              if v is not None and (k in kept or not isinstance(v, Computed))}  # fmt: skip
     for name, value in given.items():
@@ -177,7 +214,7 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
         elif name in ALWAYS:
             t.granted[name] = ALWAYS[name] or "the command line"
         elif name in given and value not in (False, None, "", [], {}):
-            t.notes[f"{name}={value}"] = "nothing here has this name"
+            t.notes[setting(name, value)] = "nothing here has this name"
     if s.get("use_liger_kernel"):
         t.set("actor.kernels", "liger", "use_liger_kernel")
     if "model" not in t.fields:
@@ -195,7 +232,7 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.notes["scale_rewards='batch'"] = "advantages are divided by the deviation of their group"
     kind, high = s["loss_type"], s.get("epsilon_high") or s["epsilon"]
     if kind not in LOSSES:
-        t.notes[f"loss_type={kind!r}"] = "no counterpart; the loss of dapo is taken"
+        t.notes[setting("loss_type", repr(kind))] = "no counterpart; the loss of dapo is taken"
     loss = kind if kind in ("cispo", "sapo") else "ppo"
     if s["importance_sampling_level"] == "sequence" and loss == "ppo":
         loss = "gspo"
@@ -255,7 +292,7 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
         t.set("steps", max(1, updates // (mini_batches * s["num_iterations"])), "max_steps")
     else:
         t.set("steps", 100)
-        t.notes[f"num_train_epochs={s['num_train_epochs']}"] = "write the steps"
+        t.notes[setting("num_train_epochs", s["num_train_epochs"])] = "write the steps"
     schedule = str(s["lr_scheduler_type"]).rpartition(".")[2].lower()
     if schedule in ("linear", "cosine"):
         decay = updates if isinstance(updates, int) and updates > 0 else 100
@@ -267,14 +304,30 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
 
 
 def data(s: Mapping[str, Any], t: Translation) -> list[str]:
-    name = s.get("dataset_name", s.get("dataset"))
-    known = isinstance(name, str) and not isinstance(name, Computed)
-    t.set("data.train", name if known else "train.parquet", "dataset_name" if known else "")
+    for role, field, split in (
+        ("train_dataset", "data.train", "dataset_train_split"),
+        ("eval_dataset", "data.eval", "dataset_test_split"),
+    ):
+        name, source = s.get(role), role
+        if type(name) is not str and (role == "train_dataset" or evaluates(s)):
+            default = "test" if role == "eval_dataset" else ""
+            name, source = flag_name(s, s.get(split, default)), "dataset_name"
+        if type(name) is str:
+            t.set(field, name, source)
+    if "data.train" not in t.fields:
+        t.set("data.train", "train.parquet")
+        t.notes["train_dataset"] = "no name of a data set is given; write data.train"
+    held_out = str(t.fields.get("data.eval", ""))
+    found = named_set(held_out, on_modelscope=False)
+    if found and not found["split"]:
+        del t.fields["data.eval"]
+        t.notes["data.eval"] = f"name the split: {held_out}{'' if ':' in held_out else ':'}:test"
+    t.notes |= s.get("dataset_notes", {})
     t.notes["data.train"] = "columns: prompt, and ground_truth or data.ground_truth_key=<yours>"
     functions = s.get("reward_funcs")
     t.set("reward", "math", "reward_funcs")
     if functions is not None and "accuracy_reward" not in str(functions):
-        t.notes[f"reward_funcs={functions}"] = (
+        t.notes[setting("reward_funcs", functions)] = (
             "TRL's take lists of completions; write one for one answer: "
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
         )
@@ -289,9 +342,26 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("actor.lora.rank", 16, "use_peft")
     return [
         "reward_funcs",
+        "dataset_notes",
+        "eval_dataset",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
         "run_name",
         "use_liger_kernel",
         "lora_target_modules",
         "lora_dropout",
         "lora_task_type",
     ]
+
+
+def evaluates(s: Mapping[str, Any]) -> bool:
+    return s.get("eval_strategy") not in (None, False, "no")
+
+
+def flag_name(s: Mapping[str, Any], split: str) -> str | None:
+    """Returns the data set of the flags --dataset_name and --dataset_config by our name."""
+    name, config = s.get("dataset_name", s.get("dataset")), s.get("dataset_config")
+    if type(name) is str and named_set(name, on_modelscope=False) and ":" not in name:
+        return f"{name}:{config or ''}:{split}".rstrip(":")
+    return name if type(name) is str and not split else None

@@ -13,16 +13,17 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from spmdrl.config import ConfigError, RolloutConfig
-from spmdrl.migration.config_source import Code, Translation
-from spmdrl.migration.shell import commands
+from spmdrl.migration.config_source import Code, Translation, setting
+from spmdrl.migration.shell import Settings, commands
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 DEFAULTS = {  # of verl, where ours are others, or where the translation needs a number
     "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
     f"{ACTOR}.ppo_mini_batch_size": 256, f"{ACTOR}.optim.lr": 1e-6, "critic.optim.lr": 1e-5,
     f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.n": 1, f"{ROLLOUT}.tensor_model_parallel_size": 2,
     "algorithm.adv_estimator": "gae", "trainer.total_epochs": 30, "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
+    "trainer.test_freq": -1, "data.val_max_samples": -1, f"{ROLLOUT}.expert_parallel_size": 1,
 }  # fmt: skip
 # verl's setting -> our field, with the same meaning and value
 SAME = {
@@ -41,12 +42,7 @@ SAME = {
     f"{ACTOR}.ppo_epochs": "algo.epochs",
     f"{ACTOR}.loss_scale_factor": "algo.norm_length",
     f"{ACTOR}.freeze_vision_tower": "actor.freeze_vision",
-    f"{ACTOR}.ulysses_sequence_parallel_size": "actor.ulysses",
     f"{ACTOR}.grad_clip": "actor.optim.clip_norm",
-    f"{ACTOR}.fsdp_config.fsdp_size": "actor.fsdp",
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "ref.ulysses",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.offload_params",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "ref.micro_batch_tokens",
     f"{ROLLOUT}.n": "rollout.n",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
@@ -62,7 +58,12 @@ SAME = {
     f"{ROLLOUT}.multi_turn.max_assistant_turns": "multi_turn.max_turns",
     f"{ROLLOUT}.multi_turn.max_parallel_calls": "multi_turn.max_calls",
     f"{ROLLOUT}.multi_turn.format": "multi_turn.parser",
+    f"{ROLLOUT}.quantization": "rollout.quantization",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": "weights.bucket_mib",
+    "data.seed": "seed",
     "critic.cliprange_value": "algo.value_clip",
+    "critic.grad_clip": "critic.optim.clip_norm",
+    "critic.model.enable_activation_offload": "critic.activation_offload",
     "trainer.critic_warmup": "algo.critic_warmup_steps",
     "trainer.default_local_dir": "run_dir",
     "trainer.log_val_generations": "log_samples",
@@ -88,7 +89,15 @@ MEGATRON = {  # below `megatron` of a role
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
 }  # fmt: skip
-FSDP = {"param_offload": "offload_params", "optimizer_offload": "offload_optimizer"}
+FSDP = {
+    "param_offload": "offload_params", "optimizer_offload": "offload_optimizer",
+    "offload_policy": "offload_policy", "reshard_after_forward": "reshard_after_forward",
+    "fsdp_size": "fsdp", "ulysses_sequence_parallel_size": "ulysses", "dtype": "dtype",
+}  # fmt: skip
+TRAINED = {"offload_optimizer", "reshard_after_forward"}  # what a reference has not
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "_adamw": "adamw", "adamw8bit": "adamw8bit",
+              "_adamw8bit": "adamw8bit", "muon": "muon", "dist_muon": "muon"}  # fmt: skip
 OPTIM = {"lr": "lr", "weight_decay": "weight_decay", "lr_warmup_steps": "warmup_steps",
          "betas": "betas", "clip_grad": "clip_norm", "min_lr_ratio": "min_lr_ratio"}  # fmt: skip
 ALWAYS = {  # settings, by the beginning of their names, that need nothing here, and why
@@ -113,7 +122,21 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     f"{ACTOR}.strategy": "FSDP2, or Megatron-core where a megatron setting is given",
     f"{ACTOR}.megatron.use_mbridge": "names are mapped by spmdrl itself",
     f"{ACTOR}.megatron.use_dist_checkpointing": "checkpoints are torch.distributed's",
-    "actor_rollout_ref.ref.megatron.": "the reference has the actor's layout unless told otherwise",
+    f"{REF}.megatron.use_mbridge": "names are mapped by spmdrl itself",
+    f"{REF}.megatron.use_dist_checkpointing": "weights are read from the model's files",
+    f"{REF}.megatron.dist_checkpointing_path": "weights are read from the model's files",
+    f"{REF}.strategy": "as the actor's",
+    **{f"{role}.{name}": why for role in (ACTOR, REF, "critic", "critic.model") for name, why in {
+        "use_torch_compile": "verl compiles its entropy; here the LM head is fused with the loss",
+        "fsdp_config.use_torch_compile": "the LM head is fused with the loss",
+        "entropy_from_logits_with_chunking": "the LM head is fused with the loss",
+        "entropy_checkpointing": "the LM head is fused with the loss",
+        "fsdp_config.entropy_": "the LM head is fused with the loss",
+        "fsdp_config.model_dtype": "weights are kept in float32; dtype is that of compute",
+        "fsdp_config.forward_prefetch": "FSDP2's default",
+        "fsdp_config.wrap_policy": "each layer is sharded by itself",
+        "fsdp_config.strategy": "FSDP2",
+    }.items()},
     "actor_rollout_ref.model.use_shm": "each rank reads its own part of the files",
     "actor_rollout_ref.nccl_timeout": "stall_timeout_s",
     "data.return_raw_chat": "chats are always kept",
@@ -131,6 +154,20 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     "reward_model.use_reward_loop": "rewards are scored while others are sampled",
     "reward_model.launch_reward_fn_async": "rewards are scored while others are sampled",
 }  # fmt: skip
+NOTES = {  # what to do about settings, by the beginning of their names
+    "data.custom_cls.": "a data set is files or a hub's: write its rows as Parquet or JSONL",
+    "data.train_max_samples": "write a file with so many rows",
+    f"{ROLLOUT}.engine_kwargs.": "vLLM's are keys of rollout.engine_args",
+    f"{ROLLOUT}.data_parallel_size": "engines of rollout.tensor_parallel ranks fill all ranks",
+    f"{ACTOR}.profiler.": "profile=ProfileConfig(...): docs/operations.md",
+    "global_profiler.": "profile=ProfileConfig(...): docs/operations.md",
+    "critic.model.lora": "critic.lora=LoraConfig(...): docs/lora.md",
+    "actor_rollout_ref.model.lora.merge": "weights.lora is merge or adapter: docs/lora.md",
+    **{f"{role}.optim.min_lr": "optim.min_lr_ratio is min_lr / lr" for role in (ACTOR, "critic")},
+    "trainer.val_only": "python -m spmdrl.evaluate",
+    "trainer.rollout_data_dir": "samples/ in run_dir has them: log_samples",
+    "trainer.validation_data_dir": "samples/ in run_dir has them: log_samples",
+}  # fmt: skip
 PROGRAM = re.compile(r"[\w./]*(?:verl\.|main_)[\w./]*")  # of verl, as a module or as a file
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -144,11 +181,11 @@ BY_DATA_SOURCE = {"openai/gsm8k": "gsm8k", **dict.fromkeys((
     "codecontests", "apps", "codeforces", "taco"), "code")}  # fmt: skip
 
 
-def overrides_of_script(text: str) -> dict[str, Any] | None:
+def overrides_of_script(text: str) -> Settings | None:
     """Returns the settings that a shell script gives to verl; None where it does not start verl.
 
     Raises ConfigError where the script starts another program of verl than the one for
-    reinforcement learning.
+    reinforcement learning. Of several commands that start it the first is taken.
     """
     for words in commands(text):
         starts = (i for i, word in enumerate(words) if PROGRAM.fullmatch(word))
@@ -164,7 +201,7 @@ def overrides_of_script(text: str) -> dict[str, Any] | None:
                 f"the script starts {program}: of verl only the program for reinforcement learning "
                 "is translated; docs/sft.md has the fields of fine-tuning"
             )
-        return settings
+        return Settings(settings, words.undecided)
     return None
 
 
@@ -178,7 +215,7 @@ def as_value(text: str) -> Any:
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
         return float(text)
     try:
-        return yaml.safe_load(text)
+        return text if " #" in text else yaml.safe_load(text)  # there it begins a comment
     except yaml.YAMLError:
         return text
 
@@ -203,7 +240,7 @@ def translate(given: Mapping[str, Any]) -> Translation:
     t = Translation("verl")
     unknown = {name: value for name, value in given.items() if is_unknown(name, value)}
     for name, value in unknown.items():
-        t.notes[f"{name}={value}"] = "the script does not say what this variable is"
+        t.notes[setting(name, value)] = "the script does not say what this variable is"
     given = {k: v for k, v in given.items() if v is not None and k not in unknown}
     for name, value in given.items():
         if isinstance(DEFAULTS.get(name), int | float) and not isinstance(value, int | float):
@@ -211,7 +248,8 @@ def translate(given: Mapping[str, Any]) -> Translation:
     settings = DEFAULTS | given
     left = dict(settings)
     for part in (
-        data, model, objective, kl, correction, engines, rollout, critic, rewards, schedule,
+        data, model, objective, kl, correction, engines, reference, experts, rollout, critic,
+        rewards, schedule,
     ):  # fmt: skip
         for name in part(settings, t):
             left.pop(name, None)
@@ -221,7 +259,8 @@ def translate(given: Mapping[str, Any]) -> Translation:
         elif why := reason(name):
             t.granted[name] = why
         elif name in given and value not in (False, None, "", [], {}):
-            t.notes[f"{name}={value}"] = "nothing here has this name"
+            why = next((why for start, why in NOTES.items() if name.startswith(start)), None)
+            t.notes[setting(name, value)] = why or "nothing here has this name"
     return t
 
 
@@ -259,8 +298,11 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
     )
     t.set("data.overlong_prompts", how, "data.filter_overlong_prompts, data.truncation")
     if cut not in ("left", "error") and how != "filter":
-        t.notes[f"data.truncation={cut}"] = "a prompt is cut at its beginning, or refused"
-    return ["data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.truncation"]
+        t.notes[setting("data.truncation", cut)] = "a prompt is cut at its beginning, or refused"
+    if s["data.val_max_samples"] > 0 and "data.eval" in t.fields:
+        t.set("data.max_eval_prompts", s["data.val_max_samples"], "data.val_max_samples")
+    return ["data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.truncation",
+            "data.val_max_samples"]  # fmt: skip
 
 
 def model(s: Mapping[str, Any], t: Translation) -> list[str]:
@@ -274,14 +316,20 @@ def model(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("actor.lora.alpha", s.get(f"{prefix}lora_alpha", s.get(f"{prefix}lora.alpha", 16)))
         targets = s.get(f"{prefix}target_modules", "all-linear")
         t.set("actor.lora.target_modules", tuple(targets) if isinstance(targets, list) else targets)
-    if s.get(f"{prefix}lora_adapter_path"):
-        t.set("actor.lora.adapter", s[f"{prefix}lora_adapter_path"], f"{prefix}lora_adapter_path")
+        for adapter in (f"{prefix}lora_adapter_path", f"{prefix}lora.adapter_path"):
+            if s.get(adapter):
+                t.set("actor.lora.adapter", s[adapter], adapter)
+        if s.get(f"{prefix}lora.target_modules"):
+            t.notes[setting(f"{prefix}lora.target_modules", s[f"{prefix}lora.target_modules"])] = (
+                "names of Megatron; ours are all linear layers: actor.lora.target_modules"
+            )
     if s.get(f"{prefix}use_liger"):
         t.set("actor.kernels", "liger", f"{prefix}use_liger")
     if s.get(f"{prefix}use_fused_kernels"):
         t.granted[f"{prefix}use_fused_kernels"] = "the LM head is always fused with the loss"
     names = ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha", "target_modules",
-             "lora_adapter_path", "use_liger", "use_fused_kernels")  # fmt: skip
+             "lora_adapter_path", "lora.adapter_path", "lora.target_modules", "use_liger",
+             "use_fused_kernels")  # fmt: skip
     return [prefix + name for name in names]
 
 
@@ -427,42 +475,116 @@ def engines(s: Mapping[str, Any], t: Translation) -> list[str]:
 
 
 def role(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> list[str]:
-    used: list[str] = []
-    groups: tuple[tuple[str, Mapping[str, str]], ...] = (
-        ("fsdp_config", FSDP), ("model.fsdp_config", FSDP), ("megatron", MEGATRON),
-    )  # fmt: skip
-    for group, names in groups:
-        for name, field in names.items():
-            key = f"{theirs}.{group}.{name}"
-            used.append(key)
-            if s.get(key) not in (None, False):
-                t.set(f"{ours}.{field}", s[key], key)
+    """Layout, memory, micro-batches and optimizer of a role that is trained."""
+    used = [*layout(s, t, theirs, ours), *optimizer(s, t, theirs, ours)]
     if s.get(f"{theirs}.megatron.override_transformer_config.recompute_granularity"):
         t.set(f"{ours}.activation_checkpointing", True, "recompute_granularity")
     if s.get(f"{theirs}.optim.override_optimizer_config.optimizer_cpu_offload"):
         t.set(f"{ours}.offload_optimizer", True, "optimizer_cpu_offload")
-    if is_megatron(s, theirs):
+    return [*used, *micro_batches(s, t, theirs, ours)]
+
+
+def layout(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> list[str]:
+    """Sets the engine of a role, and its degrees and offloading, as far as the engine has them."""
+    megatron = is_megatron(s, theirs)
+    if megatron:
         t.set(f"{ours}.engine", "megatron", f"{theirs}.megatron")
-        if t.fields.get(f"{ours}.tensor_parallel", 1) > 1:
-            t.set(f"{ours}.sequence_parallel", True)
+    groups: tuple[tuple[str, Mapping[str, str]], ...] = (
+        ("fsdp_config", FSDP), ("model.fsdp_config", FSDP), ("megatron", MEGATRON),
+    )  # fmt: skip
+    given = {f"{theirs}.{group}.{name}": (group, field)
+             for group, names in groups for name, field in names.items()}  # fmt: skip
+    given[f"{theirs}.ulysses_sequence_parallel_size"] = ("fsdp_config", "ulysses")
+    for key, (group, field) in given.items():
+        value = s.get(key)
+        if value is None or (ours == "ref" and field in TRAINED):
+            continue
+        if megatron != (group == "megatron"):
+            t.granted[f"{theirs}.{group}"] = "of the engine that the role does not have"
+        elif field == "dtype" and str(value) not in DTYPES:
+            t.notes[setting(key, value)] = f"{ours}.dtype is bfloat16 or float32"
+        else:
+            t.set(f"{ours}.{field}", DTYPES[value] if field == "dtype" else value, key)
+    sequence = f"{ours}.sequence_parallel"
+    if t.fields.get(f"{ours}.tensor_parallel", 1) == 1:
+        t.fields.pop(sequence, None)
+    elif sequence not in t.fields:
+        t.set(sequence, True, "sequence_parallel, its default")
+    return [*given]
+
+
+def optimizer(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> list[str]:
+    used: list[str] = []
+    for key in (f"{theirs}.optim.optimizer", f"{theirs}.optim.name"):
+        used.append(key)
+        name = str(s.get(key, "adamw"))
+        if name.lower() not in OPTIMIZERS:
+            t.notes[setting(key, name)] = "optim.name is adamw, adamw8bit or muon; adamw is taken"
+        elif OPTIMIZERS[name.lower()] != "adamw":
+            t.set(f"{ours}.optim.name", OPTIMIZERS[name.lower()], key)
     for name, field in OPTIM.items():
         key = f"{theirs}.optim.{name}"
         used.append(key)
         value = s.get(key)
         if value is not None and not (name == "lr_warmup_steps" and value < 0):
             t.set(f"{ours}.optim.{field}", tuple(value) if isinstance(value, list) else value, key)
-    schedule = s.get(f"{theirs}.optim.lr_scheduler_type", s.get(f"{theirs}.optim.warmup_style"))
-    if schedule in ("cosine", "linear"):
-        t.set(f"{ours}.optim.schedule", schedule, f"{theirs}.optim.lr_scheduler_type")
-        t.notes[f"{ours}.optim.decay_steps"] = "write the optimizer steps until the lowest rate"
-        t.set(f"{ours}.optim.decay_steps", 1000)
+    names = [f"{theirs}.optim.{n}" for n in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
+    source = next((name for name in names if s.get(name) is not None), "")
+    if s.get(source) in ("cosine", "linear"):
+        t.set(f"{ours}.optim.schedule", s[source], source)
+        steps = s.get(f"{theirs}.optim.lr_decay_steps")
+        if not steps:
+            t.notes[f"{ours}.optim.decay_steps"] = "write the optimizer steps until the lowest rate"
+        t.set(f"{ours}.optim.decay_steps", steps or 1000)
     if s.get(f"{theirs}.optim.lr_warmup_steps_ratio"):
         t.notes[f"{theirs}.optim.lr_warmup_steps_ratio"] = "write the steps: optim.warmup_steps"
-    used += [f"{theirs}.optim.{n}" for n in (
-        "lr_scheduler_type", "warmup_style", "lr_warmup_steps_ratio", "total_training_steps",
+    return [*used, *names, *(f"{theirs}.optim.{n}" for n in (
+        "lr_warmup_steps_ratio", "total_training_steps", "optimizer_impl", "lr_decay_steps",
         "override_optimizer_config.optimizer_cpu_offload",
-    )]  # fmt: skip
-    return [*used, *micro_batches(s, t, theirs, ours)]
+    ))]  # fmt: skip
+
+
+def reference(s: Mapping[str, Any], t: Translation) -> list[str]:
+    """Gives the reference its layout. In verl its settings are the actor's where it has none."""
+    used = [name for name in s if name.startswith(f"{REF}.")]
+    if not t.fields.get("algo.kl_coef"):
+        if used:
+            t.granted[f"{REF}."] = "without a KL term there is no reference"
+        return used
+    if "actor.lora.rank" in t.fields:
+        t.granted[f"{REF}."] = "it is the actor's base, its adapter off, and computed as the actor"
+        return used
+    starts = (f"{ACTOR}.megatron.", f"{ACTOR}.strategy", f"{ACTOR}.ulysses")
+    actors = {n.replace(ACTOR, REF): v for n, v in s.items() if n.startswith(starts)}
+    used = layout(actors | dict(s), t, REF, "ref")
+    for field, source in t.sources.items():
+        if field.startswith("ref.") and source in actors and source not in s:
+            t.sources[field] = source.replace(REF, ACTOR)
+    tokens = f"{REF}.log_prob_max_token_len_per_gpu"
+    if s.get(tokens):
+        t.set("ref.micro_batch_tokens", s[tokens], tokens)
+    return [*used, tokens]
+
+
+def experts(s: Mapping[str, Any], t: Translation) -> list[str]:
+    """Router replay, and experts spread over the ranks of an engine."""
+    modes = f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.router_replay.mode"
+    returned, spread = f"{ROLLOUT}.enable_rollout_routing_replay", f"{ROLLOUT}.expert_parallel_size"
+    given = [name for name in modes if s.get(name)] or [returned]
+    source = next((name for name in given if s.get(name) != "disabled"), given[0])
+    mode = s.get(source)
+    if mode is True or str(mode).upper() == "R3":
+        t.set("actor.router_replay", "R3", source)
+    elif mode and mode != "disabled":
+        t.notes[setting(source, mode)] = "router_replay is R3 or None: docs/experts.md"
+    if s[spread] > 1:
+        if s[f"{ROLLOUT}.tensor_model_parallel_size"] > 1:
+            t.set("rollout.expert_parallel", True, spread)
+        else:
+            t.notes[setting(spread, s[spread])] = (
+                "an engine spreads experts over its rollout.tensor_parallel ranks: set it above 1"
+            )
+    return [*modes, returned, spread]
 
 
 def is_megatron(s: Mapping[str, Any], theirs: str) -> bool:
@@ -495,7 +617,7 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
     if name in get_args(get_type_hints(RolloutConfig)["engine"]):
         t.set("rollout.engine", name, f"{ROLLOUT}.name")
     else:
-        t.notes[f"{ROLLOUT}.name={name}"] = "engines are vllm, sglang and hf; vllm is taken"
+        t.notes[setting(f"{ROLLOUT}.name", name)] = "engines are vllm, sglang and hf; vllm is taken"
     top_k = s.get(f"{ROLLOUT}.top_k", -1)
     t.set("rollout.top_k", max(0, top_k), f"{ROLLOUT}.top_k")
     t.set("eval_top_k", max(0, s.get(f"{ROLLOUT}.val_kwargs.top_k", -1)))
@@ -532,8 +654,6 @@ def critic(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("critic.model", path, "critic.model.path")
     if s.get("critic.model.enable_gradient_checkpointing"):
         t.set("critic.activation_checkpointing", True)
-    if s.get("critic.ulysses_sequence_parallel_size", 1) > 1:
-        t.set("critic.ulysses", s["critic.ulysses_sequence_parallel_size"])
     return ["critic.model.path", "critic.model.enable_gradient_checkpointing", "critic.strategy",
             "critic.ulysses_sequence_parallel_size", "critic.ppo_mini_batch_size"]  # fmt: skip
 
@@ -559,7 +679,7 @@ def rewards(s: Mapping[str, Any], t: Translation) -> list[str]:
     used = [name for name in s if name.startswith(("custom_reward_function.", "reward.custom_"))]
     manager = s.get("reward_model.reward_manager", s.get("reward.reward_manager.name"))
     if manager not in (None, "naive", "dapo"):
-        t.notes[f"reward_manager={manager}"] = "rewards are functions: docs/rewards.md"
+        t.notes[setting("reward_manager", manager)] = "rewards are functions: docs/rewards.md"
     used += ["reward_model.reward_manager", "reward.reward_manager.name", "reward_model.enable"]
     skipped = ("reward_model.rollout.", "reward_model.model.", "reward_model.micro_batch")
     return [*used, *(n for n in s if n.startswith(skipped) and n != "reward_model.model.path"),
@@ -573,7 +693,7 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("steps", steps, "trainer.total_training_steps")
     else:
         t.set("steps", 100)
-        t.notes[f"trainer.total_epochs={epochs}"] = (
+        t.notes[setting("trainer.total_epochs", epochs)] = (
             f"write the steps: {epochs} x the number of rows / {s['data.train_batch_size']}"
         )
     t.set("eval_every", max(0, s["trainer.test_freq"]), "trainer.test_freq")
@@ -585,7 +705,7 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
     t.set("project", str(s.get("trainer.project_name", "verl_examples")), "trainer.project_name")
     others = sorted({*loggers} - {"console", *named})
     if others:
-        t.notes[f"trainer.logger={others}"] = "trackers=(..., an object of your own)"
+        t.notes[setting("trainer.logger", others)] = "trackers=(..., an object of your own)"
     ranks = s.get("trainer.nnodes", 1), s.get("trainer.n_gpus_per_node", 8)
     t.granted["trainer.nnodes, trainer.n_gpus_per_node"] = (
         f"python -m spmdrl.launch --nnodes {ranks[0]} --nproc-per-node {ranks[1]} "

@@ -4,6 +4,7 @@ The runs are those of verl's and TRL's own examples, as names and values (verl_r
 trl_runs.jsonl): a script of them is written here.
 """
 
+import ast
 import json
 import shlex
 import subprocess
@@ -15,12 +16,13 @@ import pytest
 import yaml
 
 from spmdrl.cli.arguments import load_config
+from spmdrl.cli.hub_names import data_name
 from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.migration import trl, verl
-from spmdrl.migration.config_source import source_of
+from spmdrl.migration.config_source import Translation, source_of
 from spmdrl.migration.shell import commands
 from spmdrl.training.checks.algorithms import check_algo
-from spmdrl.translate import translated
+from spmdrl.translate import main, translated
 
 HERE = Path(__file__).parent
 VERL = [json.loads(line) for line in (HERE / "verl_runs.jsonl").open()]
@@ -199,7 +201,9 @@ def test_values_of_a_python_script_and_its_arguments(tmp_path: Path) -> None:
     translation = translated(file)
     assert "output_dir=f'{where}/run'" in translation.notes
     config = config_of(file)
-    assert (config.model, config.data.train) == ("Qwen/Qwen2.5-0.5B", "trl-lib/DeepMath-103K")
+    assert (config.model, config.data.train) == (
+        "Qwen/Qwen2.5-0.5B", "trl-lib/DeepMath-103K::train",
+    )  # fmt: skip
     assert (config.rollout.n, config.steps, config.algo.epochs) == (4, 20, 2)
     assert config.algo.kl_coef == 0.04 and config.reward == "math"
     assert config.actor.lora is not None and config.actor.lora.rank == 4
@@ -245,3 +249,199 @@ def test_the_command_writes_a_config_and_says_what_to_look_at(tmp_path: Path) ->
         [*command, "no.sh"], cwd=tmp_path, text=True, capture_output=True, timeout=60
     )
     assert done.returncode == 2 and "config error: no.sh cannot be read" in done.stderr
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    for out in ("run.sh", "no/cfg.py"):
+        with pytest.raises(ConfigError, match=r"is there already: .* remove it|cannot be written"):
+            main(str(tmp_path / "run.sh"), out=str(tmp_path / out))
+    assert (tmp_path / "run.sh").read_text() == SCRIPT
+
+
+def of_verl(**given: Any) -> Translation:
+    """The translation of settings of verl, `.` written as `__`, with a model and data."""
+    settings = {name.replace("__", "."): value for name, value in given.items()}
+    prefix = "actor_rollout_ref."
+    settings = {n if n.startswith(("data.", "critic.", "alg")) else prefix + n: v
+                for n, v in settings.items()}  # fmt: skip
+    return verl.translate({f"{prefix}model.path": "m/m", "data.train_files": "d"} | settings)
+
+
+def run_of(translation: Translation, folder: Path) -> PpoConfig:
+    file = folder / f"{len([*folder.iterdir()])}.py"
+    file.write_text(source_of(translation, "run"))
+    return load_config(str(file), PpoConfig, {})
+
+
+def test_router_replay_experts_optimizers_and_fsdp_of_verl(tmp_path: Path) -> None:
+    for given in (
+        {"actor__router_replay__mode": "R3"},
+        {"actor__megatron__router_replay__mode": "R3"},
+        {"rollout__enable_rollout_routing_replay": True},
+    ):
+        assert run_of(of_verl(**given), tmp_path).actor.router_replay == "R3"
+    t = of_verl(actor__router_replay__mode="R2", rollout__enable_rollout_routing_replay=True)
+    assert "actor.router_replay" not in t.fields
+    assert "actor_rollout_ref.actor.router_replay.mode=R2" in t.notes
+    assert run_of(of_verl(rollout__expert_parallel_size=2), tmp_path).rollout.expert_parallel
+    alone = of_verl(rollout__expert_parallel_size=8, rollout__tensor_model_parallel_size=1)
+    assert "rollout.expert_parallel" not in alone.fields
+    assert "actor_rollout_ref.rollout.expert_parallel_size=8" in alone.notes
+    t = of_verl(
+        actor__optim__optimizer="AdamW8bit", actor__fsdp_config__reshard_after_forward=False,
+        actor__fsdp_config__offload_policy=True, actor__fsdp_config__dtype="fp32",
+        actor__fsdp_config__fsdp_size=4, actor__fsdp_config__model_dtype="fp32",
+        critic__optim__name="muon", data__val_files="e", data__val_max_samples=9, data__seed=3,
+        data__custom_cls__path="x.py", actor__use_torch_compile=True,
+        rollout__quantization="fp8",
+    )  # fmt: skip
+    config = run_of(t, tmp_path)
+    role = config.actor
+    assert (
+        role.optim.name,
+        role.reshard_after_forward,
+        role.offload_policy,
+        role.dtype,
+        role.fsdp,
+        config.rollout.quantization,
+    ) == ("adamw8bit", False, True, "float32", 4, "fp8")
+    assert config.critic is not None and config.critic.optim.name == "muon"
+    assert (config.data.max_eval_prompts, config.seed) == (9, 3)
+    assert "Parquet" in t.notes["data.custom_cls.path=x.py"]
+    assert not any("nothing here has this name" in why for why in t.notes.values())
+    t = of_verl(actor__optim__optimizer="SGD")
+    assert "actor_rollout_ref.actor.optim.optimizer=SGD" in t.notes
+
+
+def test_the_reference_has_its_own_layout_or_the_actors(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "actor__use_kl_loss": True, "actor__megatron__tensor_model_parallel_size": 4,
+        "actor__megatron__pipeline_model_parallel_size": 2,
+        "actor__megatron__optimizer_offload": True,
+        "ref__megatron__pipeline_model_parallel_size": 1, "ref__megatron__param_offload": True,
+        "ref__log_prob_max_token_len_per_gpu": 99,
+    }  # fmt: skip
+    t = of_verl(**given)
+    ref = run_of(t, tmp_path).ref
+    assert (ref.engine, ref.tensor_parallel, ref.pipeline_parallel, ref.offload_params,
+            ref.offload_optimizer, ref.sequence_parallel, ref.micro_batch_tokens) == (
+        "megatron", 4, 1, True, False, True, 99)  # fmt: skip
+    assert ".actor." in t.sources["ref.tensor_parallel"]
+    assert ".ref." in t.sources["ref.pipeline_parallel"]
+    sharded = {"actor__use_kl_loss": True, "actor__ulysses_sequence_parallel_size": 2,
+               "ref__fsdp_config__param_offload": True}  # fmt: skip
+    ref = run_of(of_verl(**sharded), tmp_path).ref
+    assert (ref.engine, ref.ulysses, ref.offload_params) == ("fsdp", 2, True)
+    for without in ({"actor__use_kl_loss": False}, {"model__lora_rank": 8}):
+        t = of_verl(**given | without)
+        assert not any(name.startswith("ref.") for name in t.fields)
+        assert "actor_rollout_ref.ref." in t.granted
+    mixed = run_of(of_verl(**given, actor__fsdp_config__offload_policy=True), tmp_path)
+    assert not mixed.actor.offload_policy  # which is of FSDP2
+
+
+def test_nothing_of_a_value_becomes_code(tmp_path: Path) -> None:
+    code = "x\nimport os\nos.abort()\u2028y"
+    given = {
+        "actor_rollout_ref.model.path": code, "actor_rollout_ref.actor.odd": code, code: 1,
+        "data.train_files": code, "data.truncation": code, "data.prompt_key": float("inf"),
+        "trainer.logger": [code], "reward_model.reward_manager": code * 9,
+    }  # fmt: skip
+    source = source_of(verl.translate(given), f'a"""\n{code}.yaml')
+    kinds = [type(statement) for statement in ast.parse(source).body]
+    assert kinds == [ast.Expr, ast.ImportFrom, ast.Assign]
+    assert "actor.odd='x\\nimport os" in source and max(map(len, source.splitlines())) < 320
+    flags = {"num_generations": 8, "odd": code, "reward_funcs": code, "loss_type": code}
+    source = source_of(trl.translate(flags, 1), "run")
+    assert "os.abort()" in source and len(ast.parse(source).body) == 3
+    config = run_of(verl.translate(given), tmp_path)
+    assert (config.model, config.data.prompt_key) == (code, "inf")
+
+
+BRANCHES = """
+N=4
+if [ "$GPUS" = 8 ]; then N=8; else N=2; fi
+SAME=1; SAME=1
+[ -z "$LR" ] && LR=3e-6  # it's set behind &&
+case $KIND in
+  a) BATCH=64 ;;
+  *)
+    BATCH=128
+    ;;
+esac
+cat > inner.sh <<'END'
+python -m verl.trainer.main_ppo data.train_files=wrong actor_rollout_ref.model.path=wrong don't
+N=77
+END
+python3 - <<-PY
+	print("it's")
+	PY
+ARGS="actor_rollout_ref.actor.optim.lr=$LR"
+ARGS="$ARGS data.train_batch_size=$BATCH"
+UNUSED=1; UNUSED=2
+cd /tmp && python -m verl.trainer.main_ppo $ARGS data.train_files="a # b.parquet" \\
+    actor_rollout_ref.model.path='p #q' actor_rollout_ref.rollout.n=$N \\
+    trainer.total_epochs=$SAME trainer.project_name=a#b 2>&1 | tee log  # 'all
+"""
+
+
+def test_branches_heredocs_and_comments_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(BRANCHES)
+    t = translated(tmp_path / "run.sh")
+    assert (t.fields["model"], t.fields["data.train"]) == ("p #q", "a # b.parquet")
+    assert (t.fields["project"], t.fields["actor.optim.lr"]) == ("a#b", 3e-6)
+    assert (t.fields["rollout.n"], t.fields["data.prompts_per_step"]) == (2, 128)
+    notes = {name: why for name, why in t.notes.items() if name.startswith("$")}
+    assert notes.keys() == {"$N", "$LR", "$BATCH"}
+    assert notes["$N"].endswith("the last is taken: 2; others: 4, 8")
+    (tmp_path / "trl.sh").write_text("if a; then\n B=0.1\nfi\ntrl grpo --beta $B")
+    assert "$B" in translated(tmp_path / "trl.sh").notes
+
+
+@pytest.mark.parametrize(
+    ("script", "train", "held_out", "noted"),
+    [
+        ("t = load_dataset('a/b', 'main', split='train')\ne = load_dataset('c/d', split='test')",
+         "a/b:main:train", "c/d::test", ""),
+        ("e = load_dataset('a/b', name='main')\ne = e.map(f)\nt = e['train'].shuffle()\n"
+         "e = e['test']", "a/b:main:train", "a/b:main:test", ""),
+        ("x = load_dataset('a/b', split='train').train_test_split(test_size=0.1)\nt = x['train']\n"
+         "e = x['test']", "a/b::train", None, "train_test_split"),
+        ("t = load_dataset('a/b', split='train[:90]')\ne = None", "a/b::train", None,
+         "split=train[:90]"),
+        ("def rows(split='train'):\n    return load_dataset('a/b', 'main')[split]\nt = rows()\n"
+         "e = rows('test')", "a/b:main:train", "a/b:main:test", ""),
+        ("if x:\n    t = load_dataset('a/b')\nelse:\n    t = load_dataset('c/d')\ne = None",
+         "c/d", None, "train_dataset"),
+        ("a = load_dataset('a/b')\nb = load_dataset('c/d')\nt = mixed(a, b)\ne = None",
+         "a/b", None, "train_dataset"),
+        ("t = load_dataset(args.data)\ne = load_dataset('c/d')", "train.parquet", None,
+         "data.eval"),
+        ("def f():\n    return f()\nt = f()\ne = load_dataset('json', data_files='e.jsonl')",
+         "train.parquet", "e.jsonl", "train_dataset"),
+        ("t = load_dataset('a/b', revision='v1')\ne = t if x else None", "a/b@v1", None,
+         "data.eval"),
+    ],
+)  # fmt: skip
+def test_the_data_sets_that_a_trainer_is_given(
+    script: str, train: str, held_out: str | None, noted: str, tmp_path: Path
+) -> None:
+    last = "\n" if train == "train.parquet" else "\nother = load_dataset('not/this')\n"
+    call = "GRPOTrainer(model='m/m', args=GRPOConfig(), train_dataset=t, eval_dataset=e)\n"
+    (tmp_path / "run.py").write_text(script + last + call)
+    t = translated(tmp_path / "run.py")
+    assert (t.fields["data.train"], t.fields.get("data.eval")) == (train, held_out)
+    assert not noted or noted in t.notes
+    if not noted:
+        assert not t.notes.keys() & {"train_dataset", "eval_dataset", "data.eval"}
+    for name in (train, held_out):
+        assert name is None or str(data_name("data.train", name) or name) == name
+
+
+def test_the_data_set_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "trl grpo --dataset_name a/b --dataset_config main --eval_strategy steps\n"
+    )
+    fields = translated(tmp_path / "run.sh").fields
+    assert (fields["data.train"], fields["data.eval"]) == ("a/b:main", "a/b:main:test")
