@@ -134,8 +134,9 @@ def without_heredocs(text: str) -> str:
     start = 0
     while found := HEREDOC.search(text, start):
         indent = r"\t*" if found[1] else ""
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
         end = re.compile(rf"^{indent}{found[3]}$\n?", re.MULTILINE).search(text, found.end())
-        if end is not None:
+        if end is not None and not re.search(r"(?:^|\s)#", line):  # a comment may name one
             text = text[: found.end()] + text[end.end() :]
         start = found.end()
     return text

@@ -88,6 +88,7 @@ MEGATRON = {  # below `megatron` of a role
         "num_layers_in_last_pipeline_stage",
     "param_offload": "offload_params",
     "optimizer_offload": "offload_optimizer",
+    "dtype": "dtype",
 }  # fmt: skip
 FSDP = {
     "param_offload": "offload_params", "optimizer_offload": "offload_optimizer",
@@ -112,6 +113,7 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     f"{ROLLOUT}.enable_prefix_caching": "on",
     f"{ROLLOUT}.load_format": "engines start without weights; the first push fills them",
     f"{ACTOR}.megatron.override_transformer_config.recompute_": "activation_checkpointing",
+    f"{ROLLOUT}.data_parallel_size": "engines of rollout.tensor_parallel ranks fill all ranks",
     f"{ROLLOUT}.layered_summon": "weights are always gathered bucket by bucket",
     f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are always kept",
     f"{ROLLOUT}.mode": "the engine runs inside the rank",
@@ -120,9 +122,7 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
     f"{ROLLOUT}.val_kwargs.do_sample": "follows from eval_temperature",
     f"{ACTOR}.use_prefix_grouper": "actor.shared_prefix is on by itself where it can be",
     f"{ACTOR}.strategy": "FSDP2, or Megatron-core where a megatron setting is given",
-    f"{ACTOR}.megatron.use_mbridge": "names are mapped by spmdrl itself",
     f"{ACTOR}.megatron.use_dist_checkpointing": "checkpoints are torch.distributed's",
-    f"{REF}.megatron.use_mbridge": "names are mapped by spmdrl itself",
     f"{REF}.megatron.use_dist_checkpointing": "weights are read from the model's files",
     f"{REF}.megatron.dist_checkpointing_path": "weights are read from the model's files",
     f"{REF}.strategy": "as the actor's",
@@ -136,6 +136,9 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
         "fsdp_config.forward_prefetch": "FSDP2's default",
         "fsdp_config.wrap_policy": "each layer is sharded by itself",
         "fsdp_config.strategy": "FSDP2",
+        "megatron.use_mbridge": "names are mapped by spmdrl itself",
+        "megatron.vanilla_mbridge": "names are mapped by spmdrl itself",
+        "megatron.use_remove_padding": "sequences are always packed",
     }.items()},
     "actor_rollout_ref.model.use_shm": "each rank reads its own part of the files",
     "actor_rollout_ref.nccl_timeout": "stall_timeout_s",
@@ -158,7 +161,6 @@ NOTES = {  # what to do about settings, by the beginning of their names
     "data.custom_cls.": "a data set is files or a hub's: write its rows as Parquet or JSONL",
     "data.train_max_samples": "write a file with so many rows",
     f"{ROLLOUT}.engine_kwargs.": "vLLM's are keys of rollout.engine_args",
-    f"{ROLLOUT}.data_parallel_size": "engines of rollout.tensor_parallel ranks fill all ranks",
     f"{ACTOR}.profiler.": "profile=ProfileConfig(...): docs/operations.md",
     "global_profiler.": "profile=ProfileConfig(...): docs/operations.md",
     "critic.model.lora": "critic.lora=LoraConfig(...): docs/lora.md",
@@ -258,7 +260,7 @@ def translate(given: Mapping[str, Any]) -> Translation:
             t.set(SAME[name], value, "" if name not in given else name)
         elif why := reason(name):
             t.granted[name] = why
-        elif name in given and value not in (False, None, "", [], {}):
+        elif name in given and value not in (False, None, "", [], {}, -1):
             why = next((why for start, why in NOTES.items() if name.startswith(start)), None)
             t.notes[setting(name, value)] = why or "nothing here has this name"
     return t

@@ -370,6 +370,8 @@ case $KIND in
     BATCH=128
     ;;
 esac
+# what follows is written by cat <<END
+TEMPERATURE=0.7
 cat > inner.sh <<'END'
 python -m verl.trainer.main_ppo data.train_files=wrong actor_rollout_ref.model.path=wrong don't
 N=77
@@ -382,7 +384,8 @@ ARGS="$ARGS data.train_batch_size=$BATCH"
 UNUSED=1; UNUSED=2
 cd /tmp && python -m verl.trainer.main_ppo $ARGS data.train_files="a # b.parquet" \\
     actor_rollout_ref.model.path='p #q' actor_rollout_ref.rollout.n=$N \\
-    trainer.total_epochs=$SAME trainer.project_name=a#b 2>&1 | tee log  # 'all
+    actor_rollout_ref.rollout.temperature=$TEMPERATURE trainer.total_epochs=$SAME \\
+    trainer.project_name=a#b 2>&1 | tee log  # 'all
 """
 
 
@@ -391,6 +394,7 @@ def test_branches_heredocs_and_comments_of_a_script(tmp_path: Path) -> None:
     t = translated(tmp_path / "run.sh")
     assert (t.fields["model"], t.fields["data.train"]) == ("p #q", "a # b.parquet")
     assert (t.fields["project"], t.fields["actor.optim.lr"]) == ("a#b", 3e-6)
+    assert t.fields["rollout.temperature"] == 0.7
     assert (t.fields["rollout.n"], t.fields["data.prompts_per_step"]) == (2, 128)
     notes = {name: why for name, why in t.notes.items() if name.startswith("$")}
     assert notes.keys() == {"$N", "$LR", "$BATCH"}
