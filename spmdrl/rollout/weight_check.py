@@ -228,6 +228,8 @@ def place_of(
             fused_sizes = outputs_of_fused(module_of(model, owner), len(tensor), tp_size)
             expected = rank_outputs(tensor, fused_sizes, tp_rank, tp_size)
             return ExpectedSlice(spelling, held, expected)
+        if spelling.endswith("experts.w2_bias") and held.shape == tensor.shape and tp_rank > 0:
+            tensor = torch.zeros_like(tensor)  # the ranks' products are added up, a bias once
         by_heads = leaf == "qkv" and hasattr(module_of(model, owner), "num_kv_heads")
         cut = thirds if by_heads else split
         return ExpectedSlice(spelling, *cut(held, tensor, tp_rank, tp_size))

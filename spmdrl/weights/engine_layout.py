@@ -182,6 +182,8 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func is torch.ops.aten.copy_.default and self.is_parameter(args[0]):
             self.opaque.add(self.current)  # a parameter is computed from what was copied to it
+        if is_changed(func, args):  # a rank may have zeros of what another keeps
+            self.opaque.add(self.given.get(storage_id(args[0]), (self.current,))[0])
         result = func(*args, **(kwargs or {}))
         for tensor in without_data:
             outputs = result if isinstance(result, (tuple, list)) else [result]
@@ -217,6 +219,12 @@ class _Recorder(TorchDispatchMode):
                 layout.regions.append((name, box))
                 layout.places.append(place)
         return layout
+
+
+def is_changed(func: Any, args: tuple[Any, ...]) -> bool:
+    """Says whether an operation changes a tensor without data in place."""
+    changes = func.__name__.partition(".")[0].endswith("_")
+    return changes and isinstance(args[0], Tensor) and bool(args[0].is_meta)
 
 
 def _is_new(output: Any, tensor: Tensor) -> bool:
