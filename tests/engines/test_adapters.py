@@ -250,3 +250,28 @@ def test_a_fingerprint_tells_weights_apart(qwen3, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(qwen3)
     model.model.norm.weight.data[5] += 1e-7
     assert fingerprint(dict(model.named_parameters())) != first
+
+
+def test_a_merged_export_has_the_biases_of_routers(tmp_path):
+    """They are buffers, which transformers reads as 0 where the files have none."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from spmdrl.engines.fsdp.lora import fingerprint, merged_sources
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 98,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4,
+             "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+             "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 16,
+             "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}  # fmt: skip
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor([0.3, -0.1, 0.2, 0.05]))
+    model.save_pretrained(tmp_path)
+    saved = {
+        "model": str(tmp_path), "layers": [], "dtype": "bfloat16", "rank": 2, "alpha": 4,
+        "target_modules": "all-linear", "use_rslora": False,
+        "fingerprint": fingerprint({n: p.detach() for n, p in model.named_parameters()}),
+    }  # fmt: skip
+    found = {name: read() for name, _, read in merged_sources({}, saved, "")}
+    assert found.keys() == {*model.state_dict()}
+    assert torch.equal(found["model.layers.1.mlp.gate.e_score_correction_bias"], bias)

@@ -70,3 +70,16 @@ def test_models_whose_experts_are_not_chosen_by_topk_are_refused():
                        ("qwen3", "no experts")):  # fmt: skip
         with pytest.raises(ConfigError, match=f"'{kind}' cannot be replayed.*{said}"):
             routing_of(config_of(BY_KIND[kind]))
+
+
+def test_routers_that_leave_other_groups_without_weight_are_refused():
+    """DeepSeek-V2's sets the scores of groups that it has not chosen to 0 and takes weights of
+    them; DeepSeek-V3's takes weights of the scores as they were.
+    """
+    grouped = {"n_group": 4, "topk_group": 2}
+    config = config_of(BY_KIND["deepseek_v2"])
+    config.update({**grouped, "topk_method": "group_limited_greedy"})
+    with pytest.raises(ConfigError, match="an expert of another group has no weight"):
+        routing_of(config)
+    config.update({"topk_method": "greedy"})
+    assert routing_of(config).top_k == config.num_experts_per_tok

@@ -44,6 +44,7 @@ from spmdrl.hub.hf_folder import (
     sees_images,
     towers,
 )
+from spmdrl.weights.buffers import kept_tensors, persistent_buffers
 from spmdrl.weights.checkpoint_names import ADAPTER, Parts, checkpoint_name
 from spmdrl.weights.shards import Derived, LowRank, Shards, shards_by_part, shards_of
 from spmdrl.weights.transfer import gathered
@@ -456,23 +457,23 @@ def adapter_tensors(
 def merged_sources(
     adapters: Mapping[str, Tensor], saved: Mapping[str, Any], base: str
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
-    """Yields of each parameter its name, its shape and a function that reads it in float32: the
-    base as it was held, and scale B A. base: where it lies now; "": where it lay. Raises
-    ConfigError where the base is not there, or is another model.
+    """Yields of each parameter and each buffer that files hold its name, its shape and a function
+    that reads it in float32: the base as it was held, and scale B A. base: where it lies now; "":
+    where it lay. Raises ConfigError where the base is not there, or is another model.
     """
     path = local_model("base" if base else "the base of these adapters", base or saved["model"])
     if not Path(path).is_dir():
         raise ConfigError(f"the base {path} of these adapters is not there: name it with --base")
     if any("language_model" in layer for layer in saved["layers"]):
         keep_tower(path)
-    shapes, read_parameter = parameters_of(path)
-    sums = {name: checksum(read_parameter(name)) for name in shapes}
+    shapes, buffers, read_tensor = tensors_of(path)
+    sums = {name: checksum(read_tensor(name)) for name in shapes}
     if fingerprint_of_sums(shapes, sums) != saved["fingerprint"]:
         raise ConfigError(f"{path} has not the weights that these adapters were trained on")
     dtype, scale = getattr(torch, saved["dtype"]), scale_of(lora_of(saved))
 
     def read(name: str) -> Tensor:
-        weight = read_parameter(name).to(dtype).float()
+        weight = read_tensor(name).to(dtype).float()
         layer = name.removesuffix(".weight")
         if layer + ADAPTER[0] in adapters:
             a, b = (adapters[layer + part] for part in ADAPTER)
@@ -481,23 +482,30 @@ def merged_sources(
 
     for name, shape in shapes.items():
         yield name, shape, partial(read, name)
+    for name, shape in buffers.items():  # biases of routers, which stay in their own dtype
+        yield name, shape, partial(read_tensor, name)
 
 
-def parameters_of(model: str) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
-    """The shapes of a language model's parameters, and a function that reads one in float32.
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensors_of(model: str) -> tuple[Shapes, Shapes, Callable[[str], Tensor]]:
+    """Returns the shapes of a language model's parameters, those of its buffers that files hold,
+    and a function that reads one of either in float32.
 
     One is in memory at a time, but where its files cannot be read by rows.
     """
     shell = build_model(model, full=False, has_head=True)
     files = open_weights(model, shell, has_head=True)
-    named = dict(shell.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in shell.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(shell).items()}
     if files is not None:
-        return shapes, lambda name: files.rows(name, 0, shapes[name][0]).float()
+        lengths = {n: shape[0] if shape else 0 for n, shape in (shapes | buffers).items()}
+        return shapes, buffers, lambda name: files.rows(name, 0, lengths[name]).float()
     auto = auto_class(load_hf_config(model))
     hf = auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    weights = {name: parameter.detach() for name, parameter in hf.named_parameters()}
-    return shapes, lambda name: weights[name].clone()
+    weights = {name: tensor.detach() for name, tensor in kept_tensors(hf).items()}
+    return shapes, buffers, lambda name: weights[name].float().clone()
 
 
 def save_adapter(

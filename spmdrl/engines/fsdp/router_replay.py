@@ -163,6 +163,9 @@ def others_of(router: nn.Module) -> list[Tensor]:
     return [torch.empty((), device="meta") for p in named if p.default in (p.empty, None)]
 
 
+# model types whose routers set the scores of other groups to 0 before they choose, and take weights
+# of what is left: a replayed expert of such a group would have no weight
+MASKS_GROUPS = ("deepseek_v2", "deepseek_ocr2", "axk2")
 # in this process, by the whole config as text
 FOUND: dict[str, dict[str, int]] = {}
 ROUTINGS: dict[str, Routing] = {}
@@ -182,6 +185,13 @@ def router_classes(hf: PreTrainedConfig) -> dict[str, int]:
 
 def find_routers(text: PreTrainedConfig) -> dict[str, int]:
     refused = f"actor.router_replay: the routing of model type {text.model_type!r}"
+    groups = getattr(text, "n_group", 1) or 1
+    limited = getattr(text, "topk_method", "group_limited_greedy") == "group_limited_greedy"
+    if text.model_type in MASKS_GROUPS and groups > 1 and limited:
+        raise ConfigError(
+            f"{refused} cannot be replayed: its routers choose {groups} groups first, and an "
+            "expert of another group has no weight. Leave actor.router_replay out"
+        )
     try:
         tiny: Any = tiny_copy(text)
         mode = RecordedCalls(tiny)

@@ -240,7 +240,7 @@ class MegatronEngine:
         self, chunk: Any, inputs: Inputs, forward_only: bool
     ) -> AbstractContextManager[None]:
         """Around a forward pass."""
-        if self.parts.routers is None:
+        if self.parts.routers is None or self.without_adapters:
             return nullcontext()
         experts = inputs.routed_experts
         assert experts is not None, "router_replay: a batch without routed_experts"
