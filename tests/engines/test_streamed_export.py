@@ -196,9 +196,11 @@ def test_the_layers_are_had_by_a_hubs_name(tmp_path, monkeypatch):
     save_file(given, model / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "run.json").write_text(json.dumps({"model": "tiny/v3@main"}))
     with serving(HuggingFace({"models/tiny/v3": Repo({"main": files_in(model)})})) as hub:
-        for name, value in {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"),
-                            "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():  # fmt: skip
-            monkeypatch.setattr(constants, name, value)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         for base in ("tiny/v3@main", ""):
             found = mtp_tensors(tmp_path, config, base)
             assert found is not None and found.shapes.keys() == given.keys()

@@ -185,7 +185,7 @@ def test_options_by_their_names(tmp_path, qwen3):
 
 
 def test_what_was_downloaded_has_the_names_of_its_hub():
-    """A run has folders of the cache in their place, which say nothing to who looks at a tracker."""
+    """A run has folders of the cache in their place, which tell nothing to those who look on."""
     cache, commit = "/home/me/.cache/hub", "0123456789abcdef0123456789abcdef01234567"
     rows = f"{cache}/datasets--tiny--sums/snapshots/{commit}/train.jsonl"
     folder = f"{cache}/models--tiny--qwen/snapshots/{commit}"
