@@ -104,7 +104,8 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
 def is_turned(kind: str, name: str) -> bool:
     """Says whether the published checkpoints of a model type have a tensor with its last two axes
     the other way round than transformers keeps and writes it: of Qwen3-VL-MoE's experts. vLLM reads
-    the published form alone, transformers reads both.
+    the published form alone; transformers reads both and tells them apart by the shape, so that it
+    takes square ones for its own.
     """
     return kind == "qwen3_vl_moe" and name.endswith(STACKED)
 
