@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmdrl.data.routing import Routing
 from spmdrl.data.shared_prefix import shared_work, worth_sharing
 from spmdrl.distributed.placement import Ranks
-from spmdrl.types import TOKEN_FIELDS, Batch, Routing, Sample, lengths_to_cu_seqlens, turn_ends
+from spmdrl.types import TOKEN_FIELDS, Batch, Sample, lengths_to_cu_seqlens, turn_ends
 
 ATTENTION_TOKENS = 4096  # at this length attention costs as much as everything linear in tokens
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import empty_batch, micro_batches, padded_micro_batches, split_to_count
+from spmdrl.data.routing import Routing
 from spmdrl.data.shared_prefix import Unit, single_units
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import SEQ_FIELDS, Batch, Routing
+from spmdrl.types import SEQ_FIELDS, Batch
 
 
 @dataclass(frozen=True)

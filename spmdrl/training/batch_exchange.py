@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import BatchAssignment, empty_batch
+from spmdrl.data.routing import Routing
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology, new_group
-from spmdrl.types import TOKEN_FIELDS, Batch, Routing, lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import BatchImages
+from spmdrl.data.routing import Routing
 from spmdrl.distributed.phases import Phases
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.progress import PROGRESS
@@ -24,7 +25,7 @@ from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.weight_sync import WeightSync
 from spmdrl.training.weight_versions import WeightVersions
-from spmdrl.types import Batch, Routing
+from spmdrl.types import Batch
 
 logger = logging.getLogger(__name__)
 

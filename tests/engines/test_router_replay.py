@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from spmdrl.algo.objectives import policy_objective
 from spmdrl.config import AlgoConfig, LoraConfig, TrainConfig
 from spmdrl.data.packing import empty_batch
-from spmdrl.types import Batch, Routing
+from spmdrl.data.routing import Routing
+from spmdrl.types import Batch
 
 LENS = [9, 14, 5, 11, 8, 3]
 PROMPT = 4

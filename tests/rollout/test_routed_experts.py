@@ -16,9 +16,10 @@ from tiny_models import CHARS, save_tokenizer
 
 from spmdrl.config import RolloutConfig
 from spmdrl.data.packing import pack_samples
+from spmdrl.data.routing import Routing
 from spmdrl.rollout.answer_codec import pack, resume, unpack
 from spmdrl.rollout.base import Answer, Completion, Request, SamplingParams
-from spmdrl.types import Prompt, Routing, Sample
+from spmdrl.types import Prompt, Sample
 
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=6, kv_cache_mib=1)
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)

@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from spmdrl.config import ConfigError
+from spmdrl.data.routing import Routing
 from spmdrl.engines.fsdp.trial import CannotShrink, first_line, tiny_copy
 from spmdrl.hub.hf_folder import config_text, meta_model
 from spmdrl.hub.tiny_config import FAILURES
-from spmdrl.types import Routing
 
 TOPK = (torch.topk, Tensor.topk)
 
