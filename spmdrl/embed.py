@@ -253,6 +253,10 @@ def check_use(config: PpoConfig) -> None:
             getattr(config, name) == getattr(default, name),
             f"{name} has no effect: the host has the loop, the files and the ranks",
         )
+    require(
+        config.trackers in ((), default.trackers),
+        "trackers has no effect: the host shows what Attachment.step returns",
+    )
     ours = {
         "async_steps": config.async_steps > 0,
         "rollout.oversample": config.rollout.oversample > 1,

@@ -38,7 +38,7 @@ def main(
 
     Args:
         checkpoint: a folder checkpoints/step_N of a run
-        out: the folder to write; it must not hold a model yet
+        out: the folder to write; it must not hold a model yet, and with --push_to_hub nothing
         dtype: bfloat16, float16, or float32, which is bit for bit what was trained; if it is not
             given, that of the model that the run started from
         ema: the moving average of the weights, which a run with actor.ema keeps
@@ -70,6 +70,7 @@ def main(
         check_given(str(checkpoint), str(out), str(base))
         target = target_of(push_to_hub, private, commit_message)
         if target is not None and rank == 0:
+            check_empty(str(out))
             PROGRESS.now(f"asking for the repository {target}")
             from spmdrl.hub.upload import open_repository
 
@@ -161,6 +162,15 @@ def check_given(checkpoint: str, out: str, base: str) -> None:
     check_writable("--out", out)
     if base:
         check_model_path("--base", base)
+
+
+def check_empty(out: str) -> None:
+    """Raises ConfigError where a push would upload more than the export, or overwrite a file."""
+    if os.path.isdir(out) and os.listdir(out):
+        raise ConfigError(
+            f"--out {out} is not empty, and --push_to_hub uploads all that lies in it: name a "
+            "folder that is empty or not there"
+        )
 
 
 if __name__ == "__main__":

@@ -30,10 +30,16 @@ from spmdrl.engines.fsdp.lora import (
 )
 from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
 from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
+from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.hub.safetensors_files import SafetensorsFile, TensorSpec, files_of, write_index
-from spmdrl.weights.checkpoint_names import Parts, checkpoint_parts
+from spmdrl.weights.checkpoint_names import (
+    Parts,
+    as_published,
+    checkpoint_parts,
+    published_shape,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +86,7 @@ def export(
             logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
     writers.wait()  # all have found `out` free
     out.mkdir(parents=True, exist_ok=True)
-    write_sources(sources, is_tied(config), out, writers)
+    write_sources(sources, config.model_type, is_tied(config), out, writers)
     writers.wait()
     if writers.rank == 0:
         for file in sorted(hf.iterdir(), key=lambda file: file.name == CONFIG):
@@ -222,7 +228,8 @@ def mtp_tensors(checkpoint: Path, config: PreTrainedConfig, base: str) -> MtpTen
     try:
         if not model:
             raise OSError("the checkpoint does not name it")
-        return MtpTensors(model, load_hf_config(model))
+        folder = local_model("--base" if base else "model", model)
+        return MtpTensors(folder, load_hf_config(folder))
     except (OSError, ConfigError) as error:
         raise ConfigError(
             f"the multi-token prediction layers of {checkpoint} stand in the model that the run "
@@ -232,7 +239,9 @@ def mtp_tensors(checkpoint: Path, config: PreTrainedConfig, base: str) -> MtpTen
 
 
 def trained_model(checkpoint: Path) -> str:
-    """The folder or hub id of the model that the run started from; "" where that is not known."""
+    """Returns the folder or a hub's name of the model that the run started from; "" where that is
+    not known.
+    """
     return json.loads(Path(checkpoint, "run.json").read_text()).get("model", "")
 
 
@@ -259,15 +268,17 @@ def told_of_mtp(mtp: MtpTensors, model: str, dtype: torch.dtype) -> str:
 
 
 def write_sources(
-    sources: list[tuple[WeightSource, torch.dtype]], tied: bool, out: Path, writers: Writers
-) -> None:
+    sources: list[tuple[WeightSource, torch.dtype]], kind: str, tied: bool, out: Path,
+    writers: Writers,
+) -> None:  # fmt: skip
     """Writes this rank's files, and on the first rank the index when all have written theirs.
 
-    tied: the head is the embedding, and is left out. Collective over the writers.
+    kind: the type of the model, in whose published form its tensors are written. tied: the head is
+    the embedding, and is left out. Collective over the writers.
     """
     groups = [
         {
-            name: TensorSpec(shape, dtype)
+            name: TensorSpec(published_shape(kind, name, shape), dtype)
             for name, shape in source.shapes.items()
             if not (tied and name == TIED)
         }
@@ -280,7 +291,7 @@ def write_sources(
         specs = {n: spec for group in numbers for n, spec in groups[group].items()}
         file = SafetensorsFile(Path(out, name), specs)
         for group in numbers:
-            for key, tensor in sources[group][0].read():
+            for key, tensor in as_published(kind, sources[group][0].read()):
                 if key in specs:
                     file.write(key, tensor)
         file.close()
@@ -295,11 +306,13 @@ def write_weights(
     dtype: torch.dtype, out: Path,
 ) -> None:  # fmt: skip
     """Writes tensors in the order in which they come, of which one is in memory at a time, beside
-    the config.json that is in `out`. shapes: of all of them.
+    the config.json that is in `out`, in the published form of its type. shapes: of all of them, as
+    they come.
     """
-    tied = json.loads(Path(out, CONFIG).read_text()).get("tie_word_embeddings", False)
+    config = json.loads(Path(out, CONFIG).read_text())
+    kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
     groups = [
-        {name: TensorSpec(tuple(shape), dtype)}
+        {name: TensorSpec(published_shape(kind, name, shape), dtype)}
         for name, shape in shapes.items()
         if not (tied and name == TIED)
     ]
@@ -308,7 +321,7 @@ def write_weights(
     for name, numbers in files.items():
         specs = {n: spec for number in numbers for n, spec in groups[number].items()}
         file_of |= dict.fromkeys(specs, SafetensorsFile(Path(out, name), specs))
-    for name, tensor in named:
+    for name, tensor in as_published(kind, named):
         if name in file_of:
             file_of[name].write(name, tensor)
     for opened in set(file_of.values()):

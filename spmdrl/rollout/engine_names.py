@@ -13,10 +13,12 @@ a weight when it loads it, what it must hold is worked out here again, not by th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+
+from spmdrl.weights.checkpoint_names import STACKED
 
 # parts of names that an engine spells in another way, where its model does not say so itself
 SPELLINGS = (
@@ -45,9 +47,6 @@ SPELLINGS = (
 
 # GPT-2's, which are (in, out) in checkpoints
 TRANSPOSED = tuple(f".{n}.weight" for n in ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"))
-
-
-STACKED = ("experts.gate_up_proj", "experts.down_proj")  # all experts' in one
 
 
 def own_name(name: str) -> str:
@@ -89,17 +88,6 @@ def by_own_table(model: Any, name: str) -> str | None:
         if name.endswith(part):
             return None if other is None else name.removesuffix(part) + other
     return name
-
-
-def as_published(
-    kind: str, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yields weights as the first checkpoints of a model type have them, where transformers writes
-    them otherwise and an engine does not know: the matrices of Qwen3-VL-MoE's experts, turned.
-    """
-    for name, tensor in weights:
-        turned = kind == "qwen3_vl_moe" and name.endswith(STACKED)
-        yield name, tensor.transpose(1, 2) if turned else tensor
 
 
 def kept_form(name: str, parameter: str, tensor: Tensor, held: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.checkpoint import format as checkpoint
 from spmdrl.checkpoint.writer import RankState, Saver, check_metric
 from spmdrl.cli.arguments import as_source
+from spmdrl.cli.hub_names import name_of
 from spmdrl.config import RunConfig
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.table_files import Files
@@ -94,8 +95,10 @@ def build_saver(state: RunState, log: RunLog) -> Saver | None:
 
 
 def started_from(model: str) -> str:
-    """The model that a run starts from, as it is found from any folder: a path or a hub id."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """Returns the model that a run starts from as it is found from anywhere: a hub's name with its
+    commit, else a whole path. model: a folder, which may lie in a hub's cache.
+    """
+    return name_of(model) or str(Path(model).resolve())
 
 
 def save(

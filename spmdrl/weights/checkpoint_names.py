@@ -11,7 +11,7 @@ themselves, and so do vLLM's loader and engine megatron: that is how weights are
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from spmdrl.weights.boxes import Box, box_of, view, whole
 from spmdrl.weights.buffers import kept_tensors
 
 ADAPTER = (".lora_A.weight", ".lora_B.weight")  # after the name of a layer
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # all experts' in one
 
 
 def is_adapter(name: str) -> bool:
@@ -98,6 +99,29 @@ def checkpoint_parts(config: PreTrainedConfig) -> Parts:
             )
         parts.setdefault(owner, []).append(SubTensor(name, tuple(tensor.shape), box))
     return {owner: mine for owner, mine in parts.items() if [part.name for part in mine] != [owner]}
+
+
+def is_turned(kind: str, name: str) -> bool:
+    """Says whether the published checkpoints of a model type have a tensor with its last two axes
+    the other way round than transformers keeps and writes it: of Qwen3-VL-MoE's experts. vLLM reads
+    the published form alone; transformers reads both and tells them apart by the shape, so that it
+    takes square ones for its own.
+    """
+    return kind == "qwen3_vl_moe" and name.endswith(STACKED)
+
+
+def published_shape(kind: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape that published checkpoints have of a tensor; see `is_turned`."""
+    turned = is_turned(kind, name)
+    return (shape[0], shape[2], shape[1]) if turned else tuple(shape)
+
+
+def as_published(
+    kind: str, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yields weights of a model type as its published checkpoints have them; see `is_turned`."""
+    for name, tensor in weights:
+        yield name, tensor.transpose(1, 2) if is_turned(kind, name) else tensor
 
 
 def by_checkpoint_name(parts: Parts) -> dict[str, tuple[str, SubTensor]]:

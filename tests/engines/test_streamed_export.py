@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 import tiny_megatron_models as tiny
 import torch
+from hub_servers import HuggingFace, Repo, serving
+from hub_servers import files_of as files_in
+from huggingface_hub import constants
 from programs import train
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tokenizer
 
 from spmdrl.checkpoint.format import commit, digest
+from spmdrl.cli import hub_names
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import hf_export
-from spmdrl.engines.hf_export import Writers, export
+from spmdrl.engines.hf_export import Writers, export, mtp_tensors
+from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.safetensors_files import INDEX, SafetensorsFile, TensorSpec, files_of
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +184,32 @@ def test_where_the_layers_are_not_there_it_is_said_what_to_do(made, tmp_path):
     assert not load_file(tmp_path / "without/model.safetensors").keys() & mtp
     with pytest.raises(ConfigError, match="already holds a model"):
         export(folder / "fsdp", tmp_path / "out", without_mtp=True)
+
+
+def test_the_layers_are_had_by_a_hubs_name(tmp_path, monkeypatch):
+    """Of --base, and of the model that the checkpoint names: with a revision, and of ModelScope."""
+    model = tmp_path / "model"
+    tiny.save_model("deepseek_v3", model, num_nextn_predict_layers=1).config.save_pretrained(model)
+    config = load_hf_config(str(model))
+    layers = f"model.layers.{config.num_hidden_layers}."
+    given = {n.replace("model.layers.9.", layers): t for n, t in mtp_weights().items()}
+    save_file(given, model / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "run.json").write_text(json.dumps({"model": "tiny/v3@main"}))
+    with serving(HuggingFace({"models/tiny/v3": Repo({"main": files_in(model)})})) as hub:
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for base in ("tiny/v3@main", ""):
+            found = mtp_tensors(tmp_path, config, base)
+            assert found is not None and found.shapes.keys() == given.keys()
+            assert all(torch.equal(found.read(name), tensor) for name, tensor in given.items())
+        with pytest.raises(ConfigError, match=r"v3@gone.*no revision 'gone'.*Name its folder"):
+            mtp_tensors(tmp_path, config, "tiny/v3@gone")
+        monkeypatch.setattr(hub_names, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"--base='modelscope:tiny/v3' is on ModelScope"):
+            mtp_tensors(tmp_path, config, "modelscope:tiny/v3")
 
 
 def test_a_file_is_what_safetensors_writes(tmp_path):

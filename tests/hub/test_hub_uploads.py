@@ -7,7 +7,7 @@ from hub_servers import HuggingFace, ModelScope, Repo, files_of, serving
 from huggingface_hub import constants, metadata_load
 
 from spmdrl.config import ConfigError
-from spmdrl.export import target_of
+from spmdrl.export import check_empty, target_of
 from spmdrl.hub.upload import model_card, open_repository, push_export
 
 SAVED = {"step": 1200, "identity": {"config": {
@@ -93,6 +93,15 @@ SENSELESS = [
 def test_flags_that_make_no_sense_are_refused(given):
     with pytest.raises(ConfigError, match=r"owner/name|named without it: .tiny/new"):
         target_of(*given)
+
+
+def test_a_push_takes_an_empty_folder_alone(tmp_path):
+    """What else lies there would be uploaded, and a README.md overwritten."""
+    check_empty(str(tmp_path))
+    check_empty(str(tmp_path / "none"))
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is not empty, and --push_to_hub uploads all .* name a"):
+        check_empty(str(tmp_path))
 
 
 CARDS = [

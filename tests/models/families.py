@@ -137,7 +137,9 @@ QUARTER = MROPE | {"mrope_section": [11, 11, 10], "mrope_interleaved": True,
 HALF_MROPE = MROPE | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 QWEN_VL = {"text_config": {"rope_parameters": MROPE}}
 QWEN3_VL = {"text_config": {"rope_parameters": THIRDS}}
-QWEN3_VL_MOE = {"text_config": {"rope_parameters": THIRDS, "norm_topk_prob": True}}
+# transformers tells by the shape which way round experts lie in a file: they may not be square
+NOT_SQUARE = {"moe_intermediate_size": 32}
+QWEN3_VL_MOE = {"text_config": {"rope_parameters": THIRDS, "norm_topk_prob": True} | NOT_SQUARE}
 QWEN35 = {"text_config": {"rope_parameters": QUARTER}}
 GLM_V_TEXT = {"rope_parameters": HALF_MROPE, "attention_bias": True, "head_dim": 128}
 GLM_V = {"text_config": GLM_V_TEXT}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import proofs
 import pytest
 import table
 import torch
 from families import BY_KIND, FAMILIES, config_of, save_tiny
+from ranks import run_ranks
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from spmdrl.checkpoint.format import commit, digest
 from spmdrl.config import ConfigError, LoraConfig, RolloutConfig
+from spmdrl.data.images import ImageLimits
+from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.layer_kinds import per_sequence_layers
@@ -31,6 +38,7 @@ from spmdrl.engines.fsdp.trial import (
     tiny_copy,
     try_packing,
 )
+from spmdrl.hub.hf_folder import keep_tower
 from spmdrl.hub.tiny_config import tiny_config
 from spmdrl.rollout.vllm.model_types import check_model_type
 from spmdrl.rollout.weight_check import (
@@ -87,6 +95,50 @@ def test_vllm_sees_images_where_their_tokens_look_back_alone(tmp_path: Path) -> 
     family = BY_KIND["gemma4 with images"]
     cell = table.try_cell(replace(family, fields={"vision_config": {}}), "vllm", tmp_path)
     assert cell["proven"]["max"] < 1e-4, cell
+
+
+def exported(topology: Topology, model: str) -> int:
+    """Exports a model by its checkpoint and by its weights as they are gathered; the number of
+    weights that vLLM, which reads the files itself, has in every bit.
+    """
+    from spmdrl.engines.hf_export import export
+    from spmdrl.rollout.build import build_engine
+
+    folder = Path(model).parent
+    proofs.export(topology, model)  # transformers reads it
+    actor, _ = proofs.actor_of(topology, model)
+    actor.save(folder / "aside/actor")
+    shutil.copytree(model, folder / "aside/hf", ignore=lambda *_: ["model.safetensors"])
+    (folder / "aside/run.json").write_text("{}")
+    files = [str(f.relative_to(folder / "aside")) for f in folder.glob("aside/*/*") if f.is_file()]
+    files.append("run.json")
+    commit(folder / "aside", folder / "saved", {f: digest(folder / "aside" / f) for f in files})
+    export(folder / "saved", folder / "out")
+    keep_tower(str(folder / "out"))
+    images = proofs.images_of(str(folder / "out"))
+    limits = None if images is None else ImageLimits(images.vision, 2, 80, (32, 16))
+    settings = RolloutConfig(kv_cache_mib=proofs.KV_MIB, dtype="float32")
+    places = Topology.build(topology.device, dp=-1, tp=1)
+    engine: Any = build_engine(str(folder / "out"), settings, 256, places, looks=limits)
+    count = engine.check_weights(actor.named_weights(torch.float32, 1 << 20))
+    engine.shutdown()
+    return count
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_an_export_has_the_published_form_which_vllm_reads(tmp_path: Path) -> None:
+    """Published experts of Qwen3-VL-MoE are (experts, in, out), and transformers' own (out, in)."""
+    family = BY_KIND["qwen3_vl_moe with images"]
+    given = load_file(save_tiny(family, tmp_path / "model") / "model.safetensors")
+    (count,) = run_ranks(1, exported, str(tmp_path / "model"), timeout_s=240)
+    assert count >= len(given) > 20
+    both = [load_file(tmp_path / f"{name}/model.safetensors") for name in ("out", "export")]
+    turned = [name for name in given if name.endswith((".gate_up_proj", ".down_proj"))]
+    assert len(turned) >= 2
+    for name, tensor in given.items():
+        want = tensor.transpose(1, 2) if name in turned else tensor
+        assert all(torch.equal(files[name], want) for files in both), name
 
 
 def rows_of_the_page() -> dict[str, list[str]]:

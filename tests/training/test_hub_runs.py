@@ -3,6 +3,7 @@
 The hub is a stand-in of its server (hub_servers.py); the clients are the real ones.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -94,6 +95,9 @@ def test_a_run_is_resumed_offline_and_exported_and_pushed(folder, hub):
     code, output = run(folder, *args, "--resume", "auto", HF_HUB_OFFLINE="1")
     assert code == 0 and "1 steps done" in output and len(hub.asked) == before, output[-3000:]
     assert "model ->" not in output  # it is the same commit
+    for step in (1, 2):
+        saved = json.loads((folder / f"run/checkpoints/step_{step:08}/run.json").read_text())
+        assert saved["model"] == f"tiny/qwen@{commit}"
 
     push = ("spmdrl.export", "--checkpoint", "run/checkpoints/step_00000002", "--push_to_hub")
     pushing = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "good", "HF_HUB_DISABLE_XET": "1"}
@@ -111,3 +115,9 @@ def test_a_run_is_resumed_offline_and_exported_and_pushed(folder, hub):
     code, output = run(folder, *push, "them/new", "--out", "wrong", **pushing)
     assert code == 2 and "denies access (403)" in output and "Traceback" not in output
     assert not (folder / "wrong").exists()  # it was told before the export
+    (folder / "mine").mkdir()
+    (folder / "mine/README.md").write_text("my notes")
+    before = len(hub.asked)
+    code, output = run(folder, *push, "tiny/more", "--out", "mine", **pushing)
+    assert code == 2 and "--out mine is not empty" in output and len(hub.asked) == before, output
+    assert (folder / "mine/README.md").read_text() == "my notes"

@@ -12,7 +12,7 @@ import pytest
 from programs import CONFIG, set_up, train
 
 from spmdrl.cli.arguments import load_config
-from spmdrl.config import ConfigError, PpoConfig, Tracker
+from spmdrl.config import ConfigError, DataConfig, PpoConfig, Tracker, TrainConfig
 from spmdrl.training.checks.rl import check
 from spmdrl.training.logs.trackers import check_trackers, flat
 
@@ -139,18 +139,28 @@ def check_trackio(folder: Path, rewards: dict[int, float]) -> None:
     assert any("samples/train" in text for _, _, text in found)
 
 
+class Own(Tracker):
+    pass
+
+
+MINE = Own()
+
+
 def test_a_tracker_that_is_not_there_is_a_mistake_told_at_start(tmp_path, qwen3, monkeypatch):
     folder = set_up(tmp_path, qwen3)
     monkeypatch.chdir(folder)
     check(load_config("cfg.py", PpoConfig, {"trackers": "wandb"}), 1)
     for trackers, words in (
         (("wandp",), "there is no 'wandp'; did you mean 'wandb'"),
+        (("foo",), r"there is no 'foo'\. There are tensorboard, wandb"),
         (("wandb", "wandb"), "one stands there twice"),
+        ((MINE, MINE), "one stands there twice"),
         ((object(),), "is without open; inherit spmdrl.config.Tracker"),
         ((Tracker,), "a class, not an object"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_trackers(load_config("cfg.py", PpoConfig, {"trackers": trackers}))
+    check_trackers(load_config("cfg.py", PpoConfig, {"trackers": (MINE, Own())}))  # two of a class
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="mlflow is not installed: pip install mlflow-skinny"):
         check_trackers(load_config("cfg.py", PpoConfig, {"trackers": "mlflow"}))
@@ -172,6 +182,18 @@ def test_options_by_their_names(tmp_path, qwen3):
     assert options["algo.kl_coef"] == 0.5 and options["rollout.engine"] == "hf"
     assert options["reward"] == "reward"
     assert "def reward" in CONFIG
+
+
+def test_what_was_downloaded_has_the_names_of_its_hub():
+    """A run has folders of the cache in their place, which tell nothing to those who look on."""
+    cache, commit = "/home/me/.cache/hub", "0123456789abcdef0123456789abcdef01234567"
+    rows = f"{cache}/datasets--tiny--sums/snapshots/{commit}/train.jsonl"
+    folder = f"{cache}/models--tiny--qwen/snapshots/{commit}"
+    config = PpoConfig(folder, DataConfig((rows,)), len, actor=TrainConfig(model=folder))
+    options = flat(config)
+    assert options["model"] == options["actor.model"] == f"tiny/qwen@{commit}"
+    assert options["data.train"] == f"('hf://datasets/tiny/sums@{commit}/train.jsonl',)"
+    assert "/home/me" not in str(options)
 
 
 def test_services_are_imported_only_where_they_are_asked_for():

@@ -39,7 +39,6 @@ from spmdrl.rollout.base import (
     generate,
     require_tensor_parallel,
 )
-from spmdrl.rollout.engine_names import as_published
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.sampling import seed_of_continuation
@@ -56,7 +55,7 @@ from spmdrl.rollout.vllm.core import (
     import_vllm,
 )
 from spmdrl.rollout.weight_check import compare_weights, given_parameters
-from spmdrl.weights.checkpoint_names import is_adapter
+from spmdrl.weights.checkpoint_names import as_published, is_adapter
 from spmdrl.weights.engine_layout import Layout, record_layout
 
 

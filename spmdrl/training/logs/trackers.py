@@ -19,6 +19,7 @@ from typing import Any
 
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.cli.function_code import as_text
+from spmdrl.cli.hub_names import with_names
 from spmdrl.config import ConfigError, RunConfig, Tracker
 from spmdrl.training.logs.answers import SampleRow, as_markdown, escaped
 
@@ -236,7 +237,8 @@ def check_trackers(config: RunConfig) -> None:
             raise ConfigError(
                 f"trackers: {as_text(asked)} is {what}; inherit spmdrl.config.Tracker"
             )
-    if len({as_text(asked) for asked in config.trackers}) < len(config.trackers):
+    distinct = {asked if isinstance(asked, str) else id(asked) for asked in config.trackers}
+    if len(distinct) < len(config.trackers):
         raise ConfigError(f"trackers={as_text(config.trackers)}: one stands there twice")
 
 
@@ -244,7 +246,7 @@ def check_name(name: str) -> None:
     """Raises ConfigError where no tracker has this name, or its package is not there."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"trackers: there is no {name!r}{hint} There are {', '.join(NAMES)}")
     if importlib.util.find_spec(name) is None:
         package = "mlflow-skinny" if name == "mlflow" else name
@@ -252,10 +254,12 @@ def check_name(name: str) -> None:
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """{"algo.kl_coef": 0.0, ...}, functions by their names."""
+    """Returns {"algo.kl_coef": 0.0, ...}, functions by their names, and what was downloaded by the
+    hub's.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), prefix + field.name
+        value, name = with_names(getattr(config, field.name)), prefix + field.name
         if dataclasses.is_dataclass(value):
             found |= flat(value, name + ".")
         elif value is None or isinstance(value, bool | int | float | str):
