@@ -232,6 +232,7 @@ def test_copies_are_recorded_not_made() -> None:
     model.turned = nn.Parameter(torch.zeros(4, 2))
     model.looked = nn.Parameter(torch.zeros(1))
     model.decay = nn.Parameter(torch.zeros(5))
+    model.bias = nn.Parameter(torch.zeros(3))
 
     def load(weights):
         for name, tensor in weights:
@@ -249,13 +250,16 @@ def test_copies_are_recorded_not_made() -> None:
             elif name == "a":  # as vLLM loads a decay: copied, then computed from the copy
                 model.decay.data.copy_(tensor)
                 model.decay.data.copy_(-model.decay.data.exp())
+            elif name == "b":  # as vLLM loads a bias that another rank adds
+                model.bias.data.copy_(tensor.zero_())
             else:
                 model.looked.data.fill_(tensor.item())
 
     shapes = {"x": (1,), "q": (4, 4), "k": (4, 8), "e": (3, 4, 4), "t": (2, 4), "d": (4, 2)}
-    shapes |= {"a": (5,)}
+    shapes |= {"a": (5,), "b": (3,)}
     layout = record_layout(model, load, shapes, torch.float32)
-    assert set(layout.opaque) == {"x", "t", "d", "a"} and layout.float32 == ["q", "k", "e", "a"]
+    assert set(layout.opaque) == {"x", "t", "d", "a", "b"}
+    assert layout.float32 == ["q", "k", "e", "a", "b"]
     model.decay.data.zero_()
     assert not any(p.any() for p in model.parameters())
     assert dict(layout.regions[:2]) == {"q": ((2, 4), (0, 4)), "k": ((0, 4), (4, 8))}
