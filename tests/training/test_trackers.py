@@ -132,7 +132,8 @@ def check_trackio(folder: Path, rewards: dict[int, float]) -> None:
 
     (file,) = Path(folder, "trackio").glob("*.db")
     with sqlite3.connect(file) as base:
-        found = base.execute("select run_name, step, metrics from metrics").fetchall()
+        rows = base.execute("select run_name, step, metrics from metrics").fetchall()
+    found = [(run, step, t if isinstance(t, str) else t.decode()) for run, step, t in rows]
     assert {run for run, _, _ in found} == {"run"}
     logged = {step: json.loads(text) for _, step, text in found if "reward/mean" in text}
     assert {step: row["reward/mean"] for step, row in logged.items()} == pytest.approx(rewards)
