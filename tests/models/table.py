@@ -173,7 +173,8 @@ def main() -> None:
                 cells.setdefault(family.key, {})[column] = cell
                 file.write_text(json.dumps(cells, indent=1))
                 print(f"{family.key:25} {column:8} {json.dumps(cell)[:230]}", flush=True)
-    PAGE.write_text(page(cells))
+    if chosen.json == parser.get_default("json"):  # another file has some cells alone
+        PAGE.write_text(page(cells))
 
 
 if __name__ == "__main__":
