@@ -411,6 +411,8 @@ class Tracker(Protocol):
         """Ends the run."""
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # those that have a name
+
 # Former fields of every run -> how they are written now.
 REPLACED = {"tensorboard": "trackers", "wandb": "trackers and project"}
 

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,11 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
+
+
+def short_id(value: object) -> str:
+    """Returns a parameter's part of a test's name, which is the same in every process."""
+    return getattr(value, "__name__", str(value))[:40]
 
 
 def files_of(folder: Path) -> Files:
@@ -56,7 +62,7 @@ def refused(status: int, code: str, message: str) -> Answer:
 
 
 @dataclass
-class Hub:
+class Hub(ABC):
     repos: dict[str, Repo] = field(default_factory=dict)  # by "models/owner/name" or "datasets/..."
     tokens: dict[str, str] = field(default_factory=lambda: {"good": "tiny", "reader": "guest"})
     asked: list[str] = field(default_factory=list)  # "GET /path" of every request
@@ -67,8 +73,9 @@ class Hub:
     def user(self, headers: Any) -> str | None:
         return self.tokens.get(headers.get("Authorization", "").removeprefix("Bearer "))
 
+    @abstractmethod
     def answer(self, path: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
-        raise NotImplementedError
+        """Answers a request. query: of its address."""
 
 
 class HuggingFace(Hub):

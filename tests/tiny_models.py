@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,38 +32,34 @@ def save_tokenizer(folder: str | Path) -> None:
     fast.save_pretrained(folder)
 
 
+TINY = {  # of a config of Qwen3, with or without experts
+    "vocab_size": len(CHARS), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
 def save_qwen3(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
     """A two-layer Qwen3 with random float32 weights and its tokenizer; about 100k parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    settings = {
-        "vocab_size": len(CHARS), "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
-        "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
-    } | overrides  # fmt: skip
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**settings))
-    model.generation_config.eos_token_id = 2
-    model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return Path(folder)
+    config = Qwen3Config(**TINY | {"intermediate_size": 128} | overrides)
+    return save_random(Qwen3ForCausalLM, config, folder, seed)
 
 
 def save_qwen3_moe(folder: str | Path, seed: int = 0, **overrides: object) -> Path:
     """A two-layer Qwen3-MoE of eight experts with random float32 weights, and its tokenizer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings = {
-        "vocab_size": len(CHARS), "hidden_size": 64, "moe_intermediate_size": 32,
-        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
-        "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
-    } | overrides  # fmt: skip
+    experts = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+               "norm_topk_prob": True}  # fmt: skip
+    config = Qwen3MoeConfig(**TINY | experts | overrides)
+    return save_random(Qwen3MoeForCausalLM, config, folder, seed)
+
+
+def save_random(kind: Any, config: Any, folder: str | Path, seed: int) -> Path:
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    model = kind(config)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)

@@ -297,8 +297,7 @@ def write_sources(
         file.close()
     writers.wait()
     if writers.rank == 0:
-        names = {file: [n for i in numbers for n in groups[i]] for file, numbers in files.items()}
-        write_index(out, names, sum(s.nbytes for group in groups for s in group.values()))
+        write_index_of(files, groups, out)
 
 
 def write_weights(
@@ -326,9 +325,16 @@ def write_weights(
             file_of[name].write(name, tensor)
     for opened in set(file_of.values()):
         opened.close()
+    write_index_of(files, groups, out)
+    write_config(Path(out, CONFIG), dtype, out)
+
+
+def write_index_of(
+    files: Mapping[str, list[int]], groups: list[dict[str, TensorSpec]], out: Path
+) -> None:
+    """files: as files_of gives them for these groups of tensors."""
     names = {file: [n for i in numbers for n in groups[i]] for file, numbers in files.items()}
     write_index(out, names, sum(s.nbytes for group in groups for s in group.values()))
-    write_config(Path(out, CONFIG), dtype, out)
 
 
 def is_tied(config: PreTrainedConfig) -> bool:

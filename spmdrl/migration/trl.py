@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdrl.cli.hub_names import named_set
-from spmdrl.config import ConfigError
+from spmdrl.config import TRACKERS, ConfigError
 from spmdrl.migration.config_source import Translation, setting
 from spmdrl.migration.shell import Settings, commands
 from spmdrl.migration.trl_datasets import Datasets
-from spmdrl.migration.verl import TRACKERS, as_value
+from spmdrl.migration.verl import as_value
 
 DEFAULTS: dict[str, Any] = {  # of TRL
     "learning_rate": 1e-6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -332,7 +332,7 @@ def data(s: Mapping[str, Any], t: Translation) -> list[str]:
             "def reward(response: str, ground_truth: str) -> float. 'math' stands in its place"
         )
     asked = [s["report_to"]] if isinstance(s.get("report_to"), str) else s.get("report_to") or []
-    named = tuple(name for name in ("tensorboard", *TRACKERS) if name in asked)
+    named = tuple(name for name in TRACKERS if name in asked)
     t.set("trackers", named or ("tensorboard",), "report_to")
     if s.get("lora_target_modules"):
         t.notes["lora_target_modules"] = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_servers import HuggingFace, ModelScope, Repo, files_of, serving
+from hub_servers import HuggingFace, ModelScope, Repo, files_of, serving, short_id
 from huggingface_hub import constants
 from ranks import run_calls
 from tiny_models import save_qwen3
@@ -184,9 +184,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fetch", "text", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x))[:40]
-)
+@pytest.mark.parametrize(("fetch", "text", "words"), REFUSED, ids=short_id)
 def test_what_cannot_be_had_is_refused_with_the_remedy(hub, fetch, text, words):
     with pytest.raises(ConfigError) as error:
         fetch(text)

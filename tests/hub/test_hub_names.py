@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from hub_servers import short_id
 
 from spmdrl.cli import hub_names
 from spmdrl.cli.arguments import as_source
@@ -79,9 +80,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "words"), WRONG, ids=lambda x: getattr(x, "__name__", str(x))[:40]
-)
+@pytest.mark.parametrize(("read", "text", "words"), WRONG, ids=short_id)
 def test_what_is_no_name_is_refused_with_the_right_one(monkeypatch, read, text, words):
     monkeypatch.setattr(hub_names, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:

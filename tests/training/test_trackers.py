@@ -12,9 +12,9 @@ import pytest
 from programs import CONFIG, set_up, train
 
 from spmdrl.cli.arguments import load_config
-from spmdrl.config import ConfigError, DataConfig, PpoConfig, Tracker, TrainConfig
+from spmdrl.config import TRACKERS, ConfigError, DataConfig, PpoConfig, Tracker, TrainConfig
 from spmdrl.training.checks.rl import check
-from spmdrl.training.logs.trackers import check_trackers, flat
+from spmdrl.training.logs.trackers import SERVICES, check_trackers, flat
 
 BLOCK, HEAD = 1 << 15, 7
 
@@ -175,6 +175,10 @@ def test_former_fields_are_told_with_the_new_ones(tmp_path, qwen3, monkeypatch):
     Path("cfg.py").write_text(CONFIG.replace("trackers=()", "wandb='sums'"))
     with pytest.raises(ConfigError, match=r"has no field 'wandb' any more.*trackers=\("):
         load_config("cfg.py", PpoConfig, {})
+
+
+def test_every_name_has_a_tracker():
+    assert {*TRACKERS} == {"tensorboard", *SERVICES}
 
 
 def test_options_by_their_names(tmp_path, qwen3):

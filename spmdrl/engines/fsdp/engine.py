@@ -192,10 +192,13 @@ class FsdpEngine:
         if frozen:
             self.module.requires_grad_(False)
         else:
-            self.optimizer = build_optimizer(
-                self.trained, config.optim, hidden, DTYPES[config.dtype]
-            )
-            self.average = ema.start(self.trained) if config.ema else {}
+            self._start_training(hidden)
+
+    def _start_training(self, hidden: Any) -> None:
+        """hidden: as hidden_matrices gives it."""
+        config = self.config
+        self.optimizer = build_optimizer(self.trained, config.optim, hidden, DTYPES[config.dtype])
+        self.average = ema.start(self.trained) if config.ema else {}
 
     def _fill(self, files: WeightFiles | None) -> None:
         """Reads this rank's shards; without files they are 0 but for new adapters."""

@@ -37,7 +37,6 @@ class TopkCall(NamedTuple):
 
     caller: nn.Module
     shape: tuple[int, ...]  # of the scores
-    top_k: int
 
 
 class RecordedCalls(TorchFunctionMode):
@@ -62,8 +61,7 @@ class RecordedCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in TOPK:
-            top_k = args[1] if len(args) > 1 else kwargs["k"]
-            self.calls.append(TopkCall(self.inside[-1], tuple(args[0].shape), top_k))
+            self.calls.append(TopkCall(self.inside[-1], tuple(args[0].shape)))
         return func(*args, **kwargs)
 
 

@@ -60,9 +60,9 @@ def transformer_config(
     )
 
     config: Any = hf_config
-    family, d = FAMILIES[config.model_type], degrees
-    check_scores(config, d.context, dtype)
-    heads, gpu = config.num_attention_heads, torch.cuda.is_available()
+    family = FAMILIES[config.model_type]
+    check_scores(config, degrees.context, dtype)
+    heads = config.num_attention_heads
     settings: dict[str, Any] = {
         "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
         "num_attention_heads": heads, "num_query_groups": config.num_key_value_heads,
@@ -80,22 +80,9 @@ def transformer_config(
         "output_layer_init_method": nn.init.zeros_, "embedding_init_method": nn.init.zeros_,
         "params_dtype": dtype, "pipeline_dtype": dtype, "autocast_dtype": dtype,
         "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
-        "tensor_model_parallel_size": d.tensor, "sequence_parallel": d.sequence,
-        "pipeline_model_parallel_size": d.pipeline,
-        "virtual_pipeline_model_parallel_size": d.virtual if d.virtual > 1 else None,
-        "num_layers_in_first_pipeline_stage": d.first_stage,
-        # of two stages the first says all, and Megatron divides by the number of others
-        "num_layers_in_last_pipeline_stage": (
-            None if d.pipeline == 2 and d.first_stage is not None else d.last_stage
-        ),
-        "context_parallel_size": d.context, "expert_model_parallel_size": d.expert,
-        "expert_tensor_parallel_size": d.expert_tensor,
         # batches of different length, and one division by one global count
         "variable_seq_lengths": True, "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",
-        # interleaved stages: batched transfers mix up two ranks' messages without a word
-        "batch_p2p_comm": d.virtual == 1, "overlap_p2p_comm": d.virtual > 1,
-        "deallocate_pipeline_outputs": gpu and d.pipeline > 1,
     }  # fmt: skip
     if recompute == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -109,11 +96,29 @@ def transformer_config(
             "moe_router_dtype": "fp32", "moe_grouped_gemm": False, "moe_permute_fusion": False,
             "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         }  # fmt: skip
-    settings |= _window_settings(config) | family.settings(config)
+    settings |= _layout_settings(degrees) | _window_settings(config) | family.settings(config)
     if settings["softmax_scale"] is not None:  # the factor is on sine and cosine
         settings["softmax_scale"] *= rope_frequencies(config)[1] ** 2
     kind = MLATransformerConfig if family.latent else TransformerConfig
     return kind(**(settings | overrides))
+
+
+def _layout_settings(d: Degrees) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": d.tensor, "sequence_parallel": d.sequence,
+        "pipeline_model_parallel_size": d.pipeline,
+        "virtual_pipeline_model_parallel_size": d.virtual if d.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": d.first_stage,
+        # of two stages the first says all, and Megatron divides by the number of others
+        "num_layers_in_last_pipeline_stage": (
+            None if d.pipeline == 2 and d.first_stage is not None else d.last_stage
+        ),
+        "context_parallel_size": d.context, "expert_model_parallel_size": d.expert,
+        "expert_tensor_parallel_size": d.expert_tensor,
+        # interleaved stages: batched transfers mix up two ranks' messages without a word
+        "batch_p2p_comm": d.virtual == 1, "overlap_p2p_comm": d.virtual > 1,
+        "deallocate_pipeline_outputs": torch.cuda.is_available() and d.pipeline > 1,
+    }  # fmt: skip
 
 
 def _window_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.cli.function_code import as_text
 from spmdrl.cli.hub_names import with_names
-from spmdrl.config import ConfigError, RunConfig, Tracker
+from spmdrl.config import TRACKERS, ConfigError, RunConfig, Tracker
 from spmdrl.training.logs.answers import SampleRow, as_markdown, escaped
 
 COLUMNS: list[Any] = ["prompt", "answer", "reward"]
@@ -52,11 +52,15 @@ class Tensorboard(Tracker):
         self.writer.close()
 
 
-class Wandb(Tracker):
-    """Weights & Biases. What cannot be sent is kept and tried again."""
+class Service(Tracker):
+    """A service of others, which sorts runs by projects."""
 
     def __init__(self, project: str) -> None:
         self.project = project
+
+
+class Wandb(Service):
+    """Weights & Biases. What cannot be sent is kept and tried again."""
 
     def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
         import wandb
@@ -85,11 +89,8 @@ class Wandb(Tracker):
         self.run.finish()
 
 
-class Mlflow(Tracker):
+class Mlflow(Service):
     """MLflow, at MLFLOW_TRACKING_URI; without it in files, in `mlruns` of the run's folder."""
-
-    def __init__(self, project: str) -> None:
-        self.project = project
 
     def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
         from mlflow.exceptions import MlflowException
@@ -144,11 +145,8 @@ def mlflow_name(name: str) -> str:
     return f"{group}/{rest.replace('/', '.')}" if rest else group
 
 
-class Swanlab(Tracker):
+class Swanlab(Service):
     """SwanLab; SWANLAB_MODE is its mode."""
-
-    def __init__(self, project: str) -> None:
-        self.project = project
 
     def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
         import swanlab
@@ -175,11 +173,8 @@ class Swanlab(Tracker):
         self.run.finish()
 
 
-class Trackio(Tracker):
+class Trackio(Service):
     """Trackio, in TRACKIO_DIR or its own folder, until `trackio sync` sends it elsewhere."""
-
-    def __init__(self, project: str) -> None:
-        self.project = project
 
     def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:
         import trackio
@@ -202,10 +197,9 @@ class Trackio(Tracker):
         self.run.finish()
 
 
-SERVICES: dict[str, Callable[[str], Tracker]] = {
+SERVICES: dict[str, type[Service]] = {
     "wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab, "trackio": Trackio,
 }  # fmt: skip
-NAMES = ("tensorboard", *SERVICES)
 
 
 def open_trackers(config: RunConfig, run_dir: Path, done: int) -> list[Tracker]:
@@ -244,10 +238,10 @@ def check_trackers(config: RunConfig) -> None:
 
 def check_name(name: str) -> None:
     """Raises ConfigError where no tracker has this name, or its package is not there."""
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1)
+    if name not in TRACKERS:
+        near = difflib.get_close_matches(name, TRACKERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ConfigError(f"trackers: there is no {name!r}{hint} There are {', '.join(NAMES)}")
+        raise ConfigError(f"trackers: there is no {name!r}{hint} There are {', '.join(TRACKERS)}")
     if importlib.util.find_spec(name) is None:
         package = "mlflow-skinny" if name == "mlflow" else name
         raise ConfigError(f"trackers: {name} is not installed: pip install {package}")
