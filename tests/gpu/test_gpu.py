@@ -196,3 +196,33 @@ def test_hf_rollout_and_trainer_agree(topology, model):
     for i, c in enumerate(done):
         end = int(batch.cu_seqlens[i + 1])
         torch.testing.assert_close(got[end - 20 : end], torch.tensor(c.logprobs), rtol=0, atol=1e-3)
+
+
+def test_recurrent_layers_compute_packed_rows_by_varlen_kernels(monkeypatch):
+    """Where flash-linear-attention and causal-conv1d are installed beside the GPU's packages."""
+    pytest.importorskip("fla")
+    pytest.importorskip("causal_conv1d")
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+    from spmdrl.engines.fsdp import attention, per_sequence_layers
+    from spmdrl.engines.fsdp.trial import logprobs_one_by_one, logprobs_packed
+
+    decisions, own = [], per_sequence_layers.keeps_apart
+    monkeypatch.setattr(
+        per_sequence_layers, "keeps_apart", lambda *a: decisions.append(own(*a)) or decisions[-1]
+    )
+    config = Qwen3_5TextConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, head_dim=64,
+        num_attention_heads=2, num_key_value_heads=2, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
+    sequences = [torch.randint(256, (n,), device="cuda") for n in (70, 200, 130)]
+    with torch.no_grad():
+        want = logprobs_one_by_one(model, sequences)
+        per_sequence_layers.run_per_sequence(model)
+        model.set_attn_implementation(attention.NAME)
+        got = logprobs_packed(model, sequences)
+    assert decisions == [True]
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0.05)

@@ -7,6 +7,10 @@ transformers' own code does so on CPUs even where it is told where sequences beg
 
 Such a layer gets its sequences as right-padded rows of a batch, grouped by length as attention
 groups them. All of them are causal: what stands right of a token changes nothing of it.
+
+Kernels of flash-linear-attention, causal-conv1d and mamba-ssm, which transformers uses where they
+are installed, compute a packed row without padding. A recurrent layer gets the row whole where its
+first packed row has shown that they keep sequences apart there (`keeps_apart`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 # kinds of layers, in the words of transformers' configs, that attention.py computes
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 CACHES = ("cache_params", "past_key_values")  # the argument by which a layer is given its state
+VARLEN_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")  # have kernels for rows of many sequences
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -60,7 +66,7 @@ def run_per_sequence(hf: PreTrainedModel) -> None:
     Attention that its layer does not tell where sequences are (Nemotron's) finds it as
     `packed_by.packing`.
     """
-    names = undivided_layers(hf)
+    names, whole_rows = undivided_layers(hf), WholeRows()
     layer: Any
     for layer in hf.modules():
         if type(layer).__name__ not in names:
@@ -69,9 +75,95 @@ def run_per_sequence(hf: PreTrainedModel) -> None:
         layer.register_forward_pre_hook(layer_packing.hook, with_kwargs=True)
         for module in layer.modules():
             if is_recurrent(module) or is_sparse(module):
-                module.forward = torch.compiler.disable(_per_sequence(module, layer_packing))
+                forward = _per_sequence(module, layer_packing)
+                if is_recurrent(module) and varlen_packages():
+                    forward = whole_rows.where_apart(module, layer_packing, forward)
+                module.forward = torch.compiler.disable(forward)
             elif hasattr(module, "is_causal"):
                 module.packed_by = layer_packing
+
+
+def varlen_packages() -> list[str]:
+    """Returns the names of the installed packages with kernels for rows of many sequences."""
+    return [name for name in VARLEN_PACKAGES if find_spec(name) is not None]
+
+
+class WholeRows:
+    """Decides, by class of recurrent modules, whether one is given packed rows whole.
+
+    The first row of several sequences decides, before its own pass, so that a layer that is
+    computed once more in the backward pass is computed in the same way.
+    """
+
+    def __init__(self) -> None:
+        self.apart: dict[type, bool] = {}
+
+    def where_apart(
+        self, module: Any, layer_packing: LayerPacking, padded: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Stands in for the module's forward. padded: what computes rows that it mixes."""
+        own, kind = module.forward, type(module)
+        named = inspect.signature(own).parameters.values()
+        if not any(p.kind is p.VAR_KEYWORD for p in named):
+            return padded  # it cannot be told where sequences begin
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def whole(rows: Tensor) -> Any:
+                assert packing is not None
+                with buffers_in(module, rows.dtype):
+                    return own(rows, *args, **kwargs | sequence_bounds(packing))
+
+            packing = layer_packing.packing
+            if packing is not None and len(packing.seq_lens) > 1 and kind not in self.apart:
+                first = int(packing.seq_lens[0])
+                rows = (lambda x: padded(x, *args, **kwargs), hidden_states, first)
+                self.apart[kind] = keeps_apart(whole, *rows)
+            if packing is not None and self.apart.get(kind, False):
+                return whole(hidden_states)
+            return padded(hidden_states, *args, **kwargs)
+
+        return forward
+
+
+def sequence_bounds(packing: Packing) -> dict[str, Tensor]:
+    """Returns the arguments by which transformers' recurrent layers are told where sequences are.
+
+    `cu_seq_lens_q`: (num_seqs + 1,) int32, where each begins, and the end. `seq_idx`: (1, tokens)
+    int32, which sequence each token is of.
+    """
+    cu_seqlens = packing.varlen.cu_queries
+    tokens = torch.arange(int(packing.seq_lens.sum()), device=cu_seqlens.device)
+    seq_idx = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
+    return {"cu_seq_lens_q": cu_seqlens, "seq_idx": seq_idx[None]}
+
+
+def keeps_apart(
+    whole: Callable[[Tensor], Any], padded: Callable[[Tensor], Any], rows: Tensor, first: int
+) -> bool:
+    """Says whether a layer that is given a packed row whole keeps its sequences apart.
+
+    Two things are asked. The other sequences' outputs have a gradient of exactly 0 with respect to
+    the first sequence's inputs. And the outputs are those of the padded rows, but for rounding: to
+    5 % of their norm, which no layer that reads another sequence's tokens comes near.
+
+    rows: (1, tokens, width); first: the number of the first sequence's tokens.
+    """
+    rows = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        out = output_of(whole(rows))
+        (gradient,) = torch.autograd.grad(out[:, first:].float().square().sum(), rows)
+    with torch.no_grad():
+        want = output_of(padded(rows)).float()
+    near = torch.linalg.vector_norm(out.detach().float() - want)
+    leaks = bool(gradient[:, :first].any())
+    return not leaks and bool(near <= 0.05 * torch.linalg.vector_norm(want))
+
+
+def output_of(outputs: Any) -> Tensor:
+    """Returns what a layer hands on, which may be the first of several outputs."""
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert isinstance(out, Tensor)
+    return out
 
 
 class LayerPacking:
