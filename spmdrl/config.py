@@ -136,7 +136,7 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule, counted in optimizer steps.
 
     adamw8bit: both moments in 8 bits. muon: for the matrices of the layers, AdamW for the rest, at
-    one lr, that of AdamW. See docs/training.md.
+    one lr, that of AdamW. See docs/optimizers.md.
     """
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
@@ -199,7 +199,7 @@ class TrainConfig:
     attention: Literal["auto", "flash_attn", "torch"] = "auto"  # of fsdp, on GPUs in bfloat16
     compile: bool = False  # of fsdp: torch.compile of each decoder layer
     # of fsdp: tokens with which the sequences of a group begin, their prompt, are computed once in
-    # a micro-batch; auto: where the model can. docs/training.md
+    # a micro-batch; auto: where the model can. docs/shared_prefix.md
     shared_prefix: bool | Literal["auto"] = "auto"
     # True: keep only the input of every layer; selective: also what costs most to compute again;
     # auto: True on GPUs, False on CPUs and with activation_offload. docs/training.md
@@ -258,7 +258,7 @@ class CorrectionConfig:
     high: float = 2.0
     normalize: bool = False  # divide the weights by their mean over the global batch
     # tests that a token or a sequence must pass to be trained on: {"token_k1": (0.5, 2.0)} bounds
-    # the ratio, {"seq_mean_k3": 0.01} a divergence; names: docs/algorithms.md
+    # the ratio, {"seq_mean_k3": 0.01} a divergence; names: docs/correction.md
     reject: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
     bypass: bool = False  # old logprobs := the engine's; saves a pass, the ratio then corrects
 

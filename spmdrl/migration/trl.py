@@ -1,7 +1,7 @@
 """Translates TRL's GRPOConfig: a Python script, the flags of a shell script, or a YAML file.
 
 The names and defaults are those of TRL 1.16. What a setting means in each library is explained in
-docs/algorithms.md, section 9.
+docs/migration.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translates verl's settings: a YAML file, or the overrides in a script that starts verl.
 
 The names are those of verl 0.7 to 0.9. What a setting means in each library is explained in
-docs/algorithms.md, section 9. Where verl's default is not ours, verl's is written down.
+docs/migration.md. Where verl's default is not ours, verl's is written down.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from spmdrl.training.checks.algorithms import check_algo
 from spmdrl.types import segment_sum
 
 ROOT = Path(__file__).parents[2]
-DOC = (ROOT / "docs" / "algorithms.md").read_text()
+NAMES = ["algorithms", "correction", "recipes", "custom_functions", "algorithm_checks", "migration"]
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
+DOC = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOC, re.DOTALL | re.MULTILINE)
 CODE = "\n".join([*BLOCKS, *re.findall(r"`([^`\n]+)`", DOC)])
 PREFIXES = (
@@ -58,32 +60,41 @@ def test_the_config_allows_what_the_code_knows(option):
     assert set(allowed) == set(known)
 
 
+# where each name of an option has a row: a page, or a section of docs/algorithms.md by its title
 SECTIONS = {
-    "advantage": 2, "policy_loss": 3, "aggregation": 4, "kl_estimator": 5, "correction.level": 7,
-    "sample_filter": 8,
+    "advantage": "Advantage estimators", "policy_loss": "Policy losses",
+    "aggregation": "Aggregation", "kl_estimator": "KL to a reference model",
+    "correction.level": "correction", "correction.reject": "correction",
+    "sample_filter": "recipes",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("option", [*SECTIONS, "correction.reject"])
+def section_of(title: str) -> str:
+    """Returns the text of a page, or of a section of docs/algorithms.md."""
+    if title in PAGES:
+        return PAGES[title]
+    return PAGES["algorithms"].split(f"\n## {title}")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("option", SECTIONS)
 def test_every_name_has_a_row(option):
-    section = DOC.split(f"\n## {SECTIONS.get(option, 7)}. ")[1].split("\n## ")[0]
     rows = set()
-    for line in section.splitlines():
+    for line in section_of(SECTIONS[option]).splitlines():
         if line.startswith("| `"):
             rows |= set(re.findall(r"`([^`]+)`", line.split(" | ")[0]))
     wanted = set(correction.TESTS) if option == "correction.reject" else set(PAIRS[option][0])
-    assert wanted <= rows, f"no row in docs/algorithms.md: {sorted(wanted - rows)}"
+    assert wanted <= rows, f"no row in {SECTIONS[option]}: {sorted(wanted - rows)}"
 
 
 def test_every_option_is_in_the_doc():
     words = set(re.findall(r"\w+", CODE))
     wanted = {f.name for kind in (AlgoConfig, CorrectionConfig) for f in fields(kind)}
-    assert wanted <= words, f"not in docs/algorithms.md: {sorted(wanted - words)}"
+    assert wanted <= words, f"not in {[*PAGES]}: {sorted(wanted - words)}"
 
 
 def test_keywords_of_the_doc_are_options():
-    """What stands as name=value in a table cell of section 2 to 8 is a field of a config."""
-    ours = DOC.split("\n## 9. ")[0]
+    """What stands as name=value between backquotes is a field of a config."""
+    ours = "\n".join(PAGES[name] for name in ("algorithms", "correction", "recipes"))
     given = set(re.findall(r"\b(\w+)=", "\n".join(re.findall(r"`([^`\n]+)`", ours))))
     kinds = (AlgoConfig, CorrectionConfig, PpoConfig, names.RolloutConfig)
     known = {f.name for kind in kinds for f in fields(kind)}
@@ -91,15 +102,21 @@ def test_keywords_of_the_doc_are_options():
 
 
 TABLES = {
-    "loss_args": (3, {name: loss.function for name, loss in losses.POLICY_LOSSES.items()}),
-    "advantage_args": (2, {n: e.function for n, e in advantages.ESTIMATORS.items()}),
+    "loss_args": (
+        "Policy losses",
+        {name: loss.function for name, loss in losses.POLICY_LOSSES.items()},
+    ),
+    "advantage_args": (
+        "Advantage estimators",
+        {n: e.function for n, e in advantages.ESTIMATORS.items()},
+    ),
 }
 
 
 @pytest.mark.parametrize("group", TABLES)
 def test_the_doc_sets_options_that_the_row_has_and_names_them_all(group):
-    number, functions = TABLES[group]
-    section = DOC.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    title, functions = TABLES[group]
+    section = section_of(title)
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     for row in rows:
         names_of_row = re.findall(r"`([^`]+)`", row.split(" | ")[0])
@@ -108,7 +125,7 @@ def test_the_doc_sets_options_that_the_row_has_and_names_them_all(group):
                 assert ast.literal_eval(given).keys() <= options_of(functions[name]).keys(), row
     words = set(re.findall(r"\w+", section))
     known = {option for function in functions.values() for option in options_of(function)}
-    assert known <= words, f"not in section {number}: {sorted(known - words)}"
+    assert known <= words, f"not in section {title}: {sorted(known - words)}"
 
 
 def package_strings():
@@ -131,7 +148,7 @@ def test_metrics_of_the_doc_exist():
         if metric not in known
         and not (metric.startswith(OF_A_LOSS) and metric.split("/", 1)[1] in known)
     ]
-    assert not missing, f"docs/algorithms.md names metrics that nothing writes: {missing}"
+    assert not missing, f"the pages name metrics that nothing writes: {missing}"
 
 
 @pytest.mark.parametrize("option", PAIRS)

@@ -173,7 +173,7 @@ def test_variables_arrays_sums_and_quotation_marks_of_a_script(
 
 
 def test_bounds_of_a_rejection_are_those_of_the_ratio_here() -> None:
-    """verl bounds -log rho of a k1 test, spmdrl rho: docs/algorithms.md, section 9."""
+    """verl bounds -log rho of a k1 test, spmdrl rho: docs/migration.md."""
     prefix = "algorithm.rollout_correction."
     translation = verl.translate({
         "actor_rollout_ref.model.path": "m", "data.train_files": "d",

@@ -1,6 +1,6 @@
 """Estimates what a forward and backward pass takes on a rank beside weights and optimizer state.
 
-docs/training.md has the formulas. Elements are counted from what the backward pass reads.
+docs/memory.md has the formulas. Elements are counted from what the backward pass reads.
 """
 
 from __future__ import annotations
