@@ -82,6 +82,8 @@ class MultiTurnConfig:
     max_calls: int = 16  # of tools, per turn; more are answered with an error
     parser: str = "hermes"  # vLLM's name for how the model writes a tool call
     max_reply_tokens: int = 512  # of a message; the middle of a longer one is left out
+    max_images: int = 0  # that replies may show in a sample; 0: they are text. docs/vision.md
+    max_image_tokens: int = 1024  # of each of these images
     workers: int = 2  # processes per engine for plain functions; async ones share another
     timeout_s: float = 30.0  # per call, from when its turn has come
     max_concurrent: int = 0  # async calls at a time, of all engines together; 0: no limit

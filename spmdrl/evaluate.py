@@ -281,11 +281,12 @@ def sampler_of(
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.training.build import build_dialogue, build_reward_model
+    from spmdrl.training.build import build_dialogue, build_reward_model, with_replies
     from spmdrl.training.roles import Sampler
     from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
+    looks = with_replies(looks, config.multi_turn)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
     with runtime.phases("build rollout"):
         if config.trust_remote_code:
@@ -299,7 +300,7 @@ def sampler_of(
         )  # fmt: skip
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
-        dialogue = build_dialogue(config, tokenizer, ranks)
+        dialogue = build_dialogue(config, tokenizer, ranks, looks)
         degrees = reward_degrees(config)
         scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
         reward_model = build_reward_model(config, scoring, topology)

@@ -162,6 +162,9 @@ class Batch:
     # (num_tokens, num_moe_layers, top_k) uint8 or int16, with actor.router_replay: the experts that
     # each token was sent to while it was sampled; any where nobody knows
     routed_experts: Tensor | None = None
+    # (num_tokens,) int64, with multi_turn.max_images: where an image of a reply begins, its number
+    # (data/reply_images.py); 0 elsewhere
+    reply_images: Tensor | None = None
 
     @property
     def num_seqs(self) -> int:

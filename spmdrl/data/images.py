@@ -15,12 +15,15 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
@@ -29,10 +32,19 @@ from transformers.utils import cached_file
 
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, size_of
+from spmdrl.data.reply_images import (
+    ReplyImage,
+    from_bytes,
+    images_of_sample,
+    key_of,
+    keys_in,
+    to_bytes,
+)
 from spmdrl.data.table_files import BadRow
+from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.hub.hf_folder import load_tokenizer, sees_images
 from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
-from spmdrl.types import Batch, Picture
+from spmdrl.types import Batch, Picture, Sample
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14
@@ -175,8 +187,16 @@ class ImageProcessor:
         """The template's token ids, with the tokens of the images. Raises BadRow."""
         return [id for tokens in self.layouts(ids, pictures) for id in tokens]
 
-    def view(self, prompt_ids: Sequence[int], pictures: Sequence[Picture]) -> PromptImages:
+    def view(
+        self, prompt_ids: Sequence[int], pictures: Sequence[Picture],
+        replies: Sequence[ReplyImage] = (),
+    ) -> PromptImages:  # fmt: skip
+        """pictures: of the prompt. With replies that show images `prompt_ids` are those of prompt
+        and answer.
+        """
         spans = self.spans(prompt_ids, pictures)
+        spans += [(first, len(self.layout(picture))) for first, picture in replies]
+        pictures = [*pictures, *(reply.picture for reply in replies)]
         pixels = [self.pixels(picture) for picture in pictures]
         is_image = torch.zeros(len(prompt_ids), dtype=torch.bool)
         for first, count in spans:
@@ -278,6 +298,34 @@ class ImageLimits:
     tokens: int  # of the largest
     size: tuple[int, int]  # its width and height
 
+    def with_replies(self, most: int, tokens: int) -> ImageLimits:
+        """Returns the limits where replies show as many images, each of so many tokens at most.
+        Raises ConfigError where even the smallest image has more.
+        """
+        side, found = largest_square(self.vision, tokens)
+        if found == 0:
+            raise ConfigError(
+                f"multi_turn.max_image_tokens={tokens}: an image of this model has more"
+            )
+        limits = replace(self, per_prompt=self.per_prompt + most)
+        if found < self.tokens:
+            return limits
+        return replace(limits, tokens=max(tokens, self.tokens), size=(side, side))
+
+
+def largest_square(vision: ImageProcessor, most: int) -> tuple[int, int]:
+    """(side in pixels, tokens) of the largest square image of at most so many tokens; tokens 0
+    where there is none.
+    """
+    best = (0, 0)
+    for power in range(3, 13):
+        for side in (2**power, 3 * 2 ** (power - 1)):
+            with suppress(ValueError):  # too small for the processor
+                tokens = len(vision.family.layout(vision.sizes, side, side))
+                if best[1] < tokens <= most:
+                    best = (side, tokens)
+    return best
+
 
 class Illustrated(Protocol):
     """A sequence, or its beginning: it has token ids, and the images that they show."""
@@ -298,12 +346,33 @@ class BatchImages:
     def __init__(self, vision: ImageProcessor, by_id: Callable[[int], Illustrated]) -> None:
         self.vision = vision
         self.prompt = lru_cache(maxsize=512)(by_id)  # with images, encoded
+        self.replies: dict[int, Picture] = {}  # what the numbers in Batch.reply_images stand for
+
+    def mark(self, batch: Batch, samples: Sequence[Sample]) -> None:
+        """Sets the reply_images of a batch of these samples, and keeps the images."""
+        batch.reply_images = torch.zeros(batch.num_tokens, dtype=torch.int64)
+        for sample, start in zip(samples, batch.cu_seqlens.tolist(), strict=False):
+            for first, picture in images_of_sample(self.vision, sample):
+                self.replies[key_of(picture)] = picture
+                batch.reply_images[start + first] = key_of(picture)
+
+    def share_replies(
+        self, batch: Batch, group: dist.ProcessGroup, device: torch.device
+    ) -> None:  # fmt: skip
+        """Gives the images of its replies, which the group's first rank has, to the others.
+        Collective over the group.
+        """
+        if batch.reply_images is None:
+            return
+        keys = keys_in(batch.reply_images)
+        sent = to_bytes(self.replies, keys) if dist.get_rank(group) == 0 else None
+        self.replies |= from_bytes(broadcast_object(sent, group, device=device))
 
     def scene(self, batch: Batch) -> ImageInputs:
         """A batch without images gets the smallest one, which no token stands for: the tower's
         weights are sharded, so every rank has to pass through it."""
         starts, lens = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
-        views = [self.view(id) for id in batch.prompts.tolist()]
+        views = self.views(batch)
         is_image = torch.zeros(batch.num_tokens, dtype=torch.bool)
         blocks = torch.full((batch.num_tokens,), -1)
         number = 0
@@ -337,12 +406,26 @@ class BatchImages:
             parts += [view.positions[:, :known], behind.expand(3, -1)]
         return torch.cat(parts, 1).to(batch.token_ids.device)
 
-    def view(self, id: int) -> PromptImages:
-        """id: of a prompt; negative where a sequence is of none."""
-        if id < 0:
-            return self.vision.view([], ())
-        prompt = self.prompt(id)
-        return self.vision.view(prompt.token_ids, prompt.images)
+    def views(self, batch: Batch) -> list[PromptImages]:
+        """Returns what each sequence is to the model; an id of a prompt is negative where it is of
+        none.
+        """
+        ids, bounds = batch.prompts.tolist(), batch.cu_seqlens.tolist()
+        marks = batch.reply_images
+        tokens = marks.nonzero().flatten().tolist() if marks is not None else []
+        found = []
+        for id, (start, end) in zip(ids, pairwise(bounds), strict=True):
+            own = [t for t in tokens if start <= t < end]
+            prompt = self.prompt(id) if id >= 0 else None
+            images = prompt.images if prompt is not None else ()
+            if own:
+                assert marks is not None
+                shown = [ReplyImage(t - start, self.replies[int(marks[t])]) for t in own]
+                sequence = batch.token_ids[start:end].tolist()
+                found.append(self.vision.view(sequence, images, shown))
+            else:
+                found.append(self.vision.view(prompt.token_ids if prompt else [], images))
+        return found
 
 
 def rope_positions(num_tokens: int, spans: list[tuple[int, int]], grids: Tensor) -> Tensor:

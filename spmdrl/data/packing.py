@@ -105,12 +105,12 @@ def turn_rewards_by_token(sample: Sample) -> list[float]:
 
 def empty_batch(
     seq_lens: Tensor, num_keys: int = 0, without: Sequence[str] = (), per_turn: bool = False,
-    routing: Routing | None = None,
+    routing: Routing | None = None, reply_images: bool = False,
 ) -> Batch:  # fmt: skip
     """A Batch of zeros whose sequences have the given lengths, (num_seqs,) int64.
 
     without: per-token fields that are to be set by the caller. per_turn: with turn_rewards.
-    routing: with routed_experts, which nobody knows.
+    routing: with routed_experts, which nobody knows. reply_images: with these.
     """
     num_tokens, num_seqs = int(seq_lens.sum()), len(seq_lens)
     tokens = {name: 0 if name in without else num_tokens for name in TOKEN_FIELDS}
@@ -131,6 +131,9 @@ def empty_batch(
             torch.zeros(tokens["turn_rewards"], dtype=torch.float64) if per_turn else None
         ),
         routed_experts=None if routing is None else routing.unknown(tokens["routed_experts"]),
+        reply_images=(
+            torch.zeros(tokens["reply_images"], dtype=torch.int64) if reply_images else None
+        ),
     )
 
 

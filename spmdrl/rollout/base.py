@@ -49,7 +49,7 @@ class Request:
     max_tokens: int | None = None  # of this answer; None: SamplingParams.max_tokens
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
-    images: Sequence[Picture] = ()  # of the prompt
+    images: Sequence[Picture] = ()  # of the prompt; those of replies are in `replies`
     # as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
 

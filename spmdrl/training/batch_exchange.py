@@ -11,6 +11,7 @@ Tensors are on the CPU; engines take a micro-batch to their device.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.packing import BatchAssignment, empty_batch
+from spmdrl.data.reply_images import from_bytes, keys_in, to_bytes
 from spmdrl.data.routing import Routing
 from spmdrl.distributed.placement import Ranks
 from spmdrl.distributed.topology import Topology, new_group
-from spmdrl.types import TOKEN_FIELDS, Batch, lengths_to_cu_seqlens
+from spmdrl.types import TOKEN_FIELDS, Batch, Picture, lengths_to_cu_seqlens
 
 FIELDS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version")  # of the actor
 ASKED_FIELDS = ("token_ids", "loss_mask")  # of a role that is only asked about the tokens
@@ -106,10 +108,12 @@ def send_batch(
     ranks: Ranks,
     fields: tuple[str, ...],
     post: P2PChannel,
+    pictures: Mapping[int, Picture] | None = None,
 ) -> Batch:
     """Sends each owner its sequences; returns this rank's own share, as `receive_batch` wants it.
 
-    batch: what this rank made, in `packing_order`.
+    batch: what this rank made, in `packing_order`. pictures: what the numbers in its reply_images
+    stand for, where these are among the fields.
     """
     rows = packing_order(assignment, ranks, post.rank)
     assert batch.num_seqs == len(rows), (batch.num_seqs, len(rows))
@@ -127,6 +131,11 @@ def send_batch(
         for name in fields:
             post.send(getattr(batch, name)[tokens], owner)
         post.send(floats[first:end], owner)
+        if pictures is not None:
+            assert batch.reply_images is not None
+            sent = to_bytes(pictures, keys_in(batch.reply_images[tokens]))
+            post.send(torch.tensor([len(sent)]), owner)
+            post.send(sent, owner)
     return own
 
 
@@ -138,18 +147,21 @@ def receive_batch(
     num_keys: int,
     post: P2PChannel,
     routing: Routing | None = None,
+    pictures: dict[int, Picture] | None = None,
 ) -> list[Batch]:
     """This rank's Batch of each mini-batch, sequences by address.
 
     own: what `send_batch` returned; None on a rank that did not sample. A field is put in order
     while the next ones are still under way. routing: of the routed_experts, where they are sent.
+    pictures: those of replies, where they are sent; what arrives is added.
     """
     rows = assignment.held(ranks, post.rank)
     makers = assignment.sample_ranks[rows]
     if own is None:
         own = empty_batch(
-            rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields, routing=routing
-        )
+            rows.new_zeros(0), num_keys, per_turn="turn_rewards" in fields, routing=routing,
+            reply_images="reply_images" in fields,
+        )  # fmt: skip
     senders = [maker for maker in makers.unique().tolist() if maker != post.rank]
     theirs = [rows[makers == sender] for sender in senders]
     lens = torch.cat([assignment.seq_lens[part] for part in [*theirs, rows[:0]]])
@@ -167,6 +179,8 @@ def receive_batch(
         for name, place in places.items():
             works[name] += post.expect(place[seqs if name == "floats" else tokens], sender)
         first = seqs.stop
+    if pictures is not None:
+        pictures |= receive_pictures(senders, post)
 
     # where each row lies: what arrives, then what is this rank's own
     lying = torch.cat([*theirs, rows[makers == post.rank]])
@@ -194,6 +208,21 @@ def receive_batch(
             picked = [pieces[i] for i in part.tolist()]
             setattr(mini, name, torch.cat(picked) if picked else place[:0])
     return minis
+
+
+def receive_pictures(senders: list[int], post: P2PChannel) -> dict[int, Picture]:
+    """Returns the images of replies that these ranks send behind all else, by their numbers."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in senders]
+    works = [work for size, sender in zip(sizes, senders, strict=True)
+             for work in post.expect(size, sender)]  # fmt: skip
+    for work in works:
+        work.wait()
+    places = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    works = [work for place, sender in zip(places, senders, strict=True)
+             for work in post.expect(place, sender)]  # fmt: skip
+    for work in works:
+        work.wait()
+    return {key: picture for place in places for key, picture in from_bytes(place).items()}
 
 
 def seq_floats(batch: Batch) -> Tensor:

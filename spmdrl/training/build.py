@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import PpoConfig, require
+from spmdrl.config import MultiTurnConfig, PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
@@ -113,6 +113,7 @@ def build(
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
+    looks = with_replies(looks, config.multi_turn)
     has_images = looks is not None and looks.per_prompt > 0
     images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
@@ -133,7 +134,7 @@ def build(
         )  # fmt: skip
         if rollout is not None:
             undo.callback(rollout.shutdown)
-        dialogue = build_dialogue(config, tokenizer, ranks)
+        dialogue = build_dialogue(config, tokenizer, ranks, looks)
         if dialogue is not None:
             undo.callback(dialogue.close)
     with phases("plan weights"):
@@ -153,6 +154,7 @@ def build(
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
             leftover=PartialRollouts(config.rollout) if config.rollout.oversample > 1 else None,
             routing=routing_of(load_hf_config(config.model)) if replays else None,
+            reply_images=images if config.multi_turn.max_images else None,
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
@@ -282,11 +284,21 @@ def start_from(source: TrainEngine, engine: TrainEngine | None, bucket_bytes: in
     return digest.hexdigest()[:16]
 
 
-def build_dialogue(config: PpoConfig, tokenizer: Any, ranks: Topology) -> Dialogue | None:
+def with_replies(looks: ImageLimits | None, limits: MultiTurnConfig) -> ImageLimits | None:
+    """Returns the limits of images with those that replies may show."""
+    if looks is None or not limits.max_images:
+        return looks
+    return looks.with_replies(limits.max_images, limits.max_image_tokens)
+
+
+def build_dialogue(
+    config: PpoConfig, tokenizer: Any, ranks: Topology, looks: ImageLimits | None
+) -> Dialogue | None:
     """ranks: of the rollout. On the leaders of its engines."""
     if not (has_replies(config) and ranks.here and ranks.axis_rank("tp") == 0):
         return None
-    return Dialogue(config, tokenizer, ranks.axis_size("dp"))
+    vision = looks.vision if looks is not None else None
+    return Dialogue(config, tokenizer, ranks.axis_size("dp"), vision)
 
 
 def build_reward_model(

@@ -77,7 +77,12 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     sets, of_actor = list(roles.trainer_ranks), (*FIELDS, "turn_rewards") if per_turn else FIELDS
     if roles.routing is not None:
         of_actor = (*of_actor, "routed_experts")
-    fields = [of_actor] + [ASKED_FIELDS] * (len(sets) - 1)
+    shown, asked = roles.reply_images, ASKED_FIELDS
+    if shown is not None:
+        of_actor, asked = (*of_actor, "reply_images"), (*asked, "reply_images")
+        shown.replies.clear()  # of the step before
+    pictures = None if shown is None else shown.replies
+    fields = [of_actor] + [asked] * (len(sets) - 1)
     assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
@@ -94,7 +99,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 send_assignment(assignment, step_info, first, post)
             for ranks, names in zip(sets, fields, strict=True):
                 batch = reorder(batch, packing_order(assignment, ranks, post.rank), assignment)
-                own[ranks] = send_batch(batch, assignment, ranks, names, post)
+                own[ranks] = send_batch(batch, assignment, ranks, names, post, pictures)
     if not roles.training.here:
         return None
     name = "receive" if roles.sampling.here else "wait samples"
@@ -109,7 +114,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         num_keys = len(reward_keys_of(config.algo))
         batches = {
             ranks: receive_batch(
-                own.get(ranks), assignment, ranks, names, num_keys, post, roles.routing
+                own.get(ranks), assignment, ranks, names, num_keys, post, roles.routing, pictures
             )
             for ranks, names in zip(sets, fields, strict=True)
             if post.rank in ranks
@@ -124,6 +129,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                     len(reward_keys_of(config.algo)),
                     per_turn=per_turn and of_samples,
                     routing=roles.routing if of_samples else None,
+                    reply_images=shown is not None,
                 )
                 for _ in range(assignment.num_mini_batches)
             ]
@@ -174,6 +180,8 @@ def assign_and_pack(
         )
         in_order = [samples[i] for i in order.tolist()]
         batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing)
+        if roles.reply_images is not None:
+            roles.reply_images.mark(batch, in_order)
     return batch, assignment, {"metrics": metrics, **rollout.step_info}
 
 

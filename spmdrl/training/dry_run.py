@@ -57,7 +57,8 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     rewards.close()
     if has_replies(config):
         sampling = place(config, ranks).roles["rollout"]
-        dialogue = Dialogue(config, tokenizer, len(sampling) // config.rollout.tensor_parallel)
+        engines = len(sampling) // config.rollout.tensor_parallel
+        dialogue = Dialogue(config, tokenizer, engines, dataset.vision)
         lines += dialogue.lines()
         dialogue.close()
     trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]

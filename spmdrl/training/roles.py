@@ -110,6 +110,7 @@ class Roles:
     policy_version: int = 0  # of the weights that the rollout engine holds
     weight_bytes: int = 0  # that this rank sent, since it was last reported
     routing: Routing | None = None  # of the actor's experts, where their choice is replayed
+    reply_images: BatchImages | None = None  # where tools or an environment may show images
 
     @property
     def sleeps(self) -> bool:

@@ -492,5 +492,7 @@ def image_inputs(
     """
     if images is None:
         return None
+    if team is not None:
+        images.share_replies(inputs.batch, team.group, inputs.batch.token_ids.device)
     scene, count = images.scene(inputs.batch), len(inputs.mine.token_ids)
     return scene if team is None else scene.of_tokens(team.rank * count, count)

@@ -12,10 +12,12 @@ number of its request and the pid of its process, since a function may fork and 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -37,6 +39,13 @@ TOKEN_BYTES = 16
 LENGTH_BYTES = 8
 SPARE_FDS = 64  # descriptors above that of the connection
 MOST_FDS = 1 << 14  # below which it lies, however many there may be
+# how files of images begin, and their names in a data: URI; WebP's is within a RIFF
+KINDS_OF_IMAGES = (
+    (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"),
+    (b"II*\x00", "tiff"), (b"MM\x00*", "tiff"),
+)  # fmt: skip
+IMAGE_HEADS = tuple(head for head, _ in KINDS_OF_IMAGES)
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # of Pillow, that a PNG keeps
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
 
@@ -80,8 +89,36 @@ class Reply(NamedTuple):
 
 
 def as_plain(value: Any) -> Any:
-    """Numbers and lists of numpy and torch, text of anything else."""
+    """Numbers and lists of numpy and torch, images of Pillow and encoded ones as a part of a
+    message, text of anything else.
+    """
+    encoded = encoded_image(value)
+    if encoded is not None:
+        return image_part(encoded)
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def encoded_image(value: Any) -> bytes | None:
+    """Returns the file of an image: of Pillow's a PNG, which loses nothing; of bytes that begin as
+    such a file does, these. None for anything else.
+    """
+    if isinstance(value, bytes | bytearray):
+        head = bytes(value[:12])
+        is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
+        return bytes(value) if is_webp or head.startswith(IMAGE_HEADS) else None
+    pillow = sys.modules.get("PIL.Image")  # there is no image of Pillow before it is imported
+    if pillow is None or not isinstance(value, pillow.Image):
+        return None
+    file = io.BytesIO()
+    (value if value.mode in PNG_MODES else value.convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+def image_part(encoded: bytes) -> dict[str, str]:
+    """Returns an image as a part of a message, with a data: URI."""
+    kind = next((name for head, name in KINDS_OF_IMAGES if encoded.startswith(head)), "webp")
+    uri = f"data:image/{kind};base64,{base64.b64encode(encoded).decode()}"
+    return {"type": "image", "image": uri}
 
 
 def plain(value: Any) -> Any:

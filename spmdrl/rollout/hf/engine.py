@@ -32,6 +32,7 @@ from spmdrl.rollout.base import (
 )
 from spmdrl.rollout.draw import draw
 from spmdrl.rollout.hf import strict as hf_strict
+from spmdrl.rollout.request_images import images_of_request
 from spmdrl.rollout.rng import mix, preserved_rng
 from spmdrl.rollout.stops import StopRule
 from spmdrl.rollout.weight_check import compare_by_name
@@ -160,10 +161,16 @@ class HfEngine:
     ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         """(Cohort.ahead, what the model's first pass is given) of left-padded rows."""
         ahead = torch.zeros(len(requests), dtype=torch.int64, device=self.device)
-        if self.looks is None or not any(request.images for request in requests):
+        if self.looks is None:
             return ahead, {}
         vision = self.looks.vision
-        views = [vision.view(request.prompt_ids, request.images) for request in requests]
+        seen = [images_of_request(vision, request) for request in requests]
+        if not any(seen):
+            return ahead, {}
+        views = [
+            view or vision.view(request.prompt_ids, ())
+            for view, request in zip(seen, requests, strict=True)
+        ]
         positions = text_positions(mask).expand(3, -1, -1).clone()
         is_image = torch.zeros_like(mask, dtype=torch.bool)
         for row, view in enumerate(views):

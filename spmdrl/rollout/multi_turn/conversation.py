@@ -21,12 +21,21 @@ from typing import Any, NamedTuple
 from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
 from spmdrl.data.chat_labels import without_space
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.reply_images import holds_image, pictures_in, without_data
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import name_of
 from spmdrl.rewards.workers.stateful_tools import CALLED_WITH, Objects, calls_of
 from spmdrl.rewards.workers.worker import Reply, plain
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
+from spmdrl.rollout.multi_turn.images import (
+    ImageRules,
+    ShownImages,
+    is_content,
+    said_with_images,
+    texts_of,
+)
 from spmdrl.rollout.multi_turn.tools import Call, CallParser, Toolbox, as_text
 from spmdrl.types import Message, Prompt
 
@@ -81,18 +90,23 @@ class Dialogue:
     cannot be used.
     """
 
-    def __init__(self, config: PpoConfig, tokenizer: Any, num_engines: int) -> None:
+    def __init__(
+        self, config: PpoConfig, tokenizer: Any, num_engines: int,
+        vision: ImageProcessor | None = None,
+    ) -> None:  # fmt: skip
+        """vision: of a model that sees images, which replies may then show."""
         self.limits, self.environment = config.multi_turn, config.environment
         self.toolbox = Toolbox(config.tools)
         self.parser = (
             CallParser(self.limits.parser, tokenizer, self.toolbox) if config.tools else None
         )
-        self.replies = ReplyEncoder(config, tokenizer)
+        self.replies = ReplyEncoder(config, tokenizer, vision)
         self.arguments: tuple[str, ...] = ()
         functions = self.toolbox.called
         if self.environment is not None:
             self.arguments = arguments_of(self.environment, ARGUMENTS, "environment")
             functions.append(self.environment)
+        self.images = ImageRules(vision, self.limits)
         self.caller = Caller(functions, self.limits, num_engines, Reply)
 
     def calls_in(self, text: str, extra_info: dict[str, Any]) -> list[Call]:
@@ -226,15 +240,18 @@ class TurnHandler:
     def answered(self, pending: Pending) -> Completion:
         """The turn with its reply behind it, to go on; or over, with the reason."""
         turn, messages = pending.turn, []
+        images = ShownImages(self.by.images, turn)
         for request in pending.requests:
             result = self.result(request)
             if request.call is not None:
-                message = tool_message(request.call, result)
+                message = tool_message(request.call, images.of_tool(result))
                 if request.has_happened():
                     message[CALLED_WITH] = plain(request.call.arguments)
                 messages.append(message)
                 continue
             messages, problem = said_by_environment(result)
+            wrong = images.problem_of(messages)
+            problem = problem or (f"the environment returned {wrong}" if wrong else "")
             if problem:
                 return failed(turn, problem)
         if not messages:
@@ -273,7 +290,7 @@ def tool_message(call: Call, result: Reply) -> Message:
     """Returns what the policy reads of a call. An error's last line alone: the rest is about our
     code.
     """
-    content = as_text(result.value)
+    content = result.value if holds_image(result.value) else as_text(result.value)
     if result.error is not None:
         lines = result.error.strip().splitlines()
         content = f"Error: {lines[-1] if lines else 'no reason given'}"
@@ -285,19 +302,25 @@ def tool_message(call: Call, result: Reply) -> Message:
 
 def said_by_environment(result: Reply) -> tuple[list[Message], str]:
     """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
-    value = result.value
     if result.error is not None:
         return [], result.error
+    try:
+        value = said_with_images(result.value)
+    except BadRow as error:
+        return [], f"the environment returned {error}"
     if value is None:
         return [], ""
     if isinstance(value, str):
         return [{"role": "user", "content": value}], ""
     if isinstance(value, list) and all(
-        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str)
+        isinstance(m, dict) and m.get("role") in ROLES and is_content(m.get("content"))
         for m in value
     ):
         return value, ""
-    expected = f"None, a text, or messages with a role ({', '.join(ROLES)}) and a text as content"
+    expected = (
+        f"None, a text, an image, or messages with a role ({', '.join(ROLES)}) and a text or parts "
+        "with images as content"
+    )
     return [], f"the environment returned {json.dumps(value)[:200]}; expected {expected}"
 
 
@@ -307,11 +330,17 @@ class ReplyEncoder:
     Raises ConfigError for a template that cannot write them.
     """
 
-    def __init__(self, config: PpoConfig, tokenizer: Any) -> None:
+    def __init__(
+        self, config: PpoConfig, tokenizer: Any, vision: ImageProcessor | None = None
+    ) -> None:  # fmt: skip
+        self.vision = vision
         data = prompts_of(config)
         if data.control_tokens == "error":  # of the data; what a tool says cannot be refused
             data = replace(data, control_tokens="escape")
-        self.encoder = Encoder(tokenizer, data, config.rollout.max_tokens, all_added=True)
+        self.encoder = Encoder(
+            tokenizer, data, config.rollout.max_tokens, all_added=True,
+            image_text=vision.family.text if vision is not None else None,
+        )  # fmt: skip
         plain = Encoder(tokenizer, data, config.rollout.max_tokens)
         self.ends = plain.control_ids  # what a turn may have ended with
         self.most = config.multi_turn.max_reply_tokens
@@ -334,7 +363,7 @@ class ReplyEncoder:
         The template ends the policy's turn, unless that has ended itself: with the same token, or
         with another that the model has for it.
         """
-        said = [{**m, "content": self.shortened(m["content"])} for m in messages]
+        said = [{**m, "content": self.short_content(m["content"])} for m in messages]
         ids = self.ids(said)
         if ids and last in self.ends and ids[0] in (last, self.end):
             ids = ids[1:]  # the turn has ended itself
@@ -344,13 +373,24 @@ class ReplyEncoder:
 
     def ids(self, messages: list[Message]) -> list[int]:
         """Returns the tokens from the end of a turn to the start of the next. Raises BadRow."""
+        pictures = pictures_in(messages)
+        messages = [{**m, "content": without_data(m["content"])} for m in messages]
+        ids = self.ids_of_text(messages)
+        if not pictures:
+            return ids
+        assert self.vision is not None
+        return self.vision.placed(ids, pictures)
+
+    def ids_of_text(self, messages: list[Message]) -> list[int]:
+        """The same, with a single token in the place of an image."""
         marked, names = self.encoder.marked(messages, "reply")
         behind = self.behind(marked)
         written = without_space(behind)
         for message in marked:
-            content = message["content"]
-            quoted = json.dumps(content, ensure_ascii=False)[1:-1]  # as some write what tools say
-            if not any(without_space(text) in written for text in (content, quoted)):
+            texts = texts_of(message["content"])
+            # as it is, and as some write what tools say
+            forms = [(text, json.dumps(text, ensure_ascii=False)[1:-1]) for text in texts]
+            if not all(any(without_space(form) in written for form in both) for both in forms):
                 raise BadRow(
                     f"the chat template leaves out, changes or moves a message of the role "
                     f"{message['role']!r} that follows on the assistant's"
@@ -364,6 +404,8 @@ class ReplyEncoder:
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
         given = self.encoder.config.chat_template_kwargs
         text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
+        if self.encoder.image_text is not None:
+            text = text.replace(*self.encoder.image_text)
         _, spoken, behind = text.partition(SPOKEN)
         if not spoken:
             raise BadRow("it changes or leaves out what the assistant said before")
@@ -382,6 +424,15 @@ class ReplyEncoder:
             render_chat(chat, encoder.tokenizer, each) for each in (given, without)
         )
         return with_tools != plain
+
+    def short_content(self, content: Any) -> Any:
+        """Shortens a message's text, or each text beside its images."""
+        if isinstance(content, str):
+            return self.shortened(content)
+        return [
+            {**part, "text": self.shortened(part["text"])} if part["type"] == "text" else part
+            for part in content
+        ]
 
     def shortened(self, text: str) -> str:
         most = CHARS_PER_TOKEN * self.most

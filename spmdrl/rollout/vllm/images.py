@@ -21,6 +21,7 @@ from PIL import Image
 from spmdrl.data.images import ImageLimits, together
 from spmdrl.hub.vision_families import Pixels
 from spmdrl.rollout.base import Request
+from spmdrl.rollout.request_images import images_of_request
 from spmdrl.rollout.vllm import compat
 
 # modules of transformers, by the model type and by what they prepare
@@ -66,9 +67,9 @@ def features(looks: ImageLimits, request: Request) -> list[Any] | None:
     """Returns the value of EngineCoreRequest.mm_features. identifier: of the pixels, by which vLLM
     keeps what the vision tower made of them, and the prefixes that they are part of.
     """
-    if not request.images:
+    view = images_of_request(looks.vision, request)
+    if view is None:
         return None
-    view = looks.vision.view(request.prompt_ids, request.images)
     items = items_of(looks, view.pixels)
     return [
         compat.image_feature(item, digest, first, view.is_image[first : first + count])

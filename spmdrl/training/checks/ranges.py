@@ -34,7 +34,7 @@ BOUNDS: Bounds = {
     "RewardConfig.max_invalid_fraction": (0, 1),
     "RewardModelConfig.fsdp": (-1, None), "RewardModelConfig.micro_batch_tokens": (2, None),
     "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_calls": COUNT,
-    "MultiTurnConfig.max_reply_tokens": COUNT,
+    "MultiTurnConfig.max_reply_tokens": COUNT, "MultiTurnConfig.max_image_tokens": COUNT,
     "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": CALL_S,
     "RolloutConfig.n": COUNT, "RolloutConfig.max_tokens": COUNT,
     "RolloutConfig.temperature": POSITIVE, "RolloutConfig.top_p": (TINY, 1),

@@ -255,6 +255,29 @@ def check_turns(config: PpoConfig) -> None:
         arguments_of(config.environment, ARGUMENTS, "environment")
 
 
+def check_reply_images(hf: PreTrainedConfig, config: PpoConfig) -> None:
+    """Raises ConfigError where replies cannot show images."""
+    limits, asked = config.multi_turn, f"multi_turn.max_images={config.multi_turn.max_images}"
+    if not limits.max_images:
+        require(
+            limits.max_image_tokens == MultiTurnConfig().max_image_tokens,
+            f"multi_turn.max_image_tokens={limits.max_image_tokens} has no effect: "
+            "multi_turn.max_images=0 allows no image in a reply",
+        )
+        return
+    require(sees_images(hf), f"{asked}: the model sees no images")
+    require(
+        limits.max_image_tokens < config.rollout.max_tokens,
+        f"multi_turn.max_image_tokens={limits.max_image_tokens}, but replies are part of an answer "
+        f"of at most rollout.max_tokens={config.rollout.max_tokens}: no image of that size fits",
+    )
+    require(
+        config.algo.sample_filter is None,
+        f"algo.sample_filter with {asked}: the images of earlier steps' replies are not kept for "
+        "a step that trains on them again; leave one of them out",
+    )
+
+
 def check_per_turn(config: PpoConfig) -> None:
     """Raises ConfigError for a reward that knows nothing of turns."""
     found = built_ins_of(config.reward) if config.rewards.per_turn else []
@@ -385,6 +408,7 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
     wanted = {"strict": config.strict, "rollout.quantization": config.rollout.quantization,
               "weights.lora='adapter'": config.weights.lora == "adapter"}  # fmt: skip
     check_vision(hf, training_roles(config), wanted)
+    check_reply_images(hf, config)
     check_pixels(hf, config.data)
     require("" not in config.rollout.stop, "rollout.stop has an empty string: every answer has it")
     unknown = [t for t in config.rollout.stop_token_ids if t >= text.vocab_size]

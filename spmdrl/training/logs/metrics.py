@@ -20,12 +20,13 @@ import torch
 
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.earlier_runs import METRICS
+from spmdrl.data.reply_images import is_image, pictures_in
 from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
 from spmdrl.training.logs.step_line import RESERVED, Shown, field_of, fitted, step_line, unknown
 from spmdrl.training.logs.trackers import Tracker
-from spmdrl.types import Sample
+from spmdrl.types import Message, Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
@@ -139,7 +140,8 @@ def write_samples(
     rank invalid ones.
 
     An invalid sample stands there with its traceback. replies: of a run in which samples may have
-    several turns, each has its `messages`, one without a reply too. Collective.
+    several turns, each has its `messages`, one without a reply too. The images in them are files
+    in the folder images beside `path`, which the messages name. Collective.
     """
     ordered = sorted(samples, key=lambda s: (s.group, s.index))
     bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
@@ -150,7 +152,32 @@ def write_samples(
     found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
     kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
     with writing(path):
-        write_rows(path, [row for _, row in kept])
+        write_rows(path, [with_image_files(row, path.parent) for _, row in kept])
+
+
+def with_image_files(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The row with the images of its messages in files of folder/images, each once, which are named
+    by their digest.
+    """
+    if not pictures_in(row.get("messages", ())):
+        return row
+    return row | {"messages": [saved_images(message, folder) for message in row["messages"]]}
+
+
+def saved_images(message: Message, folder: Path) -> Message:
+    if not isinstance(message["content"], list):
+        return message
+    parts = []
+    for part in message["content"]:
+        if is_image(part):
+            (picture,) = pictures_in([{**message, "content": [part]}])
+            kind = part["image"].partition(";")[0].removeprefix("data:image/")
+            name = f"images/{picture.digest}.{kind}"
+            Path(folder, "images").mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_bytes(picture.encoded)
+            part = {"type": "image", "image": name}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
