@@ -4,7 +4,8 @@
 
 A prompt shows one or two images, each of one colour with some noise; the answer has the first
 letter of each colour, in order. A character is a token, and so are the marks around an image.
-`eval.parquet` has images that `train.parquet` has not.
+`eval.parquet` has images that `train.parquet` has not. The rows of `look_train.parquet` and
+`look_eval.parquet` have no image: an environment shows one of the colour that is the answer.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ TEMPLATE = (
 
 
 def make_assets(out: Path, seed: int) -> None:
-    """Writes model/, train.parquet and eval.parquet into `out`."""
+    """Writes model/, train.parquet and eval.parquet into `out`, and the two for looking."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(out / "model", seed)
     draw = random.Random(seed)
     write(out / "train.parquet", [question(draw) for _ in range(NUM_TRAIN)])
     write(out / "eval.parquet", [question(draw) for _ in range(NUM_EVAL)])
+    write(out / "look_train.parquet", [blind_question(draw) for _ in range(NUM_TRAIN)])
+    write(out / "look_eval.parquet", [blind_question(draw) for _ in range(NUM_EVAL)])
 
 
 def question(draw: random.Random) -> dict[str, Any]:
@@ -65,6 +68,17 @@ def question(draw: random.Random) -> dict[str, Any]:
         "prompt": [{"role": "user", "content": f"{'<image>' * len(shown)}?"}],
         "reward_model": {"style": "rule", "ground_truth": "".join(shown)},
         "images": [{"bytes": png(picture(colour, draw))} for colour in shown],
+    }
+
+
+def blind_question(draw: random.Random) -> dict[str, Any]:
+    """The answer is the colour of a picture that the environment makes of `extra_info`."""
+    size = [draw.randint(12, 24), draw.randint(12, 24)]
+    return {
+        "data_source": "look",
+        "prompt": [{"role": "user", "content": "?"}],
+        "reward_model": {"style": "rule", "ground_truth": draw.choice(list(COLOURS))},
+        "extra_info": {"seed": draw.getrandbits(32), "size": size},
     }
 
 

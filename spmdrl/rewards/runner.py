@@ -24,7 +24,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
-from spmdrl.rewards.workers.worker import RewardResult
+from spmdrl.rewards.workers.worker import RewardResult, image_part
 
 if TYPE_CHECKING:
     from spmdrl.types import Sample
@@ -42,6 +42,7 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "finish_reason": lambda sample: sample.finish_reason,
     "sample_index": lambda sample: sample.index,
     "messages": lambda sample: sample.chat,
+    "images": lambda sample: [image_part(i.encoded)["image"] for i in sample.prompt.images],
     "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
 }
@@ -233,7 +234,10 @@ def resolve_reward(reward: RewardFn | str) -> Reward:
         raise ConfigError(f"a reward is a function or one of {list(BUILT_INS)}, got {reward!r}")
     if (needs := innermost(reward)) in CHECKED_FIRST:
         CHECKED_FIRST[needs]()
-    return Reward(reward, arguments_of(reward, ARGUMENTS, "reward"))
+    names = arguments_of(reward, ARGUMENTS, "reward")
+    if "images" not in inspect.signature(reward).parameters:  # megabytes, for nobody: of **kwargs
+        names = tuple(name for name in names if name != "images")
+    return Reward(reward, names)
 
 
 def check_invalid(samples: list[Sample], config: RewardConfig, topology: Topology) -> None:

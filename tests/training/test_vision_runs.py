@@ -160,9 +160,48 @@ def test_an_environment_and_a_reward_model_have_words_for_images(folder, qwen3):
         assert row["turns/mean"] > 1.2 and row["reward/invalid"] == 0
 
 
+SHOWN = IMAGE_CONFIG.replace(
+    "max_tokens=8", "max_tokens=64, stop_token_ids=tuple(range(4, 44))"
+).replace("config = PpoConfig(", """
+import sys
+sys.path.insert(0, {tests!r})
+from reply_pictures import show
+
+config = PpoConfig(
+    environment=show, multi_turn=MultiTurnConfig(max_images=3, max_image_tokens=16, workers=1),
+""")  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_images_of_replies_are_what_the_trainer_sees_on_any_ranks(folder):
+    """By vLLM with every role on ranks of its own and Ulysses; by the other engine on one rank. The
+    files in samples/ are the images that were shown."""
+    Path(folder, "show.py").write_text(SHOWN.replace("{tests!r}", repr(str(ROOT / "tests"))))
+    apart = (
+        "--rollout.engine", "vllm", "--weights.check", "True", "--actor.ulysses", "2",
+        "--placement", '{"actor":"0-1","critic":"1","rollout":"2","reward":"2"}',
+        "--algo.advantage", "gae", "--critic.dtype", "float32",
+    )  # fmt: skip
+    for name, ranks, args in (("shown_apart", 3, apart), ("shown_alone", 1, ("--steps", "1"))):
+        rows = run_task(
+            folder, name, ranks, "--config", "show.py", "--data.eval", "None", *args
+        )
+        for row in rows:
+            assert row["actor/logprob_diff_max"] < 1e-5 and row["reward/invalid"] == 0
+            assert row["turns/mean"] == 3 and row["actor/grad_norm"] > 0
+    lines = Path(folder, "shown_apart/samples/step_1.jsonl").read_text().splitlines()
+    parts = [
+        part for line in lines for message in json.loads(line)["messages"]
+        if isinstance(message["content"], list) for part in message["content"]
+    ]  # fmt: skip
+    named = {part["image"] for part in parts if part["type"] == "image"}
+    assert named and all(Path(folder, "shown_apart/samples", name).is_file() for name in named)
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
+        (("--config", "show.py", "--model", "blind"), "multi_turn.max_images=3: the model sees no"),
         (("--actor.compile", "True"), "actor.compile: not with 'qwen2_5_vl', a model that sees"),
         (("--model", "blind", "--vision_tower", "True"),
          "vision_tower=True: model type 'qwen3' has no tower"),
@@ -181,13 +220,16 @@ def test_what_does_not_go_with_images_is_refused(folder, qwen3, args, error):
         shutil.copytree(folder / "model", folder / "other")
         settings = Path(folder, "other/preprocessor_config.json")
         settings.write_text(settings.read_text().replace("0.48145466", "0.5"))
-    done = train(folder, 2, "--config", "cfg.py", "--run_dir", "refused", *args)
+    Path(folder, "show.py").write_text(SHOWN.replace("{tests!r}", repr(str(ROOT / "tests"))))
+    config = () if "--config" in args else ("--config", "cfg.py")
+    done = train(folder, 2, *config, "--run_dir", "refused", *args)
     assert done.code == 2
     assert f"spmdrl: config error: {error}" in done.output, done.output
 
 
 def test_a_model_learns_the_names_of_colours(tmp_path):
-    """The example: from random weights, without supervised examples."""
+    """The examples, from random weights: of images in prompts, and of images that the environment
+    shows, without which nothing says which colour it is."""
     script = ROOT / "examples/colours/make_assets.py"
     subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=120)
     config = str(ROOT / "configs/qwen2_5_vl_tiny_colours_cpu.py")
@@ -199,3 +241,14 @@ def test_a_model_learns_the_names_of_colours(tmp_path):
     right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     assert right[0] < 0.2, right
     assert right[45] > 0.4, right
+
+    config = str(ROOT / "configs/qwen2_5_vl_tiny_look_cpu.py")
+    done = train(
+        tmp_path, 2, "--config", config, "--steps", "14", "--eval_every", "14", "--run_dir", "look"
+    )
+    assert done.code == 0, done.output[-6000:]
+    rows = [json.loads(line) for line in Path(tmp_path, "look/metrics.jsonl").open()]
+    assert all(row.get("actor/logprob_diff_max", 0) < 1e-5 for row in rows)
+    right = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+    assert right[0] < 0.4, right
+    assert right[14] > 0.6, right
