@@ -5,7 +5,8 @@
 
 Optional are `prompt`, what stands before both, which then leave it out, and `margin`, by how much
 the chosen one is better. Without a chat all are strings, which are read one behind the other as
-they stand. Behind a prompt that is a chat list, a string is the assistant's turn.
+they stand. Behind a prompt that is a chat list, a string is the assistant's turn. The `images` of a
+row are shown by both conversations, where the model sees any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
+from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
+from spmdrl.data.pictures import open_picture, pictures_of, with_parts
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
@@ -32,12 +35,10 @@ from spmdrl.data.table_files import (
     without_nulls,
 )
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, Message
+from spmdrl.types import Batch, Message, Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from spmdrl.data.images import BatchImages
 
 MOST_MARGIN = 1e6
 
@@ -48,6 +49,14 @@ class Pair(NamedTuple):
     chosen: Encoded
     rejected: Encoded
     margin: float
+    images: tuple[Picture, ...] = ()  # that both conversations show
+
+
+class Conversation(NamedTuple):
+    """One of a pair, as a model that sees images is given it."""
+
+    token_ids: list[int]
+    images: tuple[Picture, ...]
 
 
 logger = logging.getLogger(__name__)
@@ -61,21 +70,25 @@ class PairReader:
     config: PreferenceDataConfig
     pad_token_id: int | None  # of the model, see `encode`
     append_eos: bool = False  # to strings, see encode_said
+    vision: ImageProcessor | None = None  # of the model, where it sees images
 
-    def read(self, row: dict[str, Any]) -> Pair:
-        """Raises BadRow, ConfigError."""
+    def read(self, row: dict[str, Any], folder: Path) -> Pair:
+        """folder: of the data file. Raises BadRow, ConfigError."""
         config = self.config
+        images = pictures_of(row.get("images"), folder)
+        if images and self.vision is None:
+            raise BadRow("field 'images': the model sees none")
         prompt = self.optional(row, "prompt_key")
         if prompt is not None:
-            check_prompt(str(config.prompt_key), prompt)
+            check_prompt(str(config.prompt_key), prompt, parts=self.vision is not None)
         keys = config.chosen_key, config.rejected_key
         said = [self.conversation(row, key, prompt) for key in keys]
         if isinstance(lookup(row, keys[0]), str) != isinstance(lookup(row, keys[1]), str):
             raise BadRow(f"fields '{keys[0]}' and '{keys[1]}': expected two strings, or two chats")
-        chosen, rejected = map(self.encode, keys, said)
+        chosen, rejected = (self.encode(*each, images) for each in zip(keys, said, strict=True))
         if chosen.ids == rejected.ids:
             raise BadRow(f"fields '{keys[0]}' and '{keys[1]}' are the same: nothing is preferred")
-        return Pair(chosen, rejected, self.margin(row))
+        return Pair(chosen, rejected, self.margin(row), images)
 
     def conversation(
         self, row: dict[str, Any], key: str, prompt: list[Message] | str | None
@@ -84,7 +97,7 @@ class PairReader:
         said = lookup(row, key)
         if said is MISSING:
             raise bad_field(key, said, "a chat list or a string", row)
-        check_prompt(key, said)
+        check_prompt(key, said, parts=self.vision is not None)
         asked = list(map(without_nulls, prompt)) if isinstance(prompt, list) else prompt
         if isinstance(said, str):
             if isinstance(asked, str) and said.startswith(asked):
@@ -106,10 +119,25 @@ class PairReader:
             "chat list, or a string that the answers do not begin with"
         )
 
-    def encode(self, key: str, said: str | list[Message]) -> Encoded:
+    def seen(self, said: str | list[Message], num_images: int) -> str | list[Message]:
+        """A conversation as templates want it where it has images, which both of a pair show.
+        Raises BadRow.
+        """
+        if isinstance(said, str):
+            if num_images:
+                raise BadRow("field 'images': they want chats, with <image> where each belongs")
+            return said
+        has_parts = any(isinstance(turn["content"], list) for turn in said)
+        return with_parts(said, num_images) if num_images or has_parts else said
+
+    def encode(
+        self, key: str, said: str | list[Message], images: tuple[Picture, ...]
+    ) -> Encoded:  # fmt: skip
         """transformers takes the score of the last token that is no padding. Raises BadRow."""
         try:
-            found = encode_said(said, self.encoder, self.append_eos)
+            found = encode_said(self.seen(said, len(images)), self.encoder, self.append_eos)
+            if images and self.vision is not None:
+                found = found._replace(ids=self.vision.placed(found.ids, images))
         except BadRow as error:
             raise BadRow(f"field '{key}', with what stands before it: {error}") from error
         if found.ids[-1] == self.pad_token_id:
@@ -121,11 +149,11 @@ class PairReader:
             )
         return found
 
-    def left_out(self, row: dict[str, Any]) -> set[str]:
+    def left_out(self, row: dict[str, Any], num_images: int) -> set[str]:
         """Names of what the row holds and its texts do not. Raises BadRow, ConfigError."""
         prompt, found = self.optional(row, "prompt_key"), set()
         for key in (self.config.chosen_key, self.config.rejected_key):
-            said = self.conversation(row, key, prompt)
+            said = self.seen(self.conversation(row, key, prompt), num_images)
             if not isinstance(said, str):
                 found |= self.encoder.left_out(said, asks=False) | unread_tools(row, self.encoder)
         return found
@@ -155,10 +183,10 @@ class PairReader:
 class PreferenceDataset:
     """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
 
-    images: BatchImages | None = None
-
     def __init__(self, files: Files, measured: Measured, reader: PairReader) -> None:
         self.files, self.measured, self.reader = files, measured, reader
+        vision = reader.vision
+        self.images = None if vision is None else BatchImages(vision, self.by_id)
 
     @classmethod
     def load(
@@ -170,12 +198,13 @@ class PreferenceDataset:
         vocab_size: int | None = None,
         pad_token_id: int | None = None,
         append_eos: bool = False,
+        vision: ImageProcessor | None = None,
     ) -> PreferenceDataset:
         """Reads the files as PromptDataset.load does. It is a collective and raises ConfigError for
         a bad file or row.
 
         pad_token_id: of the model's config; None: the tokenizer's. append_eos: config's, or the
-        model's where that is None.
+        model's where that is None. vision: of the model, where it sees images.
         """
         keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.margin_key)
         columns = (*columns_at(*(key for key in keys if key is not None)), "images", "tools")
@@ -185,19 +214,19 @@ class PreferenceDataset:
             control_tokens=config.control_tokens,
         )  # fmt: skip
         padding = tokenizer.pad_token_id if pad_token_id is None else pad_token_id
-        reader = PairReader(
-            Encoder(tokenizer, asked, config.max_tokens, vocab_size), config, padding, append_eos
-        )  # fmt: skip
+        written = None if vision is None else vision.family.text
+        encoder = Encoder(tokenizer, asked, config.max_tokens, vocab_size, image_text=written)
+        reader = PairReader(encoder, config, padding, append_eos, vision)
 
-        def size(row: dict[str, Any], _: Path) -> Size:
-            if row.get("images"):
-                raise BadRow("field 'images': a reward model sees none")
-            pair = reader.read(row)
+        def size(row: dict[str, Any], folder: Path) -> Size:
+            pair = reader.read(row, folder)
+            for picture in pair.images:
+                open_picture(picture)
             lens = len(pair.chosen.ids), len(pair.rejected.ids)
             escaped = pair.chosen.escaped or pair.rejected.escaped
             if max(lens) > config.max_tokens:
                 return Size(NO_ROOM, escaped)
-            missing = frozenset(reader.left_out(row))
+            missing = frozenset(reader.left_out(row, len(pair.images)))
             return Size(sum(lens), escaped, left_out=missing)
 
         measured = measure(files, size, topology, 2 * config.max_tokens, config.on_bad_row)
@@ -218,14 +247,24 @@ class PreferenceDataset:
         return len(self.measured.rows)
 
     def pair(self, index: int) -> Pair:
-        return self.reader.read(self.files.row(int(self.measured.rows[index])))
+        row = int(self.measured.rows[index])
+        return self.reader.read(self.files.row(row), self.files.locate(row)[0].path.parent)
+
+    def by_id(self, id: int) -> Conversation:
+        """The conversation that a sequence's number in Batch.prompts stands for: twice the pair's
+        index, and 1 more for the rejected one.
+        """
+        pair = self.pair(id // 2)
+        return Conversation((pair.rejected if id % 2 else pair.chosen).ids, pair.images)
 
     def batch(self, indices: list[int]) -> Batch:
         """Two sequences of each pair, the chosen one first; its margin is in `rewards`."""
         pairs = [self.pair(i) for i in indices]
         batch = to_batch([said.ids for pair in pairs for said in (pair.chosen, pair.rejected)])
-        for i, pair in enumerate(pairs):
+        for i, (index, pair) in enumerate(zip(indices, pairs, strict=True)):
             batch.rewards[2 * i] = pair.margin
+            if self.images is not None:
+                batch.prompts[2 * i], batch.prompts[2 * i + 1] = 2 * index, 2 * index + 1
         return batch
 
     def shown(self) -> list[str]:

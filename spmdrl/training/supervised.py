@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.cli.arguments import Dry, shown_config
-from spmdrl.config import SftDataConfig, SupervisedConfig, require
+from spmdrl.config import (
+    DataConfig,
+    PreferenceDataConfig,
+    SftDataConfig,
+    SupervisedConfig,
+    require,
+)
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import partition, sequence_work
 from spmdrl.data.prompt_order import PromptOrder
@@ -158,6 +164,8 @@ def load_data(
     own: dict[str, Any] = {}
     if isinstance(data, SftDataConfig):
         own["vision"] = ImageProcessor.load(config.model, hf, data)
+    elif isinstance(data, PreferenceDataConfig):
+        own["vision"] = ImageProcessor.load(config.model, hf, DataConfig(""))
     load = partial(
         task.load, tokenizer=tokenizer, config=data, topology=topology,
         vocab_size=vocab_size_of(config.model), **own,

@@ -183,9 +183,7 @@ def test_images_of_replies_are_what_the_trainer_sees_on_any_ranks(folder):
         "--algo.advantage", "gae", "--critic.dtype", "float32",
     )  # fmt: skip
     for name, ranks, args in (("shown_apart", 3, apart), ("shown_alone", 1, ("--steps", "1"))):
-        rows = run_task(
-            folder, name, ranks, "--config", "show.py", "--data.eval", "None", *args
-        )
+        rows = run_task(folder, name, ranks, "--config", "show.py", "--data.eval", "None", *args)
         for row in rows:
             assert row["actor/logprob_diff_max"] < 1e-5 and row["reward/invalid"] == 0
             assert row["turns/mean"] == 3 and row["actor/grad_norm"] > 0

@@ -12,6 +12,7 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.fsdp.model import build_model
 from spmdrl.hub.hf_folder import load_hf_config, meta_model
 from spmdrl.hub.transformers_compat import has_model_class
+from spmdrl.hub.vision_classifiers import register_classifier
 
 SUFFIX = "ForSequenceClassification"
 
@@ -25,6 +26,7 @@ def classifier_config(model: str) -> PreTrainedConfig:
     ConfigError.
     """
     hf = load_hf_config(model)
+    register_classifier(hf)
     if is_classifier(hf):
         return hf
     if not has_model_class(AutoModelForSequenceClassification, type(hf)):
@@ -53,6 +55,7 @@ def build_classifier(model: str, full: bool) -> PreTrainedModel:
 
 def meta_classifier(hf: PreTrainedConfig) -> PreTrainedModel:
     """Shapes and layers without memory."""
+    register_classifier(hf)
     return meta_model(hf, AutoModelForSequenceClassification)
 
 

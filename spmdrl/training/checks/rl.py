@@ -105,7 +105,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         others = [role.model or config.model for role in roles]
         for model in dict.fromkeys([config.model, *others, *judge]):
             allow_code(model)
-    keep_towers(config, *(role.model for role in training_roles(config).values()))
+    judge = config.reward_model.model if config.reward_model is not None else None
+    keep_towers(config, judge, *(role.model for role in training_roles(config).values()))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)

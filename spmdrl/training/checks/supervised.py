@@ -54,10 +54,6 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     """Raises ConfigError, as `check` does for PpoConfig. warn: else nothing is logged."""
     check_bounds(config)
     require(
-        not config.vision_tower,
-        "vision_tower=True: reward models are trained on text alone; leave it out",
-    )
-    require(
         config.actor.lora is None,
         "actor.lora adapts a language model, whose head is left as it is; a reward model's is to "
         "be learnt, so all weights are trained: leave actor.lora out",
@@ -69,6 +65,7 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
     )
     check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
+    check_vision(hf, {"actor": config.actor})
     check_classifier("model", config.model, hf)
     if config.actor.engine == "megatron":
         check_megatron("actor", config.actor, config.model, world)
