@@ -159,6 +159,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "qwen3_5_moe": GRID,
     "glm4v": GRID,
     "glm4v_moe": GRID,
+    "glm46v": GRID,
     "gemma3": VisionFamily(
         ("pixel_values",), gemma3_layout,
         text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),

@@ -155,6 +155,7 @@ FAMILIES += [
     Family("Gemma 4", "gemma4", GEMMA4, images=True),
     Family("GLM 4.1V (glm4v)", "glm4v", GLM_V, images=True),
     Family("GLM 4.5V (glm4v_moe)", "glm4v_moe", GLM_V_MOE, images=True),
+    Family("GLM 4.6V (glm46v)", "glm46v", GLM_V, images=True),
     Family("InternVL 2.5 to 3.5", "internvl", images=True),
     Family("Mistral Small 3", "mistral3", images=True),
 ]

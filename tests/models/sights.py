@@ -5,7 +5,7 @@ model, with its image processor and the tokens that its chat template writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ SIGHTS = {
     "qwen3_5_moe": QWEN35,
     "glm4v": GLM,
     "glm4v_moe": GLM,
+    "glm46v": replace(GLM, processor=hf.Glm46VImageProcessorPil(patch_size=4, size=PIXELS)),
     "gemma3": Sight(
         GEMMA3_TOKENS, "<start_of_image>",
         hf.Gemma3ImageProcessorPil(size={"height": 24, "width": 24}),

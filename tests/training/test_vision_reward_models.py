@@ -84,7 +84,7 @@ SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 def test_a_reward_model_learns_of_images_and_is_what_transformers_loads(folder: Path) -> None:
     rows = metrics_of(folder / "run")
-    done = train(folder, 1, "--config", "rm.py", "--run_dir", "alone", "--out", "None",
+    done = train(folder, 1, "--config", "rm.py", "--run_dir", "alone", "--out", "by_one",
                  program="spmdrl.reward_model")  # fmt: skip
     assert done.code == 0, done.output[-6000:]
     for row, other in zip(rows, metrics_of(folder / "alone"), strict=True):

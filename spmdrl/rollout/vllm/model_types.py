@@ -23,6 +23,7 @@ NOWHERE = {
     "minimax": "vLLM has no lightning attention; it can be fine-tuned (spmdrl.sft)",
     "phimoe": "its routers fail in vLLM",
 }
+UNKNOWN = ("glm46v",)  # of those that see images
 WITHOUT_ROUTED_EXPERTS = ("granitemoehybrid", "nemotron_h")  # Mamba layers and experts
 # with strict=True: rotary embeddings by pairs, scaled logits
 NOT_STRICT = frozenset({"ernie4_5", "glm4", "granite"})
@@ -53,6 +54,11 @@ def runs_on_cpu() -> bool:
 
 def check_images(hf: Any) -> None:
     """Raises ConfigError where vLLM does not see images as the model does."""
+    require(
+        hf.model_type not in UNKNOWN,
+        f"rollout.engine='vllm' does not run model type {hf.model_type!r}: it has no class of "
+        f"that name; {REMEDY}",
+    )
     ahead = FAMILIES[hf.model_type].looks_ahead(hf) if sees_images(hf) else None
     require(
         ahead is None or not runs_on_cpu(),

@@ -105,8 +105,9 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
         others = [role.model or config.model for role in roles]
         for model in dict.fromkeys([config.model, *others, *judge]):
             allow_code(model)
-    judge = config.reward_model.model if config.reward_model is not None else None
-    keep_towers(config, judge, *(role.model for role in training_roles(config).values()))
+    keep_towers(
+        config, scorer_of(config), *(role.model for role in training_roles(config).values())
+    )
     hf = load_hf_config(config.model)
     check_model(hf, config)
     check_strict(config, hf, hosted)
@@ -313,6 +314,11 @@ def check_judge(config: PpoConfig, num_ranks: int) -> None:
         raise ConfigError(f"reward_model.fsdp on the ranks of reward: {error}") from error
 
 
+def scorer_of(config: PpoConfig) -> str | None:
+    """Returns the model that scores answers, if one does."""
+    return config.reward_model.model if config.reward_model is not None else None
+
+
 def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers:
     ranks that score.
@@ -325,7 +331,7 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_judge(config, num_scorers)
     if config.trust_remote_code:
         allow_code(config.model)
-    keep_towers(config)
+    keep_towers(config, scorer_of(config))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     if config.strict:
