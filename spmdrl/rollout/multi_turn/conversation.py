@@ -134,10 +134,15 @@ class Dialogue:
             who.append(f"environment {name_of(self.environment)}")
         role = "tool" if self.toolbox.functions else "user"
         written = self.replies.encoder.spell(self.replies.ids([{"role": role, "content": "1"}]))
+        shown = [
+            f"  images: at most {limits.max_images} in the replies of a sample, of at most "
+            f"{limits.max_image_tokens} tokens each"
+        ] * (limits.max_images > 0)
         return [
             f"turns: at most {limits.max_turns} of the policy; between them {', '.join(who)}, in "
             f"{limits.workers} processes an engine, {limits.timeout_s:g} s a call",
             f"  a reply, of at most {limits.max_reply_tokens} tokens a message: {written!r}",
+            *shown,
         ]
 
     def close(self) -> None:
