@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,17 @@ from torch import Tensor
 from spmdrl.data.table_files import BadRow
 from spmdrl.types import Message, Picture, Sample
 
-if TYPE_CHECKING:
-    from spmdrl.data.images import ImageProcessor
-
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of a part: TRL's name, OpenAI's two
 HAVE_IT = ("image", "image_url", "url", "bytes")  # keys of such a part, one of which has the image
 EXPECTED = "an image of Pillow, the bytes of its file or a data: URI"
+
+
+class ImageTokens(Protocol):
+    """What is known of an image's tokens: images.ImageProcessor."""
+
+    token_id: int
+
+    def layout(self, picture: Picture) -> list[int]: ...
 
 
 class ReplyImage(NamedTuple):
@@ -124,7 +129,7 @@ def without_data(content: Any) -> Any:
 
 
 def placed_images(
-    vision: ImageProcessor, ids: Sequence[int], chosen: Sequence[int], pictures: Sequence[Picture]
+    vision: ImageTokens, ids: Sequence[int], chosen: Sequence[int], pictures: Sequence[Picture]
 ) -> list[ReplyImage]:
     """Finds the images of replies among the tokens of an answer.
 
@@ -143,7 +148,7 @@ def placed_images(
     return found
 
 
-def images_of_sample(vision: ImageProcessor, sample: Sample) -> list[ReplyImage]:
+def images_of_sample(vision: ImageTokens, sample: Sample) -> list[ReplyImage]:
     """Returns the images of a sample's replies; tokens count from the start of its prompt."""
     pictures, start = pictures_in(sample.messages), len(sample.prompt.token_ids)
     placed = placed_images(vision, sample.response_ids, sample.loss_mask, pictures)
