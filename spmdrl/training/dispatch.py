@@ -77,7 +77,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     sets, of_actor = list(roles.trainer_ranks), (*FIELDS, "turn_rewards") if per_turn else FIELDS
     if roles.routing is not None:
         of_actor = (*of_actor, "routed_experts")
-    shown, asked = roles.reply_images, ASKED_FIELDS
+    shown = roles.reply_images
+    asked: tuple[str, ...] = ASKED_FIELDS
     if shown is not None:
         of_actor, asked = (*of_actor, "reply_images"), (*asked, "reply_images")
         shown.replies.clear()  # of the step before
