@@ -221,7 +221,7 @@ def test_long_pairs_are_left_out_and_names_of_control_tokens_are_text(
         ({**ROW, "margin": 10**400}, "'margin': found int 1000"),
         ({**ROW, "margin": float("nan")}, "'margin': found float nan"),
         ({**ROW, "margin": True}, "'margin': found bool True"),
-        ({**ROW, "images": ["a.png"]}, "'images': a reward model sees none"),
+        ({**ROW, "images": ["a.png"]}, "'images': the model sees none"),
         ({**ROW, "chosen": [turn("a\nb", "x"), GOOD]}, "field 'chosen', with what.*a plain name"),
     ],
 )

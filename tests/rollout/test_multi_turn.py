@@ -248,7 +248,10 @@ def test_who_speaks_no_tool_call_is_answered_by_the_environment(talk: Any, token
     ("environment", "why"),
     [
         (lambda messages: 1 / 0, "ZeroDivisionError"),
-        (lambda messages: 7, "the environment returned 7; expected None, a text, or messages"),
+        (
+            lambda messages: 7,
+            "the environment returned 7; expected None, a text, an image, or messages",
+        ),
         (lambda messages: [{"role": "assistant", "content": "I"}], "expected None"),
     ],
     ids=["raises", "returns a number", "speaks as the policy"],
