@@ -88,6 +88,17 @@ def pictures_of(value: Any, folder: Path) -> tuple[Picture, ...]:
     return tuple(picture_of(item, folder) for item in value)
 
 
+def refuse_videos(row: Mapping[str, Any]) -> None:
+    """Raises BadRow for a row with videos: leaving them out would leave the question without what
+    it is about.
+    """
+    if row.get("videos"):
+        raise BadRow(
+            "field 'videos': videos are not shown to models here; give their frames as 'images', "
+            "with <image> where each stands (docs/vision.md)"
+        )
+
+
 def picture_of(item: Any, folder: Path) -> Picture:
     if isinstance(item, dict):  # Arrow gives every image the keys of all others, with null
         found = [item[k] for k in ("bytes", "path", "image") if item.get(k) is not None]

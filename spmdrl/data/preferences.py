@@ -20,7 +20,7 @@ from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
-from spmdrl.data.pictures import open_picture, pictures_of, with_parts
+from spmdrl.data.pictures import open_picture, pictures_of, refuse_videos, with_parts
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
@@ -75,6 +75,7 @@ class PairReader:
     def read(self, row: dict[str, Any], folder: Path) -> Pair:
         """folder: of the data file. Raises BadRow, ConfigError."""
         config = self.config
+        refuse_videos(row)
         images = pictures_of(row.get("images"), folder)
         if images and self.vision is None:
             raise BadRow("field 'images': the model sees none")
@@ -207,7 +208,12 @@ class PreferenceDataset:
         model's where that is None. vision: of the model, where it sees images.
         """
         keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.margin_key)
-        columns = (*columns_at(*(key for key in keys if key is not None)), "images", "tools")
+        columns = (
+            *columns_at(*(key for key in keys if key is not None)),
+            "images",
+            "videos",
+            "tools",
+        )
         files = load_together(topology, lambda: Files.open(paths, columns))
         asked = DataConfig(
             "", chat_template_kwargs=config.chat_template_kwargs,

@@ -11,7 +11,7 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
-from spmdrl.data.pictures import MARK, pictures_of, with_parts
+from spmdrl.data.pictures import MARK, pictures_of, refuse_videos, with_parts
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Picture
@@ -43,7 +43,7 @@ SCHEMA = (
 
 
 def columns_of(config: DataConfig) -> tuple[str, ...]:
-    others = ("data_source", "ground_truth", "extra_info", "images", "image", "tools")
+    others = ("data_source", "ground_truth", "extra_info", "images", "image", "videos", "tools")
     return (*columns_at(config.prompt_key, config.ground_truth_key), *others)
 
 
@@ -55,6 +55,7 @@ def prompt_fields(
     A ground truth may be missing: some rewards ask for none. path: of the file. sees: whether the
     model sees images.
     """
+    refuse_videos(row)
     images = pictures_of(row.get("images"), path.parent)
     if sees and not images and row.get("image") is not None:
         raise bad_field("image", row["image"], "a column 'images', a list for each prompt")

@@ -18,7 +18,14 @@ from spmdrl.data.chat_labels import encode_turns
 from spmdrl.data.images import BatchImages, ImageProcessor, Picture
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
-from spmdrl.data.pictures import open_picture, parts_of, pictures_of, says_image, with_parts
+from spmdrl.data.pictures import (
+    open_picture,
+    parts_of,
+    pictures_of,
+    refuse_videos,
+    says_image,
+    with_parts,
+)
 from spmdrl.data.prompt_fields import check_prompt, sees_none
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
@@ -94,7 +101,7 @@ class SftDataset:
                 "not learn to stop. Set eos_token in its tokenizer_config.json."
             )
         keys = (config.prompt_key, config.response_key, "messages")
-        columns = (*columns_at(*keys), "images", "image", "tools")
+        columns = (*columns_at(*keys), "images", "image", "videos", "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size, image_text=written)
@@ -214,6 +221,7 @@ class SftReader:
 
     def images(self, row: dict[str, Any], folder: Path) -> tuple[Picture, ...]:
         """Raises BadRow, ConfigError."""
+        refuse_videos(row)
         found = pictures_of(row.get("images"), folder)
         if self.vision is None and found:
             raise sees_none()
