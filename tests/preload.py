@@ -35,8 +35,21 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
     import spmdrl.rollout.vllm.engine
 
     if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing forks
+        import compressed_tensors
+        import vllm.logger
         import vllm.model_executor.models.qwen3
+        import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
+        from vllm.config.logging import LoggingConfig
+
+        from spmdrl.rollout.vllm.images import import_without_torchvision
+
+        import_without_torchvision()
+        # two steps of every engine's start that look through all modules and all loggers, half a
+        # second each time; the second is left out by vLLM itself where nothing has changed
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        vllm.logger.configure_logging(LoggingConfig())
 
 gc.collect()
 gc.freeze()
