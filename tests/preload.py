@@ -15,13 +15,19 @@ from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 
 mcore_cpu.install()
 import fire
+import matplotlib.backends.backend_agg
+import matplotlib.figure
 import megatron.core.models.gpt
+import PIL.Image
 import pyarrow.compute
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.run
 import transformers.models.qwen3.modeling_qwen3
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import spmdrl.cli.help
 import spmdrl.distributed.output
+import spmdrl.engines.fsdp.engine
 import spmdrl.engines.megatron.engine
 import spmdrl.rollout.hf.engine
 import spmdrl.training.rl
@@ -37,7 +43,10 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
     if current_platform.is_cpu():  # on a GPU its modules may ask CUDA, after which nothing forks
         import compressed_tensors
         import vllm.logger
+        import vllm.model_executor.layers.quantization.online
         import vllm.model_executor.models.qwen3
+        import vllm.model_executor.models.transformers
+        import vllm.plugins.lora_resolvers
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.worker.cpu_worker
         from vllm.config.logging import LoggingConfig
@@ -50,6 +59,9 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         vllm.logger.configure_logging(LoggingConfig())
+
+PIL.Image.preinit()
+get_checkpoint_conversion_mapping("qwen3")  # makes the patterns of all models, and keeps them
 
 gc.collect()
 gc.freeze()
