@@ -21,6 +21,7 @@ MORE = "..."  # in place of the end of a line that is still too long
 # reward/... metrics of our own, which no reward function may report; no parts of the reward
 RESERVED = ("mean", "std", "invalid", "kl", "frac_reward_zero_std")
 NAMES = {"response/mean_tokens": "length", "tools/calls": "tools"}  # others: their last part
+PHASES = {"update_actor": "update"}  # others: by their name
 
 Metrics = Mapping[str, float]
 
@@ -103,11 +104,12 @@ def step_time(metrics: Metrics) -> Timed:
     if not 0 < total < math.inf:
         return Timed("", [])
     shares = [
-        (value / total, plain(name.removeprefix("time/").removesuffix("_s")))
+        (value / total, name.removeprefix("time/").removesuffix("_s"))
         for name, value in metrics.items()
         if name.startswith("time/") and name != "time/step_s" and value / total >= LEAST_SHARE
     ]
-    named = [f"{name} {percent(share)}" for share, name in sorted(shares, reverse=True)]
+    longest = sorted(shares, reverse=True)
+    named = [f"{plain(PHASES.get(name, name))} {percent(share)}" for share, name in longest]
     return Timed(f"{short(total)} s", named)
 
 
