@@ -50,7 +50,7 @@ def test_it_says_what_the_model_does_and_where_the_time_goes():
     assert line.endswith("tok/s | 8.2 s (rollout 61%) | 1:02 left")
     few = {"reward/mean": 0.4, "response/mean_tokens": 9.0, "throughput/tokens_per_s": 90.0}
     line = step_line(1, 9, of_sampling(few, False), METRICS | few, 62)
-    assert line.endswith("| length 9 | 90 tok/s | 8.2 s (rollout 61%, update 22%) | 1:02 left")
+    assert line.endswith("90 tok/s | 8.2 s (rollout 61%, update 22%, sync 5%) | 1:02 left")
     untimed = one_reward | {"time/step_s": 0.0}
     assert "tok/s | 1:02 left" in step_line(1, 9, of_sampling(untimed, False), untimed, 62)
     no_tools = of_sampling(METRICS | {"reward/invalid": 3.0}, with_tools=False)
