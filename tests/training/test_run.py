@@ -62,7 +62,7 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
     lines = uninterrupted.output.splitlines()
     assert sum(line.startswith("step 3/4 | reward") for line in lines) == 1
     assert not [line for line in lines if "Warning" in line or "Traceback" in line]
-    assert max(len(line) for line in lines if line.startswith("step ")) <= 110
+    assert max(len(line) for line in lines if line.startswith("step ")) <= 100
     said = [line for line in lines if line.startswith("spmdrl: ")]
     assert said[0] == "spmdrl: reading cfg.py"  # once, by rank 0, and before anything is imported
     assert len(said) == len(set(said)) < 20

@@ -1,4 +1,4 @@
-"""The line of a step: what it says, and that it never has over 110 columns."""
+"""The line of a step: what it says, and that it has 100 columns at most."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from spmdrl.training.logs.metrics import RunLog
 from spmdrl.training.logs.step_line import (
     COLUMNS,
+    UNBOUNDED,
     Shown,
     field_of,
     fitted,
@@ -27,23 +28,34 @@ METRICS = {
     "reward/mean": 0.4125, "reward/std": 0.3, "reward/correct": 0.31, "reward/format": 0.9,
     "reward/invalid": 0.0, "reward/frac_reward_zero_std": 0.25,
     "response/mean_tokens": 211.7, "response/truncated": 0.03125, "tools/calls": 1.25,
-    "throughput/tokens_per_s": 4571.2, "actor/entropy": 1.234,
+    "throughput/tokens_per_s": 4571.2, "actor/entropy": 1.234, "time/step_s": 8.2,
+    "time/rollout_s": 5.0, "time/update_actor_s": 1.8, "time/sync_s": 0.4, "time/data_s": 0.01,
+    "time_max/reward_s": 5.0,
 }  # fmt: skip
 
 
-def test_it_says_what_the_model_does():
-    line = step_line(12, 120, of_sampling(METRICS, with_tools=False), METRICS, 3723)
+def test_it_says_what_the_model_does_and_where_the_time_goes():
+    line = step_line(12, 120, of_sampling(METRICS, with_tools=False), METRICS, 62)
     assert line == (
-        "step 12/120 | reward 0.412 (correct 0.31, format 0.9) | length 212 | cut 3% | "
-        "4,571 tok/s | 1:02:03 left"
+        "step 12/120 | reward 0.412 (correct 0.31) | length 212 | cut 3% | 4,571 tok/s | 8.2 s | "
+        "1:02 left"
     )
-    line = step_line(12, 120, of_sampling(METRICS, with_tools=True), METRICS, 3723)
+    one_reward = {n: v for n, v in METRICS.items() if n not in ("reward/correct", "reward/format")}
+    line = step_line(12, 120, of_sampling(one_reward, with_tools=False), one_reward, 3723)
     assert line == (
-        "step 12/120 | reward 0.412 (correct 0.31, ...) | length 212 | cut 3% | tools 1.25 | "
-        "4,571 tok/s | 1:02:03 left"
+        "step 12/120 | reward 0.412 | length 212 | cut 3% | 4,571 tok/s | 8.2 s (rollout 61%) | "
+        "1:02:03 left"
     )
+    line = step_line(1, 9, of_sampling(one_reward, False), one_reward | {"time/wait_s": 1.0}, 62)
+    assert line.endswith("tok/s | 8.2 s (rollout 61%) | 1:02 left")
+    few = {"reward/mean": 0.4, "response/mean_tokens": 9.0, "throughput/tokens_per_s": 90.0}
+    line = step_line(1, 9, of_sampling(few, False), METRICS | few, 62)
+    assert line.endswith("90 tok/s | 8.2 s (rollout 61%, update 22%, sync 5%) | 1:02 left")
+    untimed = one_reward | {"time/step_s": 0.0}
+    assert "tok/s | 1:02 left" in step_line(1, 9, of_sampling(untimed, False), untimed, 62)
     no_tools = of_sampling(METRICS | {"reward/invalid": 3.0}, with_tools=False)
     assert no_tools.fields == ["length 212", "cut 3%", "without reward 3"]
+    assert of_sampling(METRICS | {"response/truncated": 0.0}, False).fields == ["length 212"]
     means = {"eval/reward": 0.5, "eval/a/b/reward": 0.25, "eval/math/reward": 1.0, "eval/x": 1.0}
     assert of_evaluation(means) == Shown("reward 0.5", ["a/b 0.25", "math 1"], [])
     assert of_evaluation({"eval/reward/invalid": 9.0}).first == "no reward"
@@ -51,11 +63,16 @@ def test_it_says_what_the_model_does():
     assert rows == Shown("loss 1.5", [], []) and of_rows({}, ("sft/loss",)).first == ""
 
 
-def test_the_last_parts_of_the_reward_give_way_first():
+def test_a_full_line_has_everything():
     parts = {f"reward/part_{i}": i / 10 for i in range(9)}
-    line = step_line(1, 9, of_sampling(METRICS | parts, with_tools=False), METRICS, 5)
-    assert "reward 0.412 (correct 0.31, format 0.9, ...) | length 212 | cut 3%" in line
-    assert line.endswith("| 4,571 tok/s | 0:05 left") and len(line) <= COLUMNS
+    metrics = METRICS | parts
+    line = step_line(12, 120, of_sampling(metrics, True), metrics, 62, UNBOUNDED)
+    assert all(f"part_{i} {i / 10:.3g}" in line for i in range(9))
+    assert "(rollout 61%, update 22%, sync 5%)" in line and "| tools 1.25 |" in line
+    assert len(line) > COLUMNS
+    short_line = step_line(12, 120, of_sampling(metrics, True), metrics, 62)
+    assert "reward 0.412 (correct 0.31) | length 212" in short_line
+    assert short_line.endswith("| 4,571 tok/s | 8.2 s | 1:02 left")
 
 
 numbers = (
@@ -72,10 +89,11 @@ names = st.text(min_size=1, max_size=40)
     st.integers(1, 10**7), st.integers(1, 10**9), st.dictionaries(names, numbers, max_size=30),
     numbers, numbers, st.floats(0), st.lists(names, max_size=9),
 )  # fmt: skip
-def test_it_never_has_over_110_columns(step, steps, parts, value, speed, left_s, show):
+def test_it_never_has_over_100_columns(step, steps, parts, value, speed, left_s, show):
     metrics = {f"reward/{name}": number for name, number in parts.items()}
     metrics |= {f"{name}/{name}": value for name in show} | dict.fromkeys(METRICS, value)
     metrics["throughput/tokens_per_s"] = speed
+    metrics |= {f"time/{name}_s": number for name, number in parts.items()}
     shown = of_sampling(metrics, with_tools=True)
     shown = shown._replace(fields=[*shown.fields, *(field_of(f"{n}/{n}", metrics) for n in show)])
     for line in (
@@ -89,6 +107,7 @@ def test_it_never_has_over_110_columns(step, steps, parts, value, speed, left_s,
         assert line.endswith("prompts")
 
 
+@settings(deadline=None)
 @given(numbers)
 def test_numbers_are_short(value):
     text = short(value)
@@ -112,5 +131,10 @@ def test_more_metrics_are_shown_where_they_are_asked_for(tmp_path, capsys):
     assert said == (
         "show_metrics: this step has no metric 'actor/entropie'; nearest: actor/entropy"
     )
-    assert "| cut 3% | entropy 1.23 | 4,571 tok/s |" in first
+    assert "| length 212 | entropy 1.23 | 4,571 tok/s |" in first
+    log = RunLog(tmp_path, True, 9, show=("actor/entropy",), lines="full")
+    log.step_line(3, METRICS, of_sampling(METRICS, with_tools=False))
+    log.close()
+    full = capsys.readouterr().out
+    assert "(correct 0.31, format 0.9) | length 212" in full and "sync 5%" in full
     assert second.startswith("step 2/9 | reward 0.412") and "entropy" in second

@@ -64,7 +64,10 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
         model="m", data=DataConfig(train="t", eval="e"), reward=len, steps=4, run_dir="run",
         checkpoint=CheckpointConfig(keep_best=1),
     )  # fmt: skip
-    write_lines(Path("run/metrics.jsonl"), history(4, {0: 0.25, 2: 0.75, 4: 0.5}))
+    metrics = history(4, {0: 0.25, 2: 0.75, 4: 0.5})
+    for step, right in ((0, 0.1), (4, 0.9)):
+        metrics[step] |= {"eval/reward/invalid": 0.0, "eval/reward/right": right}
+    write_lines(Path("run/metrics.jsonl"), metrics)
     rows = [answer(reward, f"answer {reward}") for reward in (1.0, 0.0, None, 0.5, 0.5)]
     write_lines(Path("run/samples/eval_4.jsonl"), rows)
     for step in (2, 4):
@@ -81,6 +84,8 @@ def test_results_come_from_the_whole_history(ended: FinishedRun) -> None:
     assert lines[0] == "Finished: 4 of 4 steps done; run folder run"
     assert lines[1].startswith("4 steps took 8 s, 2 s each, at 50 tokens/s")
     assert "reward on held-out data  0.25 (step 0) -> 0.5 (step 4)" in lines
+    assert "right on held-out data   0.1 (step 0) -> 0.9 (step 4)" in lines
+    assert not any("invalid on" in line for line in lines)
     assert "reward in training       0.15 (steps 1 to 2) -> 0.35 (steps 3 to 4)" in lines
     best = (
         "best                     eval/reward 0.75 after step 2; in run/checkpoints/step_00000002"
@@ -95,6 +100,7 @@ def test_commands_repeat_what_was_typed(ended: FinishedRun) -> None:
     assert f"python -m spmdrl.export --checkpoint {kept} --out run_step_2" in commands
     assert f"{LAUNCH}spmdrl.ppo --config 'my cfg.py' --steps 8 --resume auto" in commands
     assert "tensorboard --logdir run" in commands and "spmdrl.timeline run" in commands
+    assert "python -m spmdrl.view run" in commands
 
 
 def test_a_run_without_a_launcher_without_held_out_data_and_one_on_two_hosts(
@@ -149,7 +155,7 @@ def test_a_run_of_fine_tuning_names_its_model_and_loss(tmp_path: Path) -> None:
     text = told(FinishedRun(config, LOSS, replace(START, program="spmdrl.sft"), 1, stopped=False))
     assert "loss on held-out data  2 (step 0) -> 1.5 (step 1)" in text
     assert "eval/loss 1.5 after step 1" in text and f"{out} " in text
-    assert "answer" not in text and "--resume" not in text
+    assert "answer:" not in text and "--resume" not in text
 
 
 def test_a_damaged_history_is_told_as_far_as_it_goes(ended: FinishedRun) -> None:

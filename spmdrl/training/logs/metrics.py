@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -24,7 +24,16 @@ from spmdrl.data.reply_images import is_image, pictures_in
 from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
-from spmdrl.training.logs.step_line import RESERVED, Shown, field_of, fitted, step_line, unknown
+from spmdrl.training.logs.step_line import (
+    COLUMNS,
+    RESERVED,
+    UNBOUNDED,
+    Shown,
+    field_of,
+    fitted,
+    step_line,
+    unknown,
+)
 from spmdrl.training.logs.trackers import Tracker
 from spmdrl.types import Message, Sample
 
@@ -48,14 +57,16 @@ class RunLog:
         resume_step: int = 0,
         named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         show: tuple[str, ...] = (),
+        lines: Literal["short", "full"] = "short",
     ) -> None:
         """named: says what the rank does meanwhile (Phases.alone). show: more metrics in the line
-        of a step."""
+        of a step. lines: full ones have all that there is, however long they are."""
         self.active, self.run_dir, self.total_steps = active, run_dir, total_steps
         self.start = time.monotonic()
         self.first_step = resume_step
         self.trackers = trackers
         self.named, self.show, self.has_shown = named, show, False
+        self.columns = COLUMNS if lines == "short" else UNBOUNDED
         if not active:
             return
         with writing(Path(run_dir, METRICS)):
@@ -91,7 +102,7 @@ class RunLog:
             PROGRESS.line(text)
 
     def step_line(self, step: int, metrics: dict[str, float], shown: Shown) -> None:
-        """Prints the line of a step, at most step_line.COLUMNS wide, with the metrics of
+        """Prints the line of a step, at most self.columns wide, with the metrics of
         config.show_metrics.
         """
         if not self.active:
@@ -100,13 +111,15 @@ class RunLog:
             self.line(line)
         self.has_shown = True
         more = [field_of(name, metrics) for name in self.show if name in metrics]
-        shown = shown._replace(fields=[*shown.fields, *more])
-        self.line(step_line(step, self.total_steps, shown, metrics, self.left_s(step)))
+        # the last fields give way in a line that is too long, not what was asked for
+        shown = shown._replace(fields=[*shown.fields[:1], *more, *shown.fields[1:]])
+        left_s = self.left_s(step)
+        self.line(step_line(step, self.total_steps, shown, metrics, left_s, self.columns))
 
     def held_out_line(self, step: int, shown: Shown, asked: str) -> None:
         """asked: as in "100 prompts"."""
         shown = shown._replace(first=f"held out: {shown.first}")
-        self.line(fitted(f"step {step}/{self.total_steps}", shown, [asked]))
+        self.line(fitted(f"step {step}/{self.total_steps}", shown, [asked], self.columns))
 
     def left_s(self, step: int) -> float:
         """Seconds until the last step, at the pace so far."""

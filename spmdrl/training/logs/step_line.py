@@ -1,22 +1,27 @@
-"""The line that a run prints for a step: what the model does, in at most 110 columns.
+"""The line that a run prints for a step: what the model does and where the time goes.
 
-step 12/120 | reward 0.4 (correct 0.3, format 0.9) | length 212 | cut 3% | 571 tok/s | 1:02 left
+step 12/120 | reward 0.41 (correct 0.31) | length 212 | 571 tok/s | 8.2 s (rollout 61%) | 1:02 left
+
+It has at most 100 columns; with `log_lines="full"` it has all that there is, as long as that is.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-COLUMNS = 110
-MORE = "..."  # in place of what does not fit
+COLUMNS = 100
+UNBOUNDED = 1_000_000  # columns of a line that is never cut
+LEAST_SHARE = 0.005  # of a step's time: phases with less are not named, even in full lines
+MORE = "..."  # in place of the end of a line that is still too long
 # reward/... metrics of our own, which no reward function may report; no parts of the reward
 RESERVED = ("mean", "std", "invalid", "kl", "frac_reward_zero_std")
 NAMES = {"response/mean_tokens": "length", "tools/calls": "tools"}  # others: their last part
+PHASES = {"update_actor": "update"}  # others: by their name
 
 Metrics = Mapping[str, float]
 
@@ -29,11 +34,19 @@ class Shown(NamedTuple):
     fields: list[str]  # then the last of these
 
 
+class Timed(NamedTuple):
+    """The texts that a line shows of a step's time."""
+
+    seconds: str  # of the step, as in "8.2 s"; "" where it is not known
+    phases: list[str]  # longest first; the last are left out where the line is too long
+
+
 def of_sampling(metrics: Metrics, with_tools: bool) -> Shown:
-    """The reward and its parts; tokens of an answer, share cut at the token limit, samples without
-    a reward if there are any, tool calls of an answer where the policy has tools."""
+    """The reward and its parts; tokens of an answer; where there are any, the share that was cut at
+    the token limit and the samples without a reward; tool calls of an answer where the policy has
+    tools."""
     fields = [field_of("response/mean_tokens", metrics)]
-    if "response/truncated" in metrics:
+    if metrics.get("response/truncated"):
         fields.append(f"cut {percent(metrics['response/truncated'])}")
     if metrics.get("reward/invalid"):
         fields.append(f"without reward {short(metrics['reward/invalid'])}")
@@ -76,36 +89,71 @@ def field_of(name: str, metrics: Metrics) -> str:
     return f"{plain(label)} {short(metrics[name])}"
 
 
-def step_line(step: int, steps: int, shown: Shown, metrics: Metrics, left_s: float) -> str:
+def step_line(
+    step: int, steps: int, shown: Shown, metrics: Metrics, left_s: float, columns: int = COLUMNS
+) -> str:
+    """The whole line. metrics: of the step, for its speed and its time."""
     speed = f"{short(metrics['throughput/tokens_per_s'])} tok/s"
-    return fitted(f"step {step}/{steps}", shown, [speed, f"{remaining(left_s)} left"])
+    left = f"{remaining(left_s)} left"
+    return fitted(f"step {step}/{steps}", shown, [speed], columns, step_time(metrics), [left])
 
 
-def fitted(head: str, shown: Shown, end: Sequence[str]) -> str:
-    """All of it in at most COLUMNS columns, or as much as fits."""
-    for num_fields in range(len(shown.fields), -1, -1):
-        left_out = [MORE] if num_fields < len(shown.fields) else []
-        for num_parts in range(len(shown.parts), -1, -1):
-            first = shown.first + in_brackets(shown.parts, num_parts)
-            middle = [first, *shown.fields[:num_fields], *left_out]
-            line = " | ".join([head, *filter(None, middle), *end])
-            if cell_len(line) <= COLUMNS:
-                return line
-    return cut(line)
+def step_time(metrics: Metrics) -> Timed:
+    """The seconds of a step and its phases, longest first, as in "rollout 61%"."""
+    total = metrics.get("time/step_s", 0.0)
+    if not 0 < total < math.inf:
+        return Timed("", [])
+    shares = [
+        (value / total, name.removeprefix("time/").removesuffix("_s"))
+        for name, value in metrics.items()
+        if name.startswith("time/") and name != "time/step_s" and value / total >= LEAST_SHARE
+    ]
+    longest = sorted(shares, reverse=True)
+    named = [f"{plain(PHASES.get(name, name))} {percent(share)}" for share, name in longest]
+    return Timed(f"{short(total)} s", named)
 
 
-def in_brackets(parts: Sequence[str], count: int) -> str:
-    """The first `count` parts, behind what they are parts of."""
-    if not parts:
-        return ""
-    return f" ({', '.join([*parts[:count], *([MORE] if count < len(parts) else [])])})"
+def fitted(
+    head: str,
+    shown: Shown,
+    speed: Sequence[str],
+    columns: int = COLUMNS,
+    timed: Timed | None = None,
+    end: Sequence[str] = (),
+) -> str:
+    """All of it in at most `columns` columns, or as much as fits.
+
+    What gives way, in this order: the phases but the longest, the parts of the reward but the
+    first, the longest phase, the last fields, the first part.
+    """
+    time = timed or Timed("", [])
+    for parts, fields, phases in choices(len(shown.parts), len(shown.fields), len(time.phases)):
+        middle = [shown.first + in_brackets(shown.parts[:parts]), *shown.fields[:fields]]
+        took = time.seconds + in_brackets(time.phases[:phases])
+        line = " | ".join([head, *filter(None, [*middle, *speed, took]), *end])
+        if cell_len(line) <= columns:
+            return line
+    return cut(line, columns)
 
 
-def cut(line: str) -> str:
-    """Cuts a line to at most COLUMNS columns."""
-    if cell_len(line) <= COLUMNS:
+def choices(parts: int, fields: int, phases: int) -> Iterator[tuple[int, int, int]]:
+    """How many parts, fields and phases a line may have, the longest line first."""
+    first_part = min(parts, 1)
+    yield from ((parts, fields, count) for count in range(phases, 0, -1))
+    yield from ((count, fields, min(phases, 1)) for count in range(parts - 1, 0, -1))
+    yield from ((first_part, count, 0) for count in range(fields, -1, -1))
+    yield 0, 0, 0
+
+
+def in_brackets(texts: Sequence[str]) -> str:
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def cut(line: str, columns: int) -> str:
+    """Cuts a line to at most so many columns."""
+    if cell_len(line) <= columns:
         return line
-    return set_cell_size(line, COLUMNS - len(MORE)).rstrip() + MORE
+    return set_cell_size(line, columns - len(MORE)).rstrip() + MORE
 
 
 def short(value: float) -> str:

@@ -17,10 +17,12 @@ from spmdrl.checkpoint.format import steps_in
 from spmdrl.config import PpoConfig, RunConfig, SupervisedConfig
 from spmdrl.distributed.progress import spoken
 from spmdrl.training.logs.answers import SampleRow, few_answers, one_line, reward_text
-from spmdrl.training.logs.curves import Curve, Points, Row, points
+from spmdrl.training.logs.curves import REWARD, Curve, Points, Row, points
+from spmdrl.training.logs.step_line import RESERVED, plain
 
 SUMMARY = "summary.txt"
 MOST_AVERAGED = 10  # steps at the start and at the end, for the training curve
+MOST_PARTS = 4  # of the reward
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,12 @@ def timing_lines(rows: Sequence[Row]) -> list[str]:
 
 def result_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
     curve = ended.curve
-    held_out, training = points(rows, curve.held_out), points(rows, curve.training)
+    training = points(rows, curve.training)
     table: list[tuple[str, str]] = []
-    if len(held_out) > 1:
-        table.append((f"{curve.name} on held-out data", from_to(held_out)))
-    elif held_out:
-        step, value = held_out[0]
-        table.append((f"{curve.name} on held-out data", f"{value:.4g} after step {step}"))
+    for name, metric in {curve.name: curve.held_out, **held_out_parts(rows)}.items():
+        held_out = points(rows, metric)
+        if held_out:
+            table.append((f"{name} on held-out data", from_to(held_out)))
     if training:
         table.append((f"{curve.name} in training", first_and_last(training)))
     best = best_line(ended, rows)
@@ -130,8 +131,21 @@ def result_lines(ended: FinishedRun, rows: Sequence[Row]) -> list[str]:
     return [f"{name:{width}}  {value}" for name, value in table]
 
 
+def held_out_parts(rows: Sequence[Row]) -> dict[str, str]:
+    """Names and metrics of the numbers that reward functions report beside their score, such as
+    an accuracy; of many the first MOST_PARTS.
+    """
+    head = f"{REWARD.held_out}/"
+    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(head))
+    names = {plain(name.removeprefix(head)): name for name in metrics}
+    reported = [name for name in names if name not in RESERVED]
+    return {name: names[name] for name in reported[:MOST_PARTS]}
+
+
 def from_to(found: Points) -> str:
     (first, before), (last, after) = found[0], found[-1]
+    if len(found) == 1:
+        return f"{before:.4g} after step {first}"
     return f"{before:.4g} (step {first}) -> {after:.4g} (step {last})"
 
 
@@ -289,7 +303,10 @@ def model_commands(ended: FinishedRun, rows: Sequence[Row]) -> list[tuple[str, s
 def look_commands(ended: FinishedRun) -> list[tuple[str, str]]:
     """Ways to look at the run."""
     folder = str(ended.run_dir)
-    found = [("see what each rank did when", ["python", "-m", "spmdrl.timeline", folder])]
+    found = [
+        ("look at curves and answers", ["python", "-m", "spmdrl.view", folder]),
+        ("see what each rank did when", ["python", "-m", "spmdrl.timeline", folder]),
+    ]
     if "tensorboard" in ended.config.trackers:
         found.insert(0, ("see all curves in a browser", ["tensorboard", "--logdir", folder]))
     return [(what, shlex.join(words)) for what, words in found]
