@@ -37,7 +37,7 @@ class PromptFields:
 
 
 SCHEMA = (
-    "data.prompt_key and data.ground_truth_key name other columns; examples/gsm8k/prepare.py "
+    "data.prompt_key and data.ground_truth_key name other columns; examples/data/gsm8k.py "
     "writes a file with the usual ones"
 )
 

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmdrl.config import ConfigError, DataConfig
+from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageLimits, ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, handle_overlong
@@ -92,16 +94,18 @@ class PromptDataset:
         needs_truth: Callable[[str], bool] = lambda data_source: True,
         wrong_truth: Callable[[str, Any], str | None] = lambda data_source, truth: None,
         vision: ImageProcessor | None = None,
+        benchmark: str = "",
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
         vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
         of a data_source must have a ground truth; wrong_truth: what is wrong with one, or None.
-        vision: of the model, where it sees images.
+        vision: of the model, where it sees images. benchmark: the name of the one whose published
+        rows the files have.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
-        files = load_together(topology, lambda: Files.open(paths, columns_of(config), SCHEMA))
+        files = load_together(topology, lambda: open_prompts(paths, config, benchmark))
         written = None if vision is None else vision.family.text
         encoder = Encoder(
             tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
@@ -160,3 +164,14 @@ class PromptDataset:
         if index == len(self.rows) or self.rows[index] != row:
             raise ConfigError(f"{self.files.names}: row {row} is not among the usable prompts")
         return self.prompt(index)
+
+
+def open_prompts(paths: str | tuple[str, ...], config: DataConfig, benchmark: str) -> Files:
+    """Opens files in verl's schema, or of a benchmark as it is published. Raises ConfigError."""
+    if not benchmark:
+        return Files.open(paths, columns_of(config), SCHEMA)
+    known = BENCHMARKS[benchmark]
+    return Files.open(
+        paths, known.columns, f"The benchmark {benchmark} has the columns of {known.data}",
+        partial(known.row, benchmark),
+    )  # fmt: skip
