@@ -8,11 +8,12 @@ A prompt row follows verl's schema:
     extra_info     {...}                                   optional, handed to the reward
     images         [{"bytes": ...}] or paths               optional, see spmdrl/data/pictures.py
 
-data.prompt_key and data.ground_truth_key name other columns; without a column data_source a row has
-the name of its file for one, where data.prompt_key is another than the default. A chat list goes
-through the tokenizer's chat template with a generation prompt. A plain string is
-the whole prompt: it is tokenised as it stands, with the special tokens the tokenizer adds by itself
-(a base model's BOS). Other columns are not read.
+data.prompt_key and data.ground_truth_key name other columns. Rows of TRL, OpenRLHF and slime are
+read by the names of their columns, where these leave no doubt (prompt_fields.py); what has no
+data_source has the name of its file for one. A chat list goes through the tokenizer's chat template
+with a generation prompt. A plain string is the whole prompt: it is tokenised as it stands, with the
+special tokens the tokenizer adds by itself (a base model's BOS), unless data.apply_chat_template
+makes one turn of it. Other columns are not read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageLimits, ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, handle_overlong
 from spmdrl.data.prompt_fields import (
+    PROMPTS,
     SCHEMA,
     columns_of,
     encode,
@@ -38,6 +40,7 @@ from spmdrl.data.prompt_fields import (
 from spmdrl.data.table_files import (
     BAD_ROW,
     Files,
+    columns_at,
     load_together,
     measure_rows,
 )
@@ -169,7 +172,8 @@ class PromptDataset:
 def open_prompts(paths: str | tuple[str, ...], config: DataConfig, benchmark: str) -> Files:
     """Opens files in verl's schema, or of a benchmark as it is published. Raises ConfigError."""
     if not benchmark:
-        return Files.open(paths, columns_of(config), SCHEMA)
+        needed = (*columns_at(config.prompt_key), *PROMPTS)
+        return Files.open(paths, columns_of(config), SCHEMA, needed=needed)
     known = BENCHMARKS[benchmark]
     return Files.open(
         paths, known.columns, f"The benchmark {benchmark} has the columns of {known.data}",

@@ -78,16 +78,17 @@ class Files:
     @classmethod
     def open(
         cls, paths: str | tuple[str, ...], columns: tuple[str, ...], hint: str = "",
-        convert: Convert | None = None,
+        convert: Convert | None = None, needed: tuple[str, ...] = (),
     ) -> Files:  # fmt: skip
         """Reads `columns` (those that exist). Raises ConfigError for what cannot be read.
 
-        hint: what to do where a file has none of them. convert: makes the rows that are given out.
+        hint: what to do where a file has none of them, or none of those `needed`. convert: makes
+        the rows that are given out.
         """
         paths = (paths,) if isinstance(paths, str) else tuple(paths)
         if not paths:
             raise ConfigError("no data file is given: set data.train to one path or several")
-        return cls([open_file(Path(path), columns, hint, convert) for path in paths])
+        return cls([open_file(Path(path), columns, hint, convert, needed) for path in paths])
 
     @property
     def names(self) -> str:
@@ -123,11 +124,14 @@ def columns_at(*keys: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for key in keys for name in (key, key.split(".")[0])))
 
 
-def open_file(path: Path, columns: tuple[str, ...], hint: str, convert: Convert | None) -> DataFile:
+def open_file(
+    path: Path, columns: tuple[str, ...], hint: str, convert: Convert | None,
+    needed: tuple[str, ...],
+) -> DataFile:  # fmt: skip
     check_data_file(path)
     is_json = path.suffix == ".jsonl"
     try:
-        table = read_lines(path) if is_json else read_parquet(path, columns, hint)
+        table = read_lines(path) if is_json else read_parquet(path, columns, hint, needed)
     except (OSError, ValueError) as error:  # of ConfigErrors, only the text
         if isinstance(error, ConfigError):
             raise
@@ -137,16 +141,19 @@ def open_file(path: Path, columns: tuple[str, ...], hint: str, convert: Convert 
     return DataFile(path, table, is_json, convert)
 
 
-def read_parquet(path: Path, columns: tuple[str, ...], hint: str = "") -> pa.Table:
+def read_parquet(
+    path: Path, columns: tuple[str, ...], hint: str = "", needed: tuple[str, ...] = ()
+) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             found = [name for name in file.schema_arrow.names if name in columns]
             twice = sorted({name for name in found if found.count(name) > 1})
             if twice:
                 raise ConfigError(f"data file '{path}' has two columns named {', '.join(twice)}")
-            if not found and file.metadata.num_rows:
+            needed = needed or columns
+            if not {*found} & {*needed} and file.metadata.num_rows:
                 raise ConfigError(
-                    f"data file '{path}' has none of the columns {', '.join(columns)}; "
+                    f"data file '{path}' has none of the columns {', '.join(needed)}; "
                     f"it has {', '.join(file.schema_arrow.names)}{hint and f'. {hint}'}"
                 )
             return file.read(columns=found)

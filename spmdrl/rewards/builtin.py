@@ -249,7 +249,7 @@ BUILT_INS: dict[str, Callable[..., Any]] = {
     "ifeval": ifeval,
 }
 IMPORTED_FIRST: dict[Callable[..., Any], str] = {
-    math: "math_verify", graded_math: "math_verify", ifeval: "if_verifiable",
+    math: "math_verify", graded_math: "math_verify", ifeval: "spmdrl.rewards.ifeval_checks",
 }  # fmt: skip
 CHECKED_FIRST: dict[Callable[..., Any], Callable[[], None]] = {
     code: sandbox.check, ifeval: check_installed,

@@ -1,7 +1,7 @@
 """The reward of IFEval: whether a response keeps what its prompt demands of its form.
 
 Zhou et al. 2023, arXiv 2311.07911. The checks are those of the package if-verifiable, which is
-Google's code as a package; its import takes seconds and happens in reward workers alone.
+Google's code as a package; they are imported in reward workers alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from spmdrl.config import ConfigError
 
 # instructions that count sentences or words with data that NLTK downloads
 WITH_NLTK_DATA = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
-FIELDS = ("prompt", "instruction_id_list", "kwargs")
 
 
 def ifeval(response: str, ground_truth: Any) -> dict[str, float]:
@@ -24,17 +23,16 @@ def ifeval(response: str, ground_truth: Any) -> dict[str, float]:
     last line or its asterisks, and the fractions of instructions, `instructions` and
     `instructions_loose`. Raises ValueError for an instruction that is not known.
     """
-    from if_verifiable import IFEvalSample, evaluate_output_for_sample
-    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
-    from langdetect import DetectorFactory
+    from spmdrl.rewards.ifeval_checks import INSTRUCTION_DICT, evaluate_instructions
 
-    DetectorFactory.seed = 0  # it draws, and the same text is to have the same verdict
     read_instructions(ground_truth)
-    unknown = set(ground_truth["instruction_id_list"]) - set(INSTRUCTION_DICT)
+    names = ground_truth["instruction_id_list"]
+    unknown = set(names) - set(INSTRUCTION_DICT)
     if unknown:
         raise ValueError(f"ground_truth names instructions that are not known: {sorted(unknown)}")
-    sample = IFEvalSample(key=0, **{name: ground_truth[name] for name in FIELDS})
-    _, scores = evaluate_output_for_sample("ifeval", sample, response)
+    _, scores = evaluate_instructions(
+        response, names, ground_truth["kwargs"], ground_truth["prompt"], INSTRUCTION_DICT
+    )
     return {
         "score": scores.binary_strict, "loose": scores.binary_loose,
         "instructions": scores.partial_strict, "instructions_loose": scores.partial_loose,

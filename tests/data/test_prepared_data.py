@@ -296,6 +296,7 @@ def test_a_benchmark_that_cannot_be_asked_is_refused(name, overrides, words, tmp
 
 
 def test_instructions_are_followed_strictly_loosely_or_not():
+    pytest.importorskip("langdetect")  # the extra `benchmarks`
     truth = {"prompt": "p", "kwargs": [{}, {"keywords": ["sun"], "num_words": None}],
              "instruction_id_list": ["punctuation:no_comma", "keywords:existence"]}  # fmt: skip
     assert ifeval("The sun shines.", truth)["score"] == 1.0
