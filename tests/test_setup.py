@@ -76,7 +76,7 @@ def test_what_breaks_transformers_is_not_pinned() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("long")
-    return save_qwen3(folder, max_position_embeddings=4096)
+    return save_qwen3(folder, max_position_embeddings=8192)
 
 
 # the model here has no experts; what is of Megatron is not switched to it
