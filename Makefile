@@ -8,10 +8,14 @@ TORCH_INDEX ?=
 SEED ?= 0
 BIN := .venv/bin
 
+# the image that launch files name; launch/image.env has it
+IMAGE ?= $(shell . launch/image.env && echo $$IMAGE)
+
 export PYTHON TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv first-task quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs gpu-session \
+.PHONY: help .venv first-task quickstart quickstart-ppo check test lint bench bench-compare bench-algos bench-kernels models docs \
+	gpu-session image image-cpu \
 	verdicts soak \
 	clean
 
@@ -66,6 +70,13 @@ docs: .venv  ## build the documentation's site into runs/site
 
 gpu-session:  ## try on a GPU all that needs one, in 25 minutes; table into docs/gpu.md
 	@tests/gpu/session.sh
+
+image:  ## build the image for NVIDIA GPUs, named as launch/image.env says
+	docker build --file launch/docker/cuda.Dockerfile --tag $(IMAGE) .
+
+image-cpu:  ## build the image for machines without a GPU, with "-cpu" behind its name
+	docker build --file launch/docker/cpu.Dockerfile --tag $(IMAGE)-cpu \
+		--build-arg TORCH_INDEX=$(TORCH_INDEX) .
 
 verdicts: .venv  ## count wrong verdicts of the reward for code; MBPP=<file> HUMANEVAL=<file>
 	@$(BIN)/python examples/code_sandbox/verdicts.py \

@@ -1,6 +1,6 @@
 """GRPO on GSM8K with Qwen3-0.6B: two epochs on 8 GPUs of 40 GB or more.
 
-python examples/gsm8k/prepare.py --source FOLDER --out runs/gsm8k
+python examples/data/gsm8k.py --out runs/gsm8k
 python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.ppo \\
     --config configs/qwen3_0.6b_gsm8k_grpo_8gpu.py
 

@@ -1,6 +1,6 @@
 """GRPO on GSM8K with Qwen3-30B-A3B, a mixture of 128 experts: two nodes of 8 GPUs of 80 GB.
 
-python examples/gsm8k/prepare.py --source FOLDER --out runs/gsm8k
+python examples/data/gsm8k.py --out runs/gsm8k
 sbatch --nodes 2 launch/ppo.sbatch configs/qwen3_30b_a3b_gsm8k_grpo_16gpu.py
 
 The 8 ranks of a node have the experts of a layer between them, 16 each, so that tokens travel

@@ -22,17 +22,18 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts in verl's schema, Parquet or JSONL."""
+    """Prompts in verl's schema, or that of TRL, OpenRLHF or slime; Parquet or JSONL."""
 
     # files; or data of a hub: "openai/gsm8k:main:train", "hf://datasets/owner/name/file.parquet",
     # "modelscope:owner/name:config:split". docs/hubs.md
     train: str | tuple[str, ...]
     eval: str | tuple[str, ...] | None = None
     # the column with the prompt, a chat list or a string; dotted keys reach into structs:
-    # "extra_info.question". With another than the default a row needs no data_source
+    # "extra_info.question". Where a row has none of the default's name, OpenRLHF's are read
     prompt_key: str = "prompt"
+    apply_chat_template: bool = False  # to a prompt that is a string: it is one turn of the user's
     # the column with the reference answer; where a row has none of the default's, its column
-    # ground_truth is read
+    # ground_truth, label, answer or solution is read, if it has one of them
     ground_truth_key: str = "reward_model.ground_truth"
     prompts_per_step: int = 64
     max_prompt_tokens: int = 1024

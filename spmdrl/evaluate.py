@@ -4,6 +4,9 @@ Answers data.eval as a run's own evaluations do, with the rollout engine alone, 
 --checkpoint <run dir>/checkpoints/step_N: that model, whatever engine and layout trained it;
 without it config.model, so --model DIR takes what spmdrl.export wrote. Any field of the config is
 set by its dotted name: --eval_samples 8 --eval_temperature 1.0.
+
+--benchmark gsm8k asks the prompts of a benchmark instead, with its own grader, and needs no config:
+python -m spmdrl.evaluate --benchmark gsm8k --model Qwen/Qwen3-0.6B. docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.distributed.env import before_torch
 from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
 from spmdrl.distributed.output import keep_output
@@ -42,15 +46,16 @@ if TYPE_CHECKING:
 
 
 def main(
-    config: str = "", checkpoint: str = "", out: str = "", dry_run: bool = False,
-    show_config: bool = False, **overrides: Any,
+    config: str = "", checkpoint: str = "", out: str = "", benchmark: str = "",
+    dry_run: bool = False, show_config: bool = False, **overrides: Any,
 ) -> None:  # fmt: skip
     """Evaluates a checkpoint, or the model that the config names.
 
     Args:
         config: a Python file that defines `config = PpoConfig(...)`
         checkpoint: a folder checkpoints/step_N of a run
-        out: the folder for metrics.jsonl and samples/; <run_dir>_eval if it is not given
+        out: the folder for metrics.jsonl, items/ and samples/; <run_dir>_eval if it is not given
+        benchmark: aime24, math500, gsm8k, mbpp, humaneval or ifeval; it has its own data and reward
         dry_run: check, score one sample, and stop
         show_config: with --dry-run, print every field and not only what differs from the defaults
         overrides: any field of the config by its dotted name: --eval_samples 8
@@ -66,7 +71,10 @@ def main(
             raise ConfigError("--resume: what is evaluated is named by --checkpoint")
         if any(name.partition(".")[0] == "profile" for name in overrides):
             raise ConfigError("--profile: an evaluation has no steps that could be profiled")
-        value = load_config(config, PpoConfig, overrides)
+        if benchmark:
+            value = benchmark_config(str(benchmark), config, overrides)
+        else:
+            value = load_config(config, PpoConfig, overrides)
         value = evaluation_of(value, str(checkpoint), str(out))
         check_writable("--out", value.run_dir)
         check_paths(value, ("eval",))
@@ -80,7 +88,7 @@ def main(
 
     with started(value) as runtime, notes_last(dry.run):
         value = fetch(value, runtime.phases, "none" if dry.run else "all", ("eval",))
-        run(value, runtime, dry)
+        run(value, runtime, dry, str(benchmark))
 
 
 def evaluation_of(config: PpoConfig, checkpoint: str, out: str) -> PpoConfig:
@@ -120,8 +128,8 @@ class EvalRoles:
     tokenizer: Any
 
 
-def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
-    """Every rank runs it from the first line to the last."""
+def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> None:
+    """Every rank runs it from the first line to the last. benchmark: the name of one, or ""."""
     from spmdrl.checkpoint.run_dir import lock_run_dir
     from spmdrl.distributed.process import keep_what_stands
     from spmdrl.hub.hf_folder import load_tokenizer
@@ -138,7 +146,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)
         with phases("load data"):
-            prompts, dataset = load_held_out(config, tokenizer, topology)
+            prompts, dataset = load_held_out(config, tokenizer, topology, benchmark)
             rewards.check_sources(dataset.data_sources)
         if dry.run:
             if runtime.is_main:
@@ -217,12 +225,19 @@ def write_results(
     config: PpoConfig, out: Path, model: EvaluatedModel, path: Path, metrics: dict[str, float],
     num_prompts: int,
 ) -> None:  # fmt: skip
-    """Appends the row of this evaluation to metrics.jsonl, and prints it. On the first rank."""
+    """Appends the row of this evaluation to metrics.jsonl, prints it, and writes a row for each
+    prompt into items/. On the first rank.
+    """
     from spmdrl.checkpoint.run_dir import write_config
+    from spmdrl.training.logs.items import interval, items_of
+    from spmdrl.training.logs.metrics import write_rows
 
     write_config(config, out)
     log = Path(out, "metrics.jsonl")
     samples = str(path.relative_to(out))
+    items = items_of(path)
+    write_rows(Path(out, "items", path.name), items)
+    metrics = metrics | interval(items)
     row = {"step": model.step, "model": model.name, "samples": samples, **metrics}
     torn = log.exists() and log.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     with log.open("a") as file:

@@ -76,11 +76,11 @@ def test_what_breaks_transformers_is_not_pinned() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("long")
-    return save_qwen3(folder, max_position_embeddings=4096)
+    return save_qwen3(folder, max_position_embeddings=8192)
 
 
 # the model here has no experts; what is of Megatron is not switched to it
-LEFT_OUT = {"lora", "reward", "a3b", "256gpu", "128gpu"}
+LEFT_OUT = {"lora", "reward", "a3b", "256gpu", "128gpu", "64gpu", "geometry3k"}
 WHOLE = [path for path in CONFIGS if not LEFT_OUT & set(path.stem.split("_"))]
 
 

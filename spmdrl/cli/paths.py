@@ -122,10 +122,12 @@ def check_data_file(path: Path) -> None:
 
 def made_by(path: Path) -> str:
     """Says how the data of our own examples is made, where a file of theirs is missing."""
-    for example, script in (("gsm8k", "prepare.py --source FOLDER --out"),
-                            ("arithmetic", "make_assets.py --out")):  # fmt: skip
+    for example, script in (
+        ("gsm8k", "data/gsm8k.py"),
+        ("arithmetic", "arithmetic/make_assets.py"),
+    ):
         if example in path.parts:
-            command = f"python examples/{example}/{script} {path.parent}"
+            command = f"python examples/{script} --out {path.parent}"
             return f". The example's data is made by: {command}"
     return ""
 

@@ -37,14 +37,21 @@ class PromptFields:
 
 
 SCHEMA = (
-    "data.prompt_key and data.ground_truth_key name other columns; examples/gsm8k/prepare.py "
+    "data.prompt_key and data.ground_truth_key name other columns; examples/data/gsm8k.py "
     "writes a file with the usual ones"
 )
 
+# Columns of other trainers, which are read where no field of the config names others and a row has
+# only one of each kind. Alpaca's `input` is a part of what its `instruction` says.
+PROMPTS = ("input", "context_messages")  # OpenRLHF
+TRUTHS = ("ground_truth", "label", "answer", "solution")  # OpenRLHF and slime; TRL's examples
+SOURCES = ("data_source", "datasource")  # verl, OpenRLHF
+
 
 def columns_of(config: DataConfig) -> tuple[str, ...]:
-    others = ("data_source", "ground_truth", "extra_info", "images", "image", "videos", "tools")
-    return (*columns_at(config.prompt_key, config.ground_truth_key), *others)
+    others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
+    known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
+    return tuple(dict.fromkeys((*columns_at(config.prompt_key, config.ground_truth_key), *known)))
 
 
 def prompt_fields(
@@ -59,13 +66,14 @@ def prompt_fields(
     images = pictures_of(row.get("images"), path.parent)
     if sees and not images and row.get("image") is not None:
         raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
-    prompt = lookup(row, config.prompt_key)
+    prompt_key = prompt_key_of(row, config)
+    prompt = lookup(row, prompt_key)
     if prompt is MISSING:
-        raise bad_field(config.prompt_key, prompt, f"{PROMPT}. {SCHEMA}", row)
-    check_prompt(config.prompt_key, prompt, parts=sees or bool(images))
-    data_source = lookup(row, "data_source")
-    if data_source is MISSING and config.prompt_key != DataConfig.prompt_key:
-        data_source = path.stem
+        raise bad_field(prompt_key, prompt, f"{PROMPT}. {SCHEMA}", row)
+    check_prompt(prompt_key, prompt, parts=sees or bool(images))
+    if isinstance(prompt, str) and config.apply_chat_template:
+        prompt = [{"role": "user", "content": prompt}]
+    data_source = data_source_of(row, path, config)
     if not isinstance(data_source, str) or not data_source:
         expected = "a name such as 'openai/gsm8k'"
         hint = f". {SCHEMA}" if data_source is MISSING else ""
@@ -73,26 +81,53 @@ def prompt_fields(
     ground_truth = lookup(row, truth_key(row, config))
     if ground_truth is MISSING or ground_truth != ground_truth:  # NaN
         ground_truth = None
-    extra_info = row.get("extra_info")
+    key = "extra_info" if row.get("extra_info") is not None else "metadata"  # slime's name
+    extra_info = row.get(key)
     if extra_info is not None and not isinstance(extra_info, dict):
-        raise bad_field("extra_info", extra_info, "a mapping, or null", row)
+        raise bad_field(key, extra_info, "a mapping, or null", row)
     chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
     return PromptFields(chat, data_source, ground_truth, extra_info or {}, images)
 
 
-def truth_key(row: dict[str, Any], config: DataConfig) -> str:
-    """The one of the config; of the default, where verl has it, or a column of its own."""
-    key = config.ground_truth_key
-    if key != DataConfig.ground_truth_key:
+def prompt_key_of(row: dict[str, Any], config: DataConfig) -> str:
+    """Returns the column of the config; where a row has none of the default's name, OpenRLHF's."""
+    key = config.prompt_key
+    if key != DataConfig.prompt_key or key in row or row.get("instruction") is not None:
         return key
-    own = row.get("reward_model") is None and "ground_truth" in row
-    return "ground_truth" if own else key
+    found = [name for name in PROMPTS if row.get(name) is not None]
+    return found[0] if len(found) == 1 else key
+
+
+def data_source_of(row: dict[str, Any], path: Path, config: DataConfig) -> Any:
+    """Returns the row's data_source. A row that is not in verl's schema may lack it: then it is the
+    name of the file, without the ending.
+    """
+    found = next((row[name] for name in SOURCES if name in row), MISSING)
+    is_verl = config.prompt_key == DataConfig.prompt_key and row.get("reward_model") is not None
+    return path.stem if found is MISSING and not is_verl else found
+
+
+def truth_key(row: dict[str, Any], config: DataConfig) -> str:
+    """Returns the key of the config; of the default, where verl has it, or a column of its own."""
+    key = config.ground_truth_key
+    if key != DataConfig.ground_truth_key or row.get("reward_model") is not None:
+        return key
+    found = truths_of(row)
+    if "ground_truth" in row:
+        return "ground_truth"
+    return found[0] if len(found) == 1 else key
+
+
+def truths_of(row: dict[str, Any]) -> list[str]:
+    return [name for name in TRUTHS if row.get(name) is not None]
 
 
 def without_truth(row: dict[str, Any], config: DataConfig) -> BadRow:
-    key = truth_key(row, config)
+    key, found = truth_key(row, config), truths_of(row)
     expected = "the reference answer, which the reward asks for"
-    if key == DataConfig.ground_truth_key:
+    if key == DataConfig.ground_truth_key and len(found) > 1:
+        expected += f". {' and '.join(found)} may be it: name one by data.ground_truth_key"
+    elif key == DataConfig.ground_truth_key:
         expected += f" (or a column 'ground_truth'). {SCHEMA}"
     return bad_field(key, lookup(row, key), expected, row)
 

@@ -8,26 +8,30 @@ A prompt row follows verl's schema:
     extra_info     {...}                                   optional, handed to the reward
     images         [{"bytes": ...}] or paths               optional, see spmdrl/data/pictures.py
 
-data.prompt_key and data.ground_truth_key name other columns; without a column data_source a row has
-the name of its file for one, where data.prompt_key is another than the default. A chat list goes
-through the tokenizer's chat template with a generation prompt. A plain string is
-the whole prompt: it is tokenised as it stands, with the special tokens the tokenizer adds by itself
-(a base model's BOS). Other columns are not read.
+data.prompt_key and data.ground_truth_key name other columns. Rows of TRL, OpenRLHF and slime are
+read by the names of their columns, where these leave no doubt (prompt_fields.py); what has no
+data_source has the name of its file for one. A chat list goes through the tokenizer's chat template
+with a generation prompt. A plain string is the whole prompt: it is tokenised as it stands, with the
+special tokens the tokenizer adds by itself (a base model's BOS), unless data.apply_chat_template
+makes one turn of it. Other columns are not read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmdrl.config import ConfigError, DataConfig
+from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageLimits, ImageProcessor
 from spmdrl.data.prompt_checks import MostImages, RowChecker, handle_overlong
 from spmdrl.data.prompt_fields import (
+    PROMPTS,
     SCHEMA,
     columns_of,
     encode,
@@ -36,6 +40,7 @@ from spmdrl.data.prompt_fields import (
 from spmdrl.data.table_files import (
     BAD_ROW,
     Files,
+    columns_at,
     load_together,
     measure_rows,
 )
@@ -92,16 +97,18 @@ class PromptDataset:
         needs_truth: Callable[[str], bool] = lambda data_source: True,
         wrong_truth: Callable[[str, Any], str | None] = lambda data_source, truth: None,
         vision: ImageProcessor | None = None,
+        benchmark: str = "",
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
         vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
         of a data_source must have a ground truth; wrong_truth: what is wrong with one, or None.
-        vision: of the model, where it sees images.
+        vision: of the model, where it sees images. benchmark: the name of the one whose published
+        rows the files have.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
-        files = load_together(topology, lambda: Files.open(paths, columns_of(config), SCHEMA))
+        files = load_together(topology, lambda: open_prompts(paths, config, benchmark))
         written = None if vision is None else vision.family.text
         encoder = Encoder(
             tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
@@ -160,3 +167,15 @@ class PromptDataset:
         if index == len(self.rows) or self.rows[index] != row:
             raise ConfigError(f"{self.files.names}: row {row} is not among the usable prompts")
         return self.prompt(index)
+
+
+def open_prompts(paths: str | tuple[str, ...], config: DataConfig, benchmark: str) -> Files:
+    """Opens files in verl's schema, or of a benchmark as it is published. Raises ConfigError."""
+    if not benchmark:
+        needed = (*columns_at(config.prompt_key), *PROMPTS)
+        return Files.open(paths, columns_of(config), SCHEMA, needed=needed)
+    known = BENCHMARKS[benchmark]
+    return Files.open(
+        paths, known.columns, f"The benchmark {benchmark} has the columns of {known.data}",
+        partial(known.row, benchmark),
+    )  # fmt: skip

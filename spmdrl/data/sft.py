@@ -26,7 +26,7 @@ from spmdrl.data.pictures import (
     says_image,
     with_parts,
 )
-from spmdrl.data.prompt_fields import check_prompt, sees_none
+from spmdrl.data.prompt_fields import PROMPT, check_prompt, sees_none
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
 from spmdrl.data.table_files import (
@@ -68,9 +68,10 @@ class SftDataset:
     """Rows for supervised fine-tuning.
 
     A row with `response_key` is a prompt and a response: a string prompt becomes one user turn
-    (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. A row
-    without takes the chat in `messages`, whose last turn is the assistant's: that is learnt, or
-    with turns="all" every turn of the assistant's (chat_labels.py). The end of a row over
+    (or is tokenised as it stands where the tokenizer has no chat template), as verl does it. So are
+    OpenRLHF's `input` and `output`. A row without takes the chat in `messages`, whose last turn is
+    the assistant's: that is learnt, or with turns="all" every turn of the assistant's
+    (chat_labels.py); or TRL's `prompt` and `completion`. The end of a row over
     max_tokens is cut; where that leaves nothing to learn, or would cut into its images, the row is
     left out. Both are counted as overlong.
     """
@@ -101,7 +102,8 @@ class SftDataset:
                 "not learn to stop. Set eos_token in its tokenizer_config.json."
             )
         keys = (config.prompt_key, config.response_key, "messages")
-        columns = (*columns_at(*keys), "images", "image", "videos", "tools")
+        others = ("completion", "input", "output", "instruction")
+        columns = (*columns_at(*keys), *others, "images", "image", "videos", "tools")
         files = load_together(topology, lambda: Files.open(paths, columns))
         written = None if vision is None else vision.family.text
         encoder = Encoder(tokenizer, config, config.max_tokens, vocab_size, image_text=written)
@@ -213,8 +215,9 @@ class SftReader:
         if isinstance(chat, str):
             return set()
         found = self.encoder.left_out(self.seen(chat, images), asks=response is not None)
-        if response is not None and lookup(row, self.config.response_key) is MISSING:
-            said = without_nulls(row["messages"][-1])  # its content is learnt, and nothing else
+        said = row.get("messages") or row.get("completion")
+        if response is not None and lookup(row, self.config.response_key) is MISSING and said:
+            said = without_nulls(said[-1])  # its content is learnt, and nothing else
             others = said.keys() - {"role", "content"} - IDS
             found |= {f"{said['role']}.{key}" for key in others if said[key]}
         return found | unread_tools(row, self.encoder)
@@ -243,7 +246,12 @@ class SftReader:
                     "data.turns='all', under a chat template that writes calls"
                 )
             return chat[:-1], chat[-1]["content"]
-        prompt, response = prompt_and_response(row, response, self.config, self.vision is not None)
+        config = self.config
+        if response is MISSING and row.get("completion") is not None:
+            return prompt_and_completion(row, config, self.vision is not None)
+        if response is MISSING and "output" in row and row.get("instruction") is None:  # OpenRLHF
+            config, response = replace(config, prompt_key=prompt_column(row, config)), row["output"]
+        prompt, response = prompt_and_response(row, response, config, self.vision is not None)
         if isinstance(prompt, str) and self.encoder.tokenizer.chat_template is not None:
             prompt = [{"role": "user", "content": prompt}]
         return prompt, response
@@ -305,11 +313,40 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in parts)
 
 
+def prompt_column(row: dict[str, Any], config: SftDataConfig) -> str:
+    """Returns the column of the config; where a row has none of the default's name, `input`."""
+    has_own = config.prompt_key != SftDataConfig.prompt_key or config.prompt_key in row
+    return config.prompt_key if has_own else "input"
+
+
+def prompt_and_completion(
+    row: dict[str, Any], config: SftDataConfig, parts: bool
+) -> tuple[list[dict[str, Any]] | str, str]:
+    """Reads TRL's prompt and completion: two chats, of which the second is one turn of the
+    assistant's, or two strings, which stand one behind the other without a template. Raises BadRow.
+    """
+    prompt, said = lookup(row, config.prompt_key), row["completion"]
+    check_prompt(config.prompt_key, prompt, parts)
+    check_prompt("completion", said)
+    if isinstance(prompt, str) != isinstance(said, str):
+        raise BadRow(
+            f"fields '{config.prompt_key}' and 'completion': expected two strings, or two chats"
+        )
+    if isinstance(prompt, str) or isinstance(said, str):
+        return prompt, said
+    if len(said) > 1 or said[0]["role"] != "assistant" or calls_of(said[0]):
+        expected = "one turn of the assistant's, without calls; a longer chat is written whole into"
+        raise bad_field("completion", said, f"{expected} a column 'messages' (data.turns='all')")
+    return turns_of(prompt), turns_of(said)[0]["content"]
+
+
 def prompt_and_response(
     row: dict[str, Any], response: Any, config: SftDataConfig, parts: bool
 ) -> tuple[list[dict[str, Any]] | str, str]:
     """Raises BadRow."""
     prompt = lookup(row, config.prompt_key)
+    if prompt is MISSING:
+        raise bad_field(config.prompt_key, prompt, f"{PROMPT}, or a column 'messages'", row)
     check_prompt(config.prompt_key, prompt, parts)
     if not isinstance(response, str) or not response:
         expected = "a non-empty string (data.response_key), or a column 'messages'"

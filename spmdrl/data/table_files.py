@@ -26,6 +26,7 @@ from spmdrl.distributed.topology import Topology
 
 T = TypeVar("T")
 Length = Callable[[dict[str, Any], Path], int]  # of a row of a file
+Convert = Callable[[dict[str, Any]], dict[str, Any]]  # of a published row; raises ValueError
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +48,19 @@ class DataFile:
     path: Path
     table: pa.Table
     is_json: bool
+    convert: Convert | None = None
 
     def decode(self, raw: dict[str, Any] | BadRow) -> dict[str, Any]:
-        """The row as a mapping of columns; raises BadRow where a line is not a JSON object."""
+        """The row as a mapping of columns; raises BadRow where a line is not a JSON object, or is
+        no row that can be converted.
+        """
         if isinstance(raw, BadRow):
             raise raw
-        return parse_line(raw["line"]) if self.is_json else raw
+        row = parse_line(raw["line"]) if self.is_json else raw
+        try:
+            return row if self.convert is None else self.convert(row)
+        except ValueError as error:
+            raise BadRow(str(error)) from error
 
     def where(self, row: int) -> str:
         if self.is_json:
@@ -68,15 +76,19 @@ class Files:
         self.starts = np.cumsum([0, *(file.table.num_rows for file in files)])  # (num_files + 1,)
 
     @classmethod
-    def open(cls, paths: str | tuple[str, ...], columns: tuple[str, ...], hint: str = "") -> Files:
+    def open(
+        cls, paths: str | tuple[str, ...], columns: tuple[str, ...], hint: str = "",
+        convert: Convert | None = None, needed: tuple[str, ...] = (),
+    ) -> Files:  # fmt: skip
         """Reads `columns` (those that exist). Raises ConfigError for what cannot be read.
 
-        hint: what to do where a file has none of them.
+        hint: what to do where a file has none of them, or none of those `needed`. convert: makes
+        the rows that are given out.
         """
         paths = (paths,) if isinstance(paths, str) else tuple(paths)
         if not paths:
             raise ConfigError("no data file is given: set data.train to one path or several")
-        return cls([open_file(Path(path), columns, hint) for path in paths])
+        return cls([open_file(Path(path), columns, hint, convert, needed) for path in paths])
 
     @property
     def names(self) -> str:
@@ -112,30 +124,36 @@ def columns_at(*keys: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for key in keys for name in (key, key.split(".")[0])))
 
 
-def open_file(path: Path, columns: tuple[str, ...], hint: str) -> DataFile:
+def open_file(
+    path: Path, columns: tuple[str, ...], hint: str, convert: Convert | None,
+    needed: tuple[str, ...],
+) -> DataFile:  # fmt: skip
     check_data_file(path)
     is_json = path.suffix == ".jsonl"
     try:
-        table = read_lines(path) if is_json else read_parquet(path, columns, hint)
+        table = read_lines(path) if is_json else read_parquet(path, columns, hint, needed)
     except (OSError, ValueError) as error:  # of ConfigErrors, only the text
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"data file '{path}' cannot be read: {error}") from error
     if table.num_rows == 0:
         raise ConfigError(f"data file '{path}' has no rows")
-    return DataFile(path, table, is_json)
+    return DataFile(path, table, is_json, convert)
 
 
-def read_parquet(path: Path, columns: tuple[str, ...], hint: str = "") -> pa.Table:
+def read_parquet(
+    path: Path, columns: tuple[str, ...], hint: str = "", needed: tuple[str, ...] = ()
+) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             found = [name for name in file.schema_arrow.names if name in columns]
             twice = sorted({name for name in found if found.count(name) > 1})
             if twice:
                 raise ConfigError(f"data file '{path}' has two columns named {', '.join(twice)}")
-            if not found and file.metadata.num_rows:
+            needed = needed or columns
+            if not {*found} & {*needed} and file.metadata.num_rows:
                 raise ConfigError(
-                    f"data file '{path}' has none of the columns {', '.join(columns)}; "
+                    f"data file '{path}' has none of the columns {', '.join(needed)}; "
                     f"it has {', '.join(file.schema_arrow.names)}{hint and f'. {hint}'}"
                 )
             return file.read(columns=found)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Literal, TypedDict
 
 from spmdrl.rewards.code import code
+from spmdrl.rewards.instructions import check_installed, ifeval
 from spmdrl.rewards.math_cost import MOST_CHARS, too_costly
 from spmdrl.rewards.sandbox import sandbox
 
@@ -245,6 +246,11 @@ BUILT_INS: dict[str, Callable[..., Any]] = {
     "gsm8k": graded_gsm8k,
     "math": graded_math,
     "code": code,
+    "ifeval": ifeval,
 }
-IMPORTED_FIRST: dict[Callable[..., Any], str] = dict.fromkeys((math, graded_math), "math_verify")
-CHECKED_FIRST: dict[Callable[..., Any], Callable[[], None]] = {code: sandbox.check}
+IMPORTED_FIRST: dict[Callable[..., Any], str] = {
+    math: "math_verify", graded_math: "math_verify", ifeval: "spmdrl.rewards.ifeval_checks",
+}  # fmt: skip
+CHECKED_FIRST: dict[Callable[..., Any], Callable[[], None]] = {
+    code: sandbox.check, ifeval: check_installed,
+}  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 from spmdrl.config import RewardFn
 from spmdrl.rewards.builtin import BUILT_INS, graded_gsm8k, gsm8k, to_decimal
 from spmdrl.rewards.code import code, read_tests
+from spmdrl.rewards.instructions import ifeval, read_instructions
 from spmdrl.rewards.workers.pool import innermost
 
 
@@ -23,6 +24,7 @@ def read_number(ground_truth: Any) -> None:
 # what raises where a ground truth is of no use; math's parser takes too long for every row
 READERS: tuple[tuple[Callable[..., Any], Callable[[Any], Any]], ...] = (
     (gsm8k, read_number), (graded_gsm8k, read_number), (code, read_tests),
+    (ifeval, read_instructions),
 )  # fmt: skip
 
 

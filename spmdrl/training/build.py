@@ -203,24 +203,27 @@ def load_prompts(
 
 
 def load_held_out(
-    config: PpoConfig, tokenizer: Any, topology: Topology
+    config: PpoConfig, tokenizer: Any, topology: Topology, benchmark: str = ""
 ) -> tuple[list[tuple[int, Prompt]], PromptDataset]:
-    """(the prompts by number, the whole file). Collective."""
+    """(the prompts by number, the whole file). benchmark: whose rows they are, if of one.
+    Collective.
+    """
     assert config.data.eval is not None
-    dataset = load_dataset(config.data.eval, config, tokenizer, topology)
+    dataset = load_dataset(config.data.eval, config, tokenizer, topology, benchmark)
     count = min(len(dataset), config.data.max_eval_prompts or len(dataset))
     return [(i, dataset.prompt(i)) for i in range(count)], dataset
 
 
 def load_dataset(
-    paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology
-) -> PromptDataset:
+    paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology,
+    benchmark: str = "",
+) -> PromptDataset:  # fmt: skip
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
-        needs_truth(config.reward), truth_checker(config.reward), vision,
+        needs_truth(config.reward), truth_checker(config.reward), vision, benchmark,
     )  # fmt: skip
 
 

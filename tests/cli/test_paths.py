@@ -61,7 +61,7 @@ WRONG = [
     (ppo(data=DataConfig("gone.jsonl")), ["'gone.jsonl' does not exist", "looked from"]),
     (sft(data=SftDataConfig("train.jsonl", eval="gone.jsonl")), ["'gone.jsonl' does not exist"]),
     (ppo(data=DataConfig("runs/gsm8k/train.parquet")),
-     ["python examples/gsm8k/prepare.py --source FOLDER --out runs/gsm8k"]),
+     ["python examples/data/gsm8k.py --out runs/gsm8k"]),
     (ppo(data=DataConfig("data.csv")), ["unknown extension '.csv'"]),
     (ppo(data=DataConfig(())), ["no data file is given: set data.train"]),
     (ppo(data=DataConfig(("train.jsonl", "train.jsonl"))),

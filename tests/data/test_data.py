@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import runpy
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology
-from spmdrl.rewards.builtin import graded_gsm8k, gsm8k
+from spmdrl.rewards.builtin import graded_gsm8k
 from spmdrl.rewards.truths import truth_checker
 
 
@@ -567,46 +565,7 @@ def test_step_larger_than_the_data():
         PromptOrder(10, 0, seed=0)
 
 
-# --- examples/gsm8k ---
-
 ROOT = Path(__file__).parents[2]
-
-
-def prepare(source: Path, out: Path) -> subprocess.CompletedProcess:
-    script = str(ROOT / "examples/gsm8k/prepare.py")
-    command = [sys.executable, script, "--source", str(source), "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def test_prepare_gsm8k(topology, tokenizer, tmp_path):
-    answer = "He has 2*600 = <<2*600=1200>>1,200.\n#### 1,200"
-    for split in ("train", "test"):
-        rows = [{"question": f"How many in {split}?", "answer": answer}]
-        write(tmp_path / f"{split}.jsonl", rows)
-    done = prepare(tmp_path, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "train.parquet: 1 rows" in done.stdout
-    path = str(tmp_path / "out/test.parquet")
-    prompt = load(topology, tokenizer, path).prompt(0)
-    assert prompt.text.startswith("<user>How many in test? Think")
-    assert prompt.ground_truth == "1200"
-    assert gsm8k(prompt.extra_info["answer"], prompt.ground_truth) == 1.0
-    keys = {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"}
-    example = load_sft(topology, tokenizer, path, **keys).example(0)
-    assert texts(tokenizer, example) == ("<user>How many in test?<a>", answer + "<eos>")
-
-
-def test_prepare_gsm8k_says_what_is_wrong(tmp_path):
-    done = prepare(tmp_path, tmp_path / "out")
-    assert done.returncode == 1
-    assert "train.jsonl" in done.stderr and "test.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr
-    write(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 1"}])
-    write(tmp_path / "train.jsonl", [{"question": "q", "answer": "#### 1"}, {"question": "q"}])
-    assert "train.jsonl, line 2: expected" in prepare(tmp_path, tmp_path / "out").stderr
-    write(tmp_path / "train.jsonl", [{"question": "q", "answer": "1"}])
-    assert "line 1: the answer has no '####'" in prepare(tmp_path, tmp_path / "out").stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_config_for_8_gpus_adds_up():
@@ -634,7 +593,7 @@ def test_other_columns_are_read_by_their_keys(topology, tokenizer, tmp_path, kin
     data = load(topology, tokenizer, dotted, prompt_key="a.b", ground_truth_key="c.d")
     assert (data.prompt(0).text, data.prompt(0).ground_truth) == ("2+3?", "5")
     assert data.data_sources == ("x",)
-    with pytest.raises(ConfigError, match=r"data\.prompt_key.*examples/gsm8k/prepare\.py"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_key.*examples/data/gsm8k\.py"):
         load(topology, tokenizer, path)
     with pytest.raises(ConfigError, match="field 'final': missing; the row has question"):
         load(topology, tokenizer, path, **settings | {"ground_truth_key": "final"})

@@ -1,0 +1,27 @@
+"""MBPP and HumanEval: small Python functions, judged by their tests in the sandbox.
+
+    python examples/data/code_tests.py --out runs/mbpp
+    python examples/data/code_tests.py --out runs/humaneval \\
+        --source openai/openai_humaneval:openai_humaneval:test
+
+Reward: "code" (docs/sandbox.md). Sources: google-research-datasets/mbpp (CC-BY-4.0; Austin et al.
+2021, arXiv 2108.07732) with 374 tasks to train on, and openai/openai_humaneval (MIT; Chen et al.
+2021, arXiv 2107.03374), which is for data.eval. Which one it is, the columns say.
+"""
+
+from preparation import Row, main, verl_row
+
+from spmdrl.data.benchmarks import humaneval, mbpp
+
+COLUMNS = ("text", "prompt", "test_list", "test_setup_code", "test_imports", "test", "entry_point")
+
+
+def convert(row: Row) -> Row:
+    if row.get("entry_point"):
+        return verl_row("humaneval", *humaneval(row), task_id=str(row["task_id"]))
+    return verl_row("mbpp", *mbpp(row), task_id=str(row["task_id"]))
+
+
+if __name__ == "__main__":
+    splits = ("train", "validation", "test")
+    main(__doc__, "google-research-datasets/mbpp", "full", splits, ("task_id",), convert, COLUMNS)

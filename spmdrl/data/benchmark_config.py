@@ -1,0 +1,63 @@
+"""The config of an evaluation on a benchmark. Imports no torch: a mistake is told at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spmdrl.cli.arguments import load_config, override
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.data.benchmarks import BENCHMARKS, files_of_split
+
+
+def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoConfig:
+    """Returns the config of a benchmark. file: a config whose model, engine and placement are used;
+    "": none, and the overrides must name the model. The overrides come last. Raises ConfigError.
+    """
+    if name not in BENCHMARKS:
+        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--benchmark {name}: there are {', '.join(BENCHMARKS)}{hint}")
+    known = BENCHMARKS[name]
+    if file:
+        config = load_config(file, PpoConfig, {})
+    elif "model" in overrides:
+        config = PpoConfig("", DataConfig(known.data), known.reward, run_dir="runs/benchmark")
+    else:
+        raise ConfigError(
+            f"--benchmark {name}: name the model as well, as a folder or on a hub: "
+            "--model Qwen/Qwen3-0.6B, or --config FILE with one"
+        )
+    # no prompt of a benchmark is to be left out without a word
+    data = DataConfig(
+        known.data, eval=known.data, max_prompt_tokens=4096, overlong_prompts="error",
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )  # fmt: skip
+    config = replace(
+        config, data=data, reward=known.reward, reward_model=None,
+        run_dir=f"{config.run_dir}_{name}",
+        rewards=replace(config.rewards, per_turn=False), eval_samples=known.samples,
+        eval_temperature=known.temperature, eval_top_p=known.top_p,
+        rollout=replace(config.rollout, max_tokens=known.max_tokens),
+    )  # fmt: skip
+    for key in sorted(overrides, key=lambda key: key.count(".")):
+        config = override(config, key, overrides[key])
+    return replace(config, data=replace(config.data, eval=benchmark_files(name, config.data.eval)))
+
+
+def benchmark_files(name: str, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Returns the files of a benchmark's split where a folder is given. Raises ConfigError."""
+    if not isinstance(given, str) or not os.path.isdir(given):
+        return given
+    _, config, split = BENCHMARKS[name].data.split(":")
+    found = tuple(map(str, files_of_split(Path(given), config, split)))
+    if not found:
+        raise ConfigError(
+            f"--data.eval {given}: the benchmark {name} is the split {split!r} of "
+            f"{BENCHMARKS[name].data}, and the folder has no {split}*.parquet or {split}*.jsonl"
+        )
+    return found
