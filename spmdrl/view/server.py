@@ -180,6 +180,7 @@ def serve(questions: Questions, port: int) -> None:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((HOST, port))
+        listening.listen()  # from here on the address that is printed answers
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--port {port} cannot be listened on: {error}; 0 takes any") from None
     port, token = listening.getsockname()[1], secrets.token_urlsafe(16)

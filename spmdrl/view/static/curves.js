@@ -3,8 +3,8 @@
 import { fill, h, notice, number } from "view/dom";
 import { cssValue, runColour } from "view/colours";
 
-const FIRST = ["reward/mean", "eval/reward", "response/mean_tokens", "response/truncated", "actor/entropy",
-  "actor/grad_norm", "actor/logprob_diff", "actor/ppo_kl", "reward/invalid", "time/rollout_s", "loss", "eval/loss", "accuracy", "eval/accuracy", "grad_norm", "lr"];
+const FIRST = ["reward/mean", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "response/mean_tokens",
+  "response/truncated", "actor/entropy", "actor/grad_norm", "actor/logprob_diff_mean", "actor/ppo_kl", "reward/invalid", "grad_norm", "lr"];
 const MOST_FIRST = 8;
 const SYNC = "spmdrl";
 
