@@ -170,15 +170,15 @@ class Questions:
         """
         files, deadline = self.runs[run].samples, time.monotonic() + SEARCH_S
         files.update()
-        steps, rows, number = files.steps(kind)[::-1], [], start
-        for number, step in enumerate(steps[start:], start=start + 1):
+        steps, rows, searched = files.steps(kind)[::-1], [], start
+        for step in steps[start:]:
+            searched += 1
             index = files.index(kind, step)
             if index is not None:
                 found, _ = matching(index, wanted, above, text, 0, most)
                 rows += files.rows(index, found, step)
             if len(rows) >= most or time.monotonic() > deadline:
                 break
-        searched = min(number, len(steps))
         return {
             "rows": clean(rows), "searched": searched, "files": len(steps),
             "next": searched if searched < len(steps) else None,

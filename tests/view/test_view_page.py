@@ -1,4 +1,4 @@
-"""The page of spmdrl.view in Chromium: what is clicked does what it says, served and as one file."""
+"""The page of spmdrl.view in Chromium, served and as one file: what is clicked is done."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_tokens_are_coloured_and_tell_their_numbers(
     assert "-0.2" in page.inner_text("#legend") and "0.2" in page.inner_text("#legend")
     page.hover(".token[data-i='2']")
     told = page.inner_text("#tip")
-    for line in ("engine log-probability -3", "trainer − engine -0.2", "ratio 0.8187"):
+    for line in ("engine log-probability -3", "engine -0.2", "ratio 0.8187"):
         assert line in told
     assert "5 more tokens are not kept" in page.inner_text(".tokens")
     assert "keeps no tokens" in page.locator(".sample").nth(1).inner_text()

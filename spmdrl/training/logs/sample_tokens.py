@@ -98,14 +98,17 @@ def places(
             yield address, slice(first, end)
 
 
-def first_samples(assignment: BatchAssignment, most: int, age_stride: int) -> frozenset[Address]:
+def first_samples(
+    assignment: BatchAssignment, most: int, age_stride: int, n: int
+) -> frozenset[Address]:
     """Returns the addresses of the `most` first new samples of a step.
 
     age_stride: 1 + algo.replay_steps. With a replay buffer, group g of the step is g * age_stride
-    in the batch, and groups between are older.
+    in the batch, and groups between are older. n: rollout.n; of a sample that is drawn twice the
+    second copy has a higher index (credit.resample).
     """
     table = torch.stack([assignment.groups, assignment.indices], dim=1)
-    table = table[assignment.groups % age_stride == 0]
+    table = table[(assignment.groups % age_stride == 0) & (assignment.indices < n)]
     in_order = table[address_order(table)][:most].tolist()
     return frozenset((group, index) for group, index in in_order)
 
