@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ SEARCH_ALL = """async () => {
   return found;
 }"""
 ANSWERS = 8  # to each prompt of a step
+DIFFERENT = 1000  # thoughts
 PROMPTS = 200  # that there are
 METRICS = (
     "actor/entropy", "actor/grad_norm", "actor/logprob_diff_mean", "actor/ppo_kl", "actor/loss",
@@ -96,8 +98,8 @@ def sample_row(
     fate = rng.random()
     invalid = "Traceback (most recent call last):\nValueError: no answer" if fate < 0.02 else None
     reward = None if invalid else float(rng.random() < right)
-    words = ["<think>", *(f" word{rng.randrange(1000)}" for _ in range(num_tokens)), "</think>"]
-    words += [f" {prompt_id if reward else prompt_id + 1}", "<eos>"]
+    thought, logprobs, _ = said(num_tokens, rng.randrange(DIFFERENT))
+    words = [*thought, f" {prompt_id if reward else prompt_id + 1}", "<eos>"]
     text = "".join(words[:-1])
     return {
         "prompt_id": prompt_id, "group": group, "sample": index, "data_source": "synthetic",
@@ -105,13 +107,25 @@ def sample_row(
         "reward": reward, "invalid": invalid, "finish_reason": "length" if fate > 0.95 else "stop",
         "response_tokens": len(words),
         "chat": [{"role": "user", "content": f"What is {prompt_id} + 0?"}],
-        "tokens": words, "logprobs": [-round(rng.expovariate(2), 4) for _ in words],
+        "tokens": words, "logprobs": [*logprobs, -round(rng.expovariate(2), 4), -0.01],
     }  # fmt: skip
+
+
+@cache
+def said(num_tokens: int, number: int) -> tuple[list[str], list[float], list[float]]:
+    """Tokens of a thought, their log-probabilities, and by how much the trainer's differ."""
+    rng = random.Random(number)
+    words = ["<think>", *(f" word{rng.randrange(1000)}" for _ in range(num_tokens)), "</think>"]
+    logprobs = [-round(rng.expovariate(2), 4) for _ in words]
+    return words, logprobs, [rng.gauss(0, 0.02) for _ in words]
 
 
 def trained_row(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     where = {name: row[name] for name in ("prompt_id", "group", "sample")}
-    trainer = [round(value + rng.gauss(0, 0.02), 4) for value in row["logprobs"]]
+    _, _, gaps = said(len(row["tokens"]) - 4, rng.randrange(DIFFERENT))
+    trainer = [
+        round(value + gap, 4) for value, gap in zip(row["logprobs"], [*gaps, 0, 0], strict=True)
+    ]
     return where | {"advantage": round(rng.gauss(0, 1), 4), "trainer_logprobs": trainer}
 
 

@@ -72,11 +72,6 @@ class Run:
             yield "There is no metrics.jsonl yet, so there are no curves."
         if self.metrics.damaged:
             yield f"{self.metrics.damaged} lines of metrics.jsonl are damaged and are left out."
-        if not self.samples.found:
-            yield (
-                "There are no samples: the run keeps none (log_samples=0), has made none yet, or "
-                "is one of spmdrl.sft or spmdrl.reward_model."
-            )
         for path in sorted((self.folder / "errors").glob("rank_*.json"))[:4]:
             yield f"{path.stem.replace('_', ' ')} failed: {failure_in(path)}"
 

@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         line = json.dumps({"step": STEPS, "host": "a", "spans": spans})
         Path(folder, "first", "trace", f"rank_{rank:05d}.jsonl").write_text(line + "\n")
     Path(folder, "sft").mkdir()
-    rows = [{"step": step, "loss": 2.0 / step, "eval/loss": 2.5 / step} for step in range(1, 9)]
+    rows = [{"step": step, "sft/loss": 2.0 / step, "eval/loss": 2.5 / step} for step in range(1, 9)]
     Path(folder, "sft", "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return [folder / "first", folder / "second", folder / "sft"]
 
@@ -146,7 +146,7 @@ def test_curves(form: str, request: pytest.FixtureRequest) -> None:
     page = request.getfixturevalue(form)
     go(page, "/curves", ".chart canvas")
     shown = page.eval_on_selector_all(".chart", "all => all.map(c => c.dataset.metric)")
-    assert shown[:2] == ["reward/mean", "eval/reward"] and "loss" in shown
+    assert shown[:2] == ["reward/mean", "eval/reward"] and "sft/loss" in shown
     held_out = page.locator("#results tr", has_text="first").locator("[data-metric='eval/reward']")
     held_out.filter(has_text="0.4 → 0.9").wait_for()
     page.fill("#find-metric", "phase_7")

@@ -2,7 +2,7 @@
 
 import { fill, h, notice, number, segments, select } from "view/dom";
 import { changesView, promptView, textOf } from "view/conversation";
-import { notices, runOptions, sampleView } from "view/samples";
+import { runOptions, sampleView } from "view/samples";
 
 const CHANGES = ["all", "better", "worse", "same"];
 
@@ -25,7 +25,7 @@ export async function show(root, page, params) {
     const before = evaluations(runs[state.a]), after = evaluations(runs[state.b]);
     if (!before.length || !after.length) {
       fill(controls);
-      fill(list, notices(page, runs[state.a]), notice("There are no held-out answers: data.eval is not set, or nothing was evaluated yet.", "none"));
+      fill(list, notice("There are no held-out answers: data.eval is not set, or nothing was evaluated yet.", "none"));
       return;
     }
     const from = before.includes(Number(state.from)) ? Number(state.from) : before[0];

@@ -3,8 +3,9 @@
 import { fill, h, notice, number } from "view/dom";
 import { cssValue, runColour } from "view/colours";
 
-const FIRST = ["reward/mean", "eval/reward", "loss", "eval/loss", "accuracy", "eval/accuracy", "response/mean_tokens",
-  "response/truncated", "actor/entropy", "actor/grad_norm", "actor/logprob_diff_mean", "actor/ppo_kl", "reward/invalid", "grad_norm", "lr"];
+const FIRST = ["reward/mean", "eval/reward", "sft/loss", "reward_model/loss", "eval/loss", "reward_model/accuracy", "eval/accuracy",
+  "response/mean_tokens", "response/truncated", "actor/entropy", "actor/grad_norm", "actor/logprob_diff_mean", "actor/ppo_kl",
+  "reward/invalid", "sft/grad_norm", "reward_model/grad_norm"];
 const MOST_FIRST = 8;
 const SYNC = "spmdrl";
 
@@ -152,7 +153,8 @@ function smoothed(values, weight) {
 
 // ---- results
 
-const RESULTS = [["reward/mean", "reward"], ["eval/reward", "held out"], ["eval/loss", "held-out loss"], ["loss", "loss"], ["eval/accuracy", "held-out accuracy"], ["response/mean_tokens", "length"]];
+const RESULTS = [["reward/mean", "reward"], ["eval/reward", "held out"], ["sft/loss", "loss"], ["eval/loss", "held-out loss"],
+  ["reward_model/accuracy", "accuracy"], ["eval/accuracy", "held-out accuracy"], ["response/mean_tokens", "length"]];
 
 export function resultsTable(page) {
   const runs = page.overview.runs;

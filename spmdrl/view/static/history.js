@@ -2,7 +2,7 @@
 
 import { fill, h, notice, number, select } from "view/dom";
 import { changesView, promptView, textOf } from "view/conversation";
-import { kindOptions, runOptions, sampleView } from "view/samples";
+import { NO_SAMPLES, kindOptions, runOptions, sampleView } from "view/samples";
 
 export async function show(root, page, params) {
   const runs = page.overview.runs;
@@ -29,7 +29,7 @@ export async function show(root, page, params) {
       h("label", { class: "field" }, h("span", {}, "prompt"), h("input", { type: "number", id: "prompt", value: String(state.prompt ?? ""), onchange: (e) => set({ prompt: Number(e.target.value) }) })),
       h("label", { class: "check" }, h("input", { type: "checkbox", id: "marks", checked: state.marks, onchange: (e) => set({ marks: e.target.checked }) }), "mark what changed since the step before")));
     if (state.prompt === undefined) {
-      fill(list, notice("This run has no samples to read.", "none"));
+      fill(list, notice(NO_SAMPLES, "none"));
       return;
     }
     const found = await page.source.ask("history", { run: state.run, kind: state.kind, prompt: state.prompt });

@@ -6,6 +6,7 @@ import { answerView, further, invalidView, promptView, tokensView, verdict } fro
 import { FILTERS } from "view/source";
 
 const KINDS = { step: "training", eval: "held out", answers: "spmdrl.evaluate" };
+export const NO_SAMPLES = "This run has no samples: it keeps none (log_samples=0), has made none yet, or is one of spmdrl.sft or spmdrl.reward_model.";
 const SNIPPET = 160; // characters of a finding
 
 export function kindOptions(run) {
@@ -87,7 +88,7 @@ export async function show(root, page, params) {
     remember();
     const known = steps(), step = settle(), mine = ++asked;
     if (step === undefined) {
-      fill(list, notices(page, runs[state.run]), notice("This run has no samples to read.", "none"));
+      fill(list, notice(NO_SAMPLES, "none"));
       return;
     }
     const find = state.everywhere && (state.text || state.wanted !== "all");
@@ -161,10 +162,6 @@ export function sampleView(row, above, measure = "none", scale = 1, body = null)
   return h("section", { class: "sample", dataset: { sample: row.sample } },
     h("header", {}, verdict(row, above)), invalidView(row),
     body ?? (measure === "none" ? answerView(row) : tokensView(row, measure, scale)), further(row));
-}
-
-export function notices(page, run) {
-  return run.notes.map((text) => notice(text, text.includes("failed") ? "error" : ""));
 }
 
 function snippet(row, text) {
