@@ -146,13 +146,15 @@ def start_server(folders: list[Path]) -> tuple[subprocess.Popen[str], str]:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Returns seconds and MiB; the pages are those that Chromium has drawn."""
+    """Returns seconds and MiB; the pages are those that Chromium has drawn. Names with cpu: the
+    server's processor seconds until then."""
     from playwright.sync_api import sync_playwright
 
     found: dict[str, float] = {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
         page = browser.new_page()
+        page.set_default_timeout(240_000)
         begin = time.monotonic()
         server, address = start_server([folder])
         found["server_s"] = time.monotonic() - begin
@@ -160,11 +162,13 @@ def measure(folder: Path) -> dict[str, float]:
         def timed(name: str, target: str, wait_for: str) -> None:
             start = time.monotonic()
             page.goto(target)
-            page.wait_for_selector(wait_for, timeout=120_000)
+            page.wait_for_selector(wait_for)
             found[name] = round(time.monotonic() - start, 2)
+            found[name.removesuffix("_s") + "_cpu_s"] = cpu_s(server)
 
         base = address.partition("/?")[0] + "/"
         try:
+            found["start_cpu_s"] = cpu_s(server)
             timed("first_page_s", address, ".chart canvas")
             timed("samples_of_a_step_s", f"{base}#/samples?step=newest", ".sample")
             found["rss_mib"] = rss_mib(server)
@@ -173,12 +177,19 @@ def measure(folder: Path) -> dict[str, float]:
             start = time.monotonic()
             assert page.evaluate(SEARCH_ALL) == 0
             found["search_all_s"] = round(time.monotonic() - start, 2)
+            found["search_all_cpu_s"] = cpu_s(server)
             found["rss_after_search_mib"] = rss_mib(server)
         finally:
             server.terminate()
             server.wait(20)
             browser.close()
     return found
+
+
+def cpu_s(server: subprocess.Popen[str]) -> float:
+    """Processor seconds of the server so far, which other processes do not change."""
+    used = psutil.Process(server.pid).cpu_times()
+    return round(used.user + used.system, 2)
 
 
 def rss_mib(server: subprocess.Popen[str]) -> float:
