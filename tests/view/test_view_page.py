@@ -271,14 +271,15 @@ def test_before_and_after(form: str, request: pytest.FixtureRequest, runs: list[
     assert better >= sum(gain > 0 for gain in gains) > 0
     page.click("#change [data-value='better']")
     until(page, "document.querySelectorAll('#pairs .group').length === given[0]", better)
-    assert page.locator(".pair ins").count() > 0 and page.locator(".pair del").count() > 0
+    page.wait_for_selector(".pair ins")
+    page.wait_for_selector(".pair del")
     page.uncheck("#marks")
     until(page, "document.querySelectorAll('.pair ins').length === 0")
     page.locator("#pairs .through").first.click()
     page.wait_for_selector("#history .group")
     steps = page.eval_on_selector_all("#history .group", "all => all.map(g => g.dataset.step)")
     assert steps[0] == "0" and steps[-1] == str(STEPS)
-    assert page.locator("#history ins").count() > 0
+    page.wait_for_selector("#history ins")
     page.locator("#history .group header button").last.click()
     page.wait_for_selector(".sample")
     assert page.input_value("#step") == str(STEPS)

@@ -1,6 +1,6 @@
 // One sample: its turns, thoughts, tool calls and images, or its tokens with colours.
 
-import { h, number, signed } from "view/dom";
+import { fill, h, number, signed } from "view/dom";
 import { MEASURES, advantage, gap, logRatio, tokenColour } from "view/colours";
 
 export function promptView(row, imageUrl) {
@@ -180,9 +180,22 @@ export function textOf(row) {
 
 const MOST_CHARS = 20000; // of two texts whose difference is looked for
 
+// Marks what changed once it is near the window: texts that differ altogether take long to compare.
 export function changesView(before, after) {
-  if (before.length + after.length > MOST_CHARS) return h("div", { class: "text" }, after);
-  const parts = Diff.diffWordsWithSpace(before, after, { timeout: 200 });
-  if (!parts) return h("div", { class: "text" }, after);
-  return h("div", { class: "text changes" }, parts.map((part) => h(part.added ? "ins" : part.removed ? "del" : "span", {}, part.value)));
+  const view = h("div", { class: "text changes" }, after);
+  if (before.length + after.length <= MOST_CHARS) {
+    waiting.set(view, [before, after]);
+    nearby.observe(view);
+  }
+  return view;
 }
+
+const waiting = new WeakMap();
+const nearby = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    nearby.unobserve(target);
+    const parts = Diff.diffWordsWithSpace(...waiting.get(target), { timeout: 100 });
+    if (parts) fill(target, parts.map((part) => h(part.added ? "ins" : part.removed ? "del" : "span", {}, part.value)));
+  }
+}, { rootMargin: "300px" });
