@@ -505,6 +505,8 @@ class PpoConfig(RunConfig):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log_samples: int = 16  # per step, written to samples/
+    # of each of these: the first tokens, with log-probabilities and advantages; 0: none of them
+    log_sample_tokens: int = 1024
 
 
 @dataclass(frozen=True)

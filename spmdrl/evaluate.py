@@ -209,13 +209,22 @@ def answers_scored(
     """
     from spmdrl.rollout.multi_turn.conversation import has_replies
     from spmdrl.training.collect import evaluate
-    from spmdrl.training.logs.metrics import write_samples
+    from spmdrl.training.logs.metrics import SampleDetail, write_samples
 
-    most = len(prompts) * roles.config.eval_samples
+    config = roles.config
+    most = len(prompts) * config.eval_samples
+    by_id = {prompt.id: prompt for _, prompt in prompts}
+    detail = SampleDetail(
+        replies=has_replies(config),
+        tokenizer=roles.tokenizer,
+        num_samples=config.log_samples,
+        num_tokens=config.log_sample_tokens,
+        prompt_of=by_id.__getitem__ if any(prompt.images for prompt in by_id.values()) else None,
+    )
 
     def show(samples: list[Sample]) -> None:
         with roles.phases("log samples"):
-            write_samples(path, samples, most, roles.sampling, has_replies(roles.config))
+            write_samples(path, samples, most, roles.sampling, detail)
 
     PROGRESS.now("")
     return evaluate(roles, prompts, step, show)

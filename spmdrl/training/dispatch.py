@@ -6,7 +6,7 @@ their own it is how data moves between them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -40,6 +40,7 @@ from spmdrl.training.batch_exchange import (
 from spmdrl.training.collect import RolloutResult
 from spmdrl.training.credit import resample
 from spmdrl.training.logs.metrics import sample_metrics
+from spmdrl.training.logs.sample_tokens import SampleRecorder, first_samples
 from spmdrl.training.roles import Roles, Trainer
 from spmdrl.types import Batch
 
@@ -56,6 +57,8 @@ class TrainBatches:
     batches: dict[Ranks, list[Batch]]  # by Trainer.ranks: the Batch of each mini-batch
     metrics: dict[str, float]  # of the step, to which every part of it adds its own
     step_info: dict[str, Any]  # what the ranks that sampled say of the step, the same on every rank
+    # keeps what the actor's updates compute of the samples that are written to samples/
+    recorder: SampleRecorder = field(default_factory=SampleRecorder)
 
     def of(self, trainer: Trainer) -> list[Batch]:
         """Returns the mini-batches of a role that is on this rank."""
@@ -134,7 +137,10 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 )
                 for _ in range(assignment.num_mini_batches)
             ]
-    return TrainBatches(assignment, batches, dict(step_info["metrics"]), step_info)
+    shown = config.log_samples if config.log_sample_tokens > 0 else 0
+    wanted = first_samples(assignment, shown, 1 + config.algo.replay_steps, config.rollout.n)
+    metrics = dict(step_info["metrics"])
+    return TrainBatches(assignment, batches, metrics, step_info, SampleRecorder(wanted))
 
 
 def assign_and_pack(

@@ -12,6 +12,7 @@ from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.checkpoint.disk_space import writing
 from spmdrl.checkpoint.writer import RankState
 from spmdrl.config import PpoConfig
+from spmdrl.distributed.agreement import gather_to_first
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.placement import training_roles
 from spmdrl.distributed.progress import PROGRESS
@@ -25,7 +26,8 @@ from spmdrl.training.dispatch import TrainBatches
 from spmdrl.training.logs.curves import REWARD
 from spmdrl.training.logs.flops import peak_tflops
 from spmdrl.training.logs.learning_signs import signs_of_rl
-from spmdrl.training.logs.metrics import RunLog, write_samples
+from spmdrl.training.logs.metrics import RunLog, SampleDetail, write_rows, write_samples
+from spmdrl.training.logs.sample_tokens import trained_rows
 from spmdrl.training.logs.step_line import of_evaluation, of_sampling
 from spmdrl.training.loop import TrainingRun
 from spmdrl.training.measurements import StepReport, report, timing
@@ -95,6 +97,7 @@ def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     if batches is None:
         return {}
     run.order.load_state_dict(batches.step_info["order"])
+    show_trained(run, step, batches)
     if ahead:
         sampled = StepReport.read(*batches.step_info["report"])
         found = sampled.add(report_of(run, step, roles.training))
@@ -178,13 +181,42 @@ def held_out_metrics(run: RlRun, step: int, log: RunLog) -> dict[str, float]:
 
 
 def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
-    if run.config.log_samples == 0:
+    """Writes some samples to samples/<name>.jsonl. Collective over the ranks that sample."""
+    config = run.config
+    if config.log_samples == 0:
         return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
+    held_out = {prompt.id: prompt for _, prompt in run.held_out}
+    prompt_of = held_out.__getitem__ if name.startswith("eval_") else run.prompts.by_id
+    detail = SampleDetail(
+        replies=has_replies(config),
+        tokenizer=run.roles.tokenizer,
+        num_samples=config.log_samples,
+        num_tokens=config.log_sample_tokens,
+        prompt_of=None if run.prompts.vision is None else prompt_of,
+    )
     with run.roles.phases("log samples", run.roles.sampling):
-        write_samples(
-            path, samples, run.config.log_samples, run.roles.sampling, has_replies(run.config)
-        )
+        write_samples(path, samples, config.log_samples, run.roles.sampling, detail)
+
+
+def show_trained(run: RlRun, step: int, batches: TrainBatches) -> None:
+    """Writes samples/step_N_trained.jsonl: what the actor computed of the samples that are written
+    beside it. Collective over the actor's ranks.
+    """
+    config, actor = run.config, run.roles.actor
+    if not actor.here or not batches.recorder.wanted:
+        return
+    path = Path(run.runtime.run_dir, "samples", f"step_{step}_trained.jsonl")
+    with run.roles.phases("log samples", actor.topology):
+        rows = trained_rows(
+            batches.of(actor), batches.recorder, config.log_sample_tokens,
+            1 + config.algo.replay_steps,
+        )  # fmt: skip
+        everyone = gather_to_first(rows, actor.topology.control)
+        if everyone is not None:
+            found = {address: row for rows in everyone for address, row in rows.items()}
+            with writing(path):
+                write_rows(path, [found[address] for address in sorted(found)])
 
 
 def state_of(run: RlRun) -> RunState:

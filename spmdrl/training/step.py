@@ -146,6 +146,7 @@ def update_actor(roles: Roles, batches: TrainBatches, step: int) -> None:
     with roles.phases("update_actor", actor.topology):
         actor.model.onload()
         loss_fn = policy_objective(algo, roles.kl_coef, entropy_bonus(roles))
+        loss_fn = batches.recorder.watch(loss_fn)
         select = selector(roles, step) if selects(algo) else None
         updates = train(actor, batches.of(actor), loss_fn, config, algo.epochs, select)
         batches.metrics |= take_mismatch(updates)

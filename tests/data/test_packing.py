@@ -66,7 +66,7 @@ def test_rewards_by_key():
 def test_a_number_that_is_called_as_a_column_of_samples_replaces_none():
     both = sample(0, 0, 1, 1)
     both.reward_info = {"response": 0.25, "invalid": 0.0, "format": 1.0}
-    row = sample_row(both, replies=False)
+    row = sample_row(both, replies=False, of_tokens={})
     assert (row["response"], row["invalid"]) == (both.response, None)
     assert [row[name] for name in ("info_response", "info_invalid", "format")] == [0.25, 0.0, 1.0]
 

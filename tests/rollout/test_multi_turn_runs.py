@@ -77,6 +77,10 @@ def test_tokens_of_several_turns_are_those_that_were_said(folder, alone):
         assert [m["role"] for m in said] == (["assistant", "user"] * 3)[: len(said)]
         assert said[-1]["role"] == "assistant"
         assert sample["sample"] != 3 or len(said) == 1
+        assert len(sample["tokens"]) == sample["response_tokens"]
+        of_replies = [i for i, value in enumerate(sample["logprobs"]) if value is None]
+        replied = "".join(sample["tokens"][i] for i in of_replies)
+        assert replied == "".join(m["content"] for m in said[1::2])
         for before, reply in zip(said[::2], said[1::2], strict=False):
             assert reply["content"] == f"({len(before['content'])})"
         lengths.add(len(said))

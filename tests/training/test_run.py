@@ -1,6 +1,7 @@
 """Whole runs under torchrun with the real vLLM: they train, resume, reshard, export."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
     samples = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").open()]
     assert len(samples) == 16
     assert samples[0]["prompt"].endswith("=")
+    check_tokens(samples, run / "samples" / "step_1_trained.jsonl")
     assert "config = PpoConfig(" in (run / "config.py").read_text()
     assert not (run / "errors").exists()
     lines = uninterrupted.output.splitlines()
@@ -68,6 +70,25 @@ def test_a_run_leaves_what_it_should(folder, uninterrupted):
     assert len(said) == len(set(said)) < 20
     assert "\r" not in uninterrupted.output and "\033" not in uninterrupted.output
     assert "tensors in" in (run / "weights.txt").read_text()
+
+
+def check_tokens(samples, path):
+    """Tokens spell the answer, and what the trainer computed of them is of the same tokens."""
+    trained = [json.loads(line) for line in path.open()]
+    address = ("prompt_id", "group", "sample")
+    assert [[row[a] for a in address] for row in trained] == [
+        [row[a] for a in address] for row in samples
+    ]
+    for row, numbers in zip(samples, trained, strict=True):
+        assert len(row["tokens"]) == len(row["logprobs"]) == row["response_tokens"]
+        said = re.sub("<(pad|bos|eos|unk)>", "", "".join(row["tokens"]))
+        assert said == row["response"]
+        # one update per step: its own pass is the trainer's
+        assert numbers["trainer_logprobs"] == pytest.approx(row["logprobs"], abs=2e-4)
+        assert "update_logprobs" not in numbers and "advantages" not in numbers
+        group = torch.tensor([r["reward"] for r in samples if r["group"] == row["group"]])
+        wanted = (row["reward"] - group.mean()) / (group.std() + 1e-6)
+        assert numbers["advantage"] == pytest.approx(float(wanted), abs=2e-3)
 
 
 def test_a_run_ends_with_a_summary_and_a_picture(folder, uninterrupted):

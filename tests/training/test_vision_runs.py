@@ -30,6 +30,8 @@ from vision_task import (
     save_task,
 )
 
+from spmdrl.types import Picture
+
 pytestmark = pytest.mark.ranks
 
 
@@ -50,6 +52,19 @@ def same(rows, others):
         assert one == pytest.approx(other, **CLOSE)
         assert one["actor/logprob_diff_max"] < 1e-5
         assert one["actor/grad_norm"] > 0
+
+
+def test_images_of_samples_are_kept_once(folder, alone):
+    """Under the digest of each, as the data has them, for every place that the prompt names."""
+    run = folder / "alone"
+    rows = [json.loads(line) for line in (run / "samples" / "step_1.jsonl").open()]
+    names = [name for row in rows for name in row.get("images", ())]
+    assert names and len(set(names)) < len(names)
+    for row in rows:
+        assert row["prompt"].count("<image>") in (0, len(row.get("images", ())))
+        for name in row.get("images", ()):
+            content = Path(run, "samples", "images", name).read_bytes()
+            assert Picture(content).digest == name and content.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

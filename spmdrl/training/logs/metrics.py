@@ -9,11 +9,11 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -24,6 +24,7 @@ from spmdrl.data.reply_images import is_image, pictures_in
 from spmdrl.distributed.agreement import broadcast_from_first, gather_to_first
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.distributed.topology import Topology
+from spmdrl.training.logs.sample_tokens import token_fields
 from spmdrl.training.logs.step_line import (
     COLUMNS,
     RESERVED,
@@ -35,9 +36,11 @@ from spmdrl.training.logs.step_line import (
     unknown,
 )
 from spmdrl.training.logs.trackers import Tracker
-from spmdrl.types import Message, Sample
+from spmdrl.types import Message, Picture, Prompt, Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
+MOST_IMAGES = 8  # of a prompt that are written to samples/images/
+MOST_IMAGE_BYTES = 4 * 2**20  # a larger image is not written there
 RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
 
 
@@ -146,25 +149,43 @@ def memory_of_process() -> dict[str, float]:
     return found
 
 
+class SampleDetail(NamedTuple):
+    """Says what the rows of samples/ have beside texts and rewards."""
+
+    replies: bool  # samples may have several turns: each has its `messages`
+    tokenizer: Any
+    num_samples: int  # so many of each file have their tokens
+    num_tokens: int  # so many of each sample, from the first; 0: none
+    prompt_of: Callable[[int], Prompt] | None = None  # by its id; None: there are no images
+
+
 def write_samples(
-    path: Path, samples: list[Sample], most: int, topology: Topology, replies: bool
-) -> None:  # fmt: skip
+    path: Path, samples: list[Sample], most: int, topology: Topology, detail: SampleDetail
+) -> None:
     """Rank 0 writes readable rows: the step's first `most` samples, whoever made them, and of each
     rank invalid ones.
 
-    An invalid sample stands there with its traceback. replies: of a run in which samples may have
-    several turns, each has its `messages`, one without a reply too. The images in them are files
-    in the folder images beside `path`, which the messages name. Collective.
+    An invalid sample stands there with its traceback. In a run in which samples may have several
+    turns, each has its `messages`, one without a reply too. Images are files in the folder images
+    beside `path`: those of the prompt, and those in the messages, which name them. Collective.
     """
     ordered = sorted(samples, key=lambda s: (s.group, s.index))
     bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
-    rows = [((s.group, s.index), sample_row(s, replies)) for s in (*ordered[:most], *bad)]
+    rows = [
+        ((s.group, s.index), sample_row(s, detail.replies, fields_of_tokens(number, s, detail)))
+        for number, s in enumerate((*ordered[:most], *bad))
+    ]
     everyone = gather_to_first(rows, topology.control)
     if everyone is None:
         return
     found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
     kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
     with writing(path):
+        if detail.prompt_of is not None:
+            for _, row in kept:
+                if "images" in row:
+                    pictures = detail.prompt_of(row["prompt_id"]).images
+                    row["images"] = write_images(path.parent / "images", pictures)
         write_rows(path, [with_image_files(row, path.parent) for _, row in kept])
 
 
@@ -193,6 +214,34 @@ def saved_images(message: Message, folder: Path) -> Message:
     return {**message, "content": parts}
 
 
+def fields_of_tokens(number: int, sample: Sample, detail: SampleDetail) -> dict[str, Any]:
+    """number: of the sample among those of this rank."""
+    if number >= detail.num_samples:
+        return {}
+    return token_fields(sample, detail.tokenizer, detail.num_tokens)
+
+
+def write_images(folder: Path, pictures: Sequence[Picture]) -> list[str]:
+    """Writes the images that are not there yet, and returns their names: the digest of each.
+
+    A name is "" where the image has more than MOST_IMAGE_BYTES, or its file is gone.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return [write_image(folder, picture) for picture in pictures[:MOST_IMAGES]]
+
+
+def write_image(folder: Path, picture: Picture) -> str:
+    if isinstance(picture.source, Path) and not picture.source.is_file():
+        return ""
+    encoded = picture.encoded
+    if len(encoded) > MOST_IMAGE_BYTES:
+        return ""
+    path = folder / picture.digest
+    if not path.exists():
+        path.write_bytes(encoded)
+    return path.name
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # what UTF-8 lacks, half of a surrogate pair, is written as JSON's escape for it
@@ -201,19 +250,37 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
             f.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def sample_row(s: Sample, replies: bool) -> dict[str, Any]:
-    """A number of the reward function that has the name of one of our columns is info_<name>."""
+def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the row of a sample; of_tokens: what token_fields says of it.
+
+    A number of the reward function that has the name of one of our columns is info_<name>.
+    """
     row = {
         "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
         "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
+        **({} if s.prompt.chat is None else {"chat": without_pictures(s.prompt.chat)}),
         **({"messages": s.messages} if replies else {}),
         **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),
+        **({"images": []} if s.prompt.images else {}),  # their files, once they are written
+        **of_tokens,
     }  # fmt: skip
     reported = s.reward_info.items()
     return row | {f"info_{name}" if name in row else name: value for name, value in reported}
+
+
+def without_pictures(chat: list[Message]) -> list[Message]:
+    """Returns the chat of a prompt with parts that say only where an image is."""
+    return [
+        message | {"content": [
+            {"type": "image"} if isinstance(part, dict) and part.get("type") == "image" else part
+            for part in message["content"]
+        ]}
+        if isinstance(message.get("content"), list) else message
+        for message in chat
+    ]  # fmt: skip
 
 
 def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
