@@ -447,7 +447,7 @@ class RunConfig:
     # more metrics in the line of a step, by their names in metrics.jsonl: ("actor/entropy",)
     show_metrics: tuple[str, ...] = ()
     # the line of a step: in 100 columns; or with every part of the reward and every phase of the
-    # step, as long as that is. docs/operations.md
+    # step, as long as that is. docs/output.md
     log_lines: Literal["short", "full"] = "short"
     # updates in a row that may be skipped for a loss or a gradient that is not finite; one more
     # ends the run

@@ -1,4 +1,4 @@
-"""Records what a step spends its time on, operator by operator; docs/operations.md says how to look
+"""Records what a step spends its time on, operator by operator; docs/output.md says how to look
 at it.
 
 `profile=ProfileConfig(steps="3-4", ranks="0,2")` makes run_dir/profile/step_3_rank_0.json.gz, ...:
