@@ -67,6 +67,23 @@ FAMILIES |= {
         "layer_types": WINDOWED, "intermediate_size": 48, "swiglu_limit": 0.3,
     },
 }  # fmt: skip
+DELTA_NETS = {
+    "head_dim": 32, "num_key_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+QWEN_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}  # fmt: skip
+FAMILIES |= {
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS | QWEN_EXPERTS,
+    "qwen3_next": DELTA_NETS | QWEN_EXPERTS | {"mlp_only_layers": [1]},
+}  # fmt: skip
 FAMILIES["qwen3_moe normalised"] = FAMILIES["qwen3_moe"] | {"norm_topk_prob": True}
 FAMILIES["deepseek_v3 ungrouped"] = FAMILIES["deepseek_v3"] | {
     "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3,
@@ -98,9 +115,11 @@ def save_model(family: str, folder: Path, **overrides: Any) -> Any:
     named = dict(model.named_parameters())
     named |= {name: b for name, b in model.named_buffers() if name.endswith("correction_bias")}
     with torch.no_grad():
-        for tensor in named.values():
+        for name, tensor in named.items():
             if tensor.dim() > 1:
                 tensor.normal_(0, 0.08)
+            elif name.endswith("A_log"):  # states that last: one that leaked would be seen
+                tensor.uniform_(-3, -1)
             else:
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     model.save_pretrained(folder)

@@ -84,3 +84,13 @@ def apply_expert_gate(experts: Any, gate_up: Any) -> Any:
     projects them down, (rows, width): act(gate) * up, or the model's own. Calls its _apply_gate.
     """
     return experts._apply_gate(gate_up)
+
+
+def gated_delta_functions() -> tuple[Any, Any]:
+    """Returns the causal convolution and the gated delta rule of Qwen3.5's layers: those of
+    causal-conv1d and flash-linear-attention where these are installed, else torch's. Reads
+    causal_conv1d_fn and torch_chunk_gated_delta_rule of models.qwen3_5.modeling_qwen3_5.
+    """
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    return modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule

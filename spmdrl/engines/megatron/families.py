@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from spmdrl.engines.megatron.splits import (
+    DeltaRows,
     GateUp,
     Qkv,
     Split,
@@ -45,6 +46,7 @@ class Family:
     # what a config may ask for and is not mapped, and whether this one does
     refused: Callable[[Any], Mapping[str, bool]] = lambda hf: {}
     latent: bool = False  # DeepSeek's multi-head latent attention
+    delta_nets: bool = False  # layer_types may name layers whose attention is a gated delta net
     partial_rotary: bool = False  # partial_rotary_factor is read: part of a head is rotated
     sandwich_norms: bool = False  # attention and MLP have a norm before and one behind
     embedding_scale: Callable[[Any], float] | None = None  # what embeddings are multiplied by
@@ -127,6 +129,30 @@ LATENT_ATTENTION: Names = {
     "self_attention.linear_proj.weight": SplitColumns("self_attn.o_proj.weight"),
 }
 
+GATED_ATTENTION: Names = {
+    "self_attention.linear_qkv.weight": Qkv("self_attn.{}_proj.weight", gated=True),
+    "self_attention.linear_proj.weight": SplitColumns("self_attn.o_proj.weight"),
+}
+DELTA: Names = {  # of a gated delta net, whatever its input projections are
+    "self_attention.conv1d.weight": DeltaRows({"qkv": "linear_attn.conv1d.weight"}),
+    "self_attention.dt_bias": SplitRows("linear_attn.dt_bias"),
+    "self_attention.A_log": SplitRows("linear_attn.A_log"),
+    "self_attention.out_norm.weight": Whole("linear_attn.norm.weight"),
+    "self_attention.out_proj.weight": SplitColumns("linear_attn.out_proj.weight"),
+}
+QWEN_NEXT: Names = NORMS | GATED_ATTENTION | QK_NORM | DELTA | {
+    "self_attention.in_proj.weight": DeltaRows(
+        {"qkvz": "linear_attn.in_proj_qkvz.weight", "ba": "linear_attn.in_proj_ba.weight"},
+        by_head=True,
+    ),
+}  # fmt: skip
+QWEN3_5: Names = NORMS | GATED_ATTENTION | QK_NORM | DELTA | {
+    "self_attention.in_proj.weight": DeltaRows({
+        "qkv": "linear_attn.in_proj_qkv.weight", "z": "linear_attn.in_proj_z.weight",
+        "b": "linear_attn.in_proj_b.weight", "a": "linear_attn.in_proj_a.weight",
+    }),
+}  # fmt: skip
+
 # ---- fields
 
 SILU: Fields = {"hidden_act": ("silu",)}
@@ -140,6 +166,11 @@ GEMMA_FIELDS: Fields = {
 QWEN_EXPERTS: Fields = {
     "num_experts": ANY, "num_experts_per_tok": ANY, "moe_intermediate_size": ANY,
     "norm_topk_prob": ANY, "decoder_sparse_step": ANY, "mlp_only_layers": ANY,
+}  # fmt: skip
+QWEN_NEXT_FIELDS: Fields = SILU | {
+    "layer_types": ANY, "head_dim": ANY, "attention_bias": (False,), "linear_conv_kernel_dim": ANY,
+    "linear_key_head_dim": ANY, "linear_value_head_dim": ANY, "linear_num_key_heads": ANY,
+    "linear_num_value_heads": ANY,
 }  # fmt: skip
 DEEPSEEK_EXPERTS: Fields = {
     "n_routed_experts": ANY, "num_experts_per_tok": ANY, "moe_intermediate_size": ANY,
@@ -214,6 +245,28 @@ def gemma(hf: Any) -> Settings:
     }  # fmt: skip
 
 
+def qwen_next(hf: Any) -> Settings:
+    """Gated delta nets (arXiv 2412.06464) in most layers, attention with a gate in the others."""
+    return {
+        "layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in hf.layer_types],
+        "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+        "linear_key_head_dim": hf.linear_key_head_dim,
+        "linear_value_head_dim": hf.linear_value_head_dim,
+        "linear_num_key_heads": hf.linear_num_key_heads,
+        "linear_num_value_heads": hf.linear_num_value_heads,
+    }  # fmt: skip
+
+
+def shared_expert(hf: Any) -> Settings:
+    """The shared expert of Qwen's mixtures, with a gate."""
+    return {
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
+    }  # fmt: skip
+
+
 def gpt_oss(hf: Any) -> Settings:
     """Every linear layer has a bias, the router's too. The experts' activation is a module of ours
     (model.layer_spec), for which megatron-core's switch is named after TransformerEngine.
@@ -276,9 +329,28 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         LLAMA | QKV_BIAS | EXPERTS | SHARED_EXPERT,
         SILU | WINDOWS | QWEN_EXPERTS | {"qkv_bias": ANY, "shared_expert_intermediate_size": ANY},
         lambda hf: qwen_experts(hf) | {
-            "add_qkv_bias": hf.qkv_bias, "moe_shared_expert_gate": True,
-            "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
+            "add_qkv_bias": hf.qkv_bias, **shared_expert(hf),
         },
+    ),
+    "qwen3_next": Family(
+        QWEN_NEXT | MLP | EXPERTS | SHARED_EXPERT,
+        QWEN_NEXT_FIELDS | QWEN_EXPERTS | {"shared_expert_intermediate_size": ANY},
+        lambda hf: qwen_next(hf) | qwen_experts(hf) | shared_expert(hf),
+        delta_nets=True, partial_rotary=True,
+    ),
+    "qwen3_5_text": Family(
+        QWEN3_5 | MLP, QWEN_NEXT_FIELDS, qwen_next, delta_nets=True, partial_rotary=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        QWEN3_5 | EXPERTS | SHARED_EXPERT,
+        QWEN_NEXT_FIELDS | {
+            "num_experts": ANY, "num_experts_per_tok": ANY, "moe_intermediate_size": ANY,
+            "shared_expert_intermediate_size": ANY,
+        },
+        lambda hf: qwen_next(hf) | shared_expert(hf) | experts(
+            hf, hf.num_experts, hf.moe_intermediate_size
+        ),
+        delta_nets=True, partial_rotary=True,
     ),
     "glm4_moe": Family(
         LLAMA | QKV_BIAS | QK_NORM | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,

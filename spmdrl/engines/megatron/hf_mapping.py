@@ -24,6 +24,7 @@ from spmdrl.config import ConfigError
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.model import RewardHead, ValueHead, layer_numbers
 from spmdrl.engines.megatron.splits import DimensionSplit, HfSlice, Place, Whole
+from spmdrl.hub.language_model import language_key
 from spmdrl.hub.quantized_weights import (
     BLOCKS,
     FP8_SCALE,
@@ -136,7 +137,11 @@ def cut_of(group: torch.distributed.ProcessGroup) -> DimensionSplit:
 
 
 class Folder:
-    """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32."""
+    """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32.
+
+    Of files that have a tower for images or sounds as well, the language model's have the names
+    that they have in a model without one.
+    """
 
     def __init__(self, folder: str | Path, hf_config: PreTrainedConfig | None = None) -> None:
         """hf_config: it says how large the blocks are; without it there may be none."""
@@ -145,16 +150,18 @@ class Folder:
         self.block = tuple(how["weight_block_size"]) if is_fp8(hf_config) else ()
         self.open: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
-        self.files: dict[str, str]
+        there: dict[str, str]
         if (self.folder / "model.safetensors").is_file():  # before an index, as transformers reads
             names = self._handle("model.safetensors").keys()
-            self.files = dict.fromkeys(names, "model.safetensors")
+            there = dict.fromkeys(names, "model.safetensors")
         elif index.is_file():
-            self.files = self._index(index)
+            there = self._index(index)
         else:
             raise ConfigError(
                 f"model: {folder} has neither model.safetensors nor model.safetensors.index.json"
             )
+        self.stored = {language_key(name) or name: name for name in there}  # as the files name it
+        self.files = {name: there[stored] for name, stored in self.stored.items()}
 
     def _index(self, index: Path) -> dict[str, str]:
         try:
@@ -210,7 +217,7 @@ class Folder:
         return found
 
     def _slice(self, name: str) -> Any:
-        return self._handle(self.files[name]).get_slice(name)
+        return self._handle(self.files[name]).get_slice(self.stored[name])
 
     def _part(self, name: str, part: Part) -> Tensor:
         return self._slice(name)[part]

@@ -97,6 +97,8 @@ def _unmapped_rotary(config: Any) -> list[str]:
 
 def _unmapped_layers(config: Any) -> list[str]:
     known = {"full_attention", "sliding_attention"}
+    if FAMILIES[config.model_type].delta_nets:
+        known = {"full_attention", "linear_attention"}
     read = "layer_types" in FAMILIES[config.model_type].fields
     wanted = {*config.layer_types} if read else set()
     return [f"layers of {kind}" for kind in sorted(wanted - known)]
@@ -121,6 +123,7 @@ def check_layout(
     check_architecture(hf_config)
     problems = _sizes_below_one(degrees) or [
         *_tensor_problems(hf_config, degrees),
+        *_delta_net_problems(hf_config, degrees),
         *_pipeline_problems(hf_config.num_hidden_layers, degrees),
         *_expert_problems(hf_config, degrees),
         *_world_problems(degrees, has_experts(hf_config), world_size),
@@ -152,6 +155,24 @@ def _tensor_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
     if d.sequence and d.tensor == 1:
         problems.append(
             "sequence_parallel=True: wants tensor_parallel > 1; use sequence_parallel=False"
+        )
+    return problems
+
+
+def _delta_net_problems(hf_config: PreTrainedConfig, d: Degrees) -> list[str]:
+    if not FAMILIES[hf_config.model_type].delta_nets:
+        return []
+    problems = []
+    if hf_config.num_key_value_heads % d.tensor:
+        problems.append(
+            f"tensor_parallel={d.tensor}: {hf_config.num_key_value_heads} key-value heads, and "
+            "megatron-core does not cut the gates of attention among ranks that share one; it may "
+            f"be {divisors(hf_config.num_key_value_heads)}"
+        )
+    if d.context > 1:
+        problems.append(
+            f"context_parallel={d.context}: a gated delta net has a state that goes from token to "
+            "token, and megatron-core has no form of it for tokens on several ranks; use 1"
         )
     return problems
 
@@ -238,6 +259,9 @@ def _tensor_sizes(hf_config: PreTrainedConfig) -> dict[str, int]:
         cut["intermediate size"] = hf_config.intermediate_size
     if shared_expert_width(hf_config):
         cut["intermediate size of the shared experts"] = shared_expert_width(hf_config)
+    if family.delta_nets:
+        cut["key heads of gated delta nets"] = hf_config.linear_num_key_heads
+        cut["value heads of gated delta nets"] = hf_config.linear_num_value_heads
     if family.latent:
         cut["kv_lora_rank + qk_rope_head_dim"] = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
         if hf_config.q_lora_rank is not None:
@@ -302,6 +326,11 @@ def expert_width(hf_config: PreTrainedConfig) -> int:
     return settings_of(hf_config)["moe_ffn_hidden_size"]
 
 
+def dense_width(hf_config: PreTrainedConfig) -> int:
+    """Returns the width of an MLP without experts; of an expert where no layer has such an MLP."""
+    return getattr(hf_config, "intermediate_size", None) or expert_width(hf_config)
+
+
 def shared_expert_width(hf_config: PreTrainedConfig) -> int:
     """Returns the width of all shared experts of a layer together; 0 where there are none."""
     return settings_of(hf_config).get("moe_shared_expert_intermediate_size") or 0
@@ -321,9 +350,11 @@ def head_dim(hf_config: PreTrainedConfig) -> int:
 
 def layer_types(hf_config: PreTrainedConfig) -> list[str]:
     """Returns for each layer whether its attention sees a window ("sliding_attention") or all
-    tokens before ("full_attention").
+    tokens before ("full_attention"), or is a gated delta net ("linear_attention").
     """
     config: Any = hf_config
+    if FAMILIES[config.model_type].delta_nets:
+        return list(config.layer_types)
     known = FAMILIES[config.model_type].fields
     if "sliding_window" not in known or not config.sliding_window:
         return ["full_attention"] * config.num_hidden_layers

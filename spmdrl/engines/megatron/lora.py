@@ -44,7 +44,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
 )
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.hf_mapping import pieces
-from spmdrl.engines.megatron.splits import HfSlice
+from spmdrl.engines.megatron.splits import HfSlice, tensor_names
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.weights.boxes import Box, sizes
 from spmdrl.weights.checkpoint_names import ADAPTER
@@ -201,11 +201,11 @@ def check_adaptable(hf_config: PreTrainedConfig, lora: LoraConfig) -> None:
     names = FAMILIES[hf_config.model_type].names
     linear = [
         split for name, split in names.items()
-        if re.search(r"linear_\w+\.weight$", name) and "{expert}" not in name
+        if re.search(r"\.(linear_\w+|in_proj|out_proj)\.weight$", name) and "{expert}" not in name
     ]  # fmt: skip
     ends = {
         f".{text.replace('{}', letter).removesuffix('.weight')}"
-        for split in linear for text in vars(split).values() for letter in "qkv"
+        for split in linear for text in tensor_names(split) for letter in "qkv"
     }  # fmt: skip
     for layer in target_layers(meta_model(hf_config), lora):
         if not layer.endswith(tuple(ends)):

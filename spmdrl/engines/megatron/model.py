@@ -21,6 +21,7 @@ from spmdrl.engines.megatron.layout import (
     check_architecture,
     check_layout,
     check_scores,
+    dense_width,
     has_experts,
     head_dim,
     layer_types,
@@ -66,7 +67,7 @@ def transformer_config(
     settings: dict[str, Any] = {
         "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
         "num_attention_heads": heads, "num_query_groups": config.num_key_value_heads,
-        "kv_channels": head_dim(config), "ffn_hidden_size": config.intermediate_size,
+        "kv_channels": head_dim(config), "ffn_hidden_size": dense_width(config),
         "softmax_scale": head_dim(config) ** -0.5,
         "normalization": "RMSNorm", "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True, "activation_func": silu, "add_bias_linear": False,
@@ -195,6 +196,7 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
         PackedAttention,
         RmsNorm,
     )
+    from spmdrl.engines.megatron.delta_net import delta_net_spec
 
     family, sparse = FAMILIES[hf_config.model_type], moe_layers(hf_config)[number]
     spec = get_gpt_layer_local_spec(
@@ -204,6 +206,9 @@ def layer_spec(config: Any, hf_config: PreTrainedConfig, number: int) -> Any:
     )  # fmt: skip
     layer, parts = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    if layer_types(hf_config)[number] == "linear_attention":
+        layer.self_attention = delta_net_spec()
+        return spec
     parts.core_attention = ModuleSpec(
         module=PackedAttention, params={"softcap": softcap(hf_config, "attn_logit_softcapping")}
     )

@@ -9,6 +9,8 @@ how megatron-core fuses several matrices into one.
     SplitColumns("self_attn.o_proj.weight")                its columns are
     GateUp("mlp.gate_proj.weight", "mlp.up_proj.weight")   a rank's rows of both, end to end
     Qkv("self_attn.{}_proj.weight")                        by query group its q, k and v
+    Qkv("self_attn.{}_proj.weight", gated=True)            and of the q projection a gate
+    DeltaRows({"qkv": "linear_attn.conv1d.weight"})        rows of a gated delta net's parts
     Stacked("mlp.experts.down_proj")                       one expert of a tensor that has them all
 
 Names are those inside a layer; {expert} stands for an expert's number in the whole model.
@@ -16,7 +18,7 @@ Names are those inside a layer; {expert} stands for an expert's number in the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -131,29 +133,84 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Qkv:
-    """For each query group the rows of its queries, its key and its value.
+    """For each query group the rows of its queries, its key and its value; between queries and key
+    those of the queries' gates, if there are any.
 
     With more tensor ranks than groups a group lies on several ranks, cut anywhere.
     """
 
     name: str  # {} stands for q, k and v
+    gated: bool = False  # the q projection has for each head the rows of its query and of its gate
 
     def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
         dim, groups = at.config.kv_channels, at.config.num_query_groups
-        queries = at.config.num_attention_heads // groups * dim  # rows of a group
-        first, last = at.cut.range(groups * (queries + 2 * dim))
+        heads = at.config.num_attention_heads
+        rows = {"q": heads * dim * (2 if self.gated else 1), "k": groups * dim, "v": groups * dim}
+        first, last = at.cut.range(sum(rows.values()))
         found, start = [], 0
-        for group in range(groups):
-            for letter, count in (("q", queries), ("k", dim), ("v", dim)):
-                begin, end = max(start, first), min(start + count, last)
-                if begin < end:
-                    row = group * count + begin - start
-                    box = ((row, row + end - begin), *whole(shape[1:]))
-                    view = partial(_rows, first=begin - first, count=end - begin)
-                    name = at.name(self.name.replace("{}", letter))
-                    found.append(HfSlice(name, (groups * count, *shape[1:]), box, view))
-                start += count
+        for letter, there, count in self._runs(heads // groups, groups, dim):
+            begin, end = max(start, first), min(start + count, last)
+            if begin < end:
+                row = there + begin - start
+                box = ((row, row + end - begin), *whole(shape[1:]))
+                view = partial(_rows, first=begin - first, count=end - begin)
+                name = at.name(self.name.replace("{}", letter))
+                found.append(HfSlice(name, (rows[letter], *shape[1:]), box, view))
+            start += count
         return found
+
+    def _runs(self, heads: int, groups: int, dim: int) -> Iterator[tuple[str, int, int]]:
+        """Yields (q, k or v; the first row in its projection; number of rows) of each run of rows
+        of all ranks' parameters. heads: of one group.
+        """
+        for group in range(groups):
+            if self.gated:
+                mine = range(group * heads, (group + 1) * heads)
+                yield from (("q", 2 * head * dim, dim) for head in mine)
+                yield from (("q", (2 * head + 1) * dim, dim) for head in mine)
+            else:
+                yield "q", group * heads * dim, heads * dim
+            yield "k", group * dim, dim
+            yield "v", group * dim, dim
+
+
+@dataclass(frozen=True)
+class DeltaRows:
+    """This rank's rows of parts of a gated delta net, end to end: queries (q), keys (k), values
+    (v), gates (z), and the two rows of each value head that say how much it writes (b) and how fast
+    it forgets (a).
+    """
+
+    tensors: Mapping[str, str]  # by the letters of the parts that it has: the tensor's name
+    by_head: bool = False  # it has the rows of each key head together, in place of those of a part
+
+    def slices(self, at: Place, shape: tuple[int, ...]) -> list[HfSlice]:
+        sizes, found, start = delta_sizes(at.config), [], 0
+        for letters, name in self.tensors.items():
+            own = [sizes[letter] for letter in letters]
+            full = (sum(own), *shape[1:])
+            blocks = at.config.linear_num_key_heads if self.by_head else 1
+            for number, size in enumerate(own):
+                first, last = at.cut.range(size)
+                before, step = sum(own[:number]) // blocks, size // blocks
+                for block in range(first // step, -(-last // step)):
+                    begin, end = max(first, block * step), min(last, (block + 1) * step)
+                    row = block * (sum(own) // blocks) + before + begin - block * step
+                    box = ((row, row + end - begin), *whole(shape[1:]))
+                    view = partial(_rows, first=start + begin - first, count=end - begin)
+                    found.append(HfSlice(at.name(name), full, box, view))
+                start += last - first
+        return found
+
+
+def delta_sizes(config: Any) -> dict[str, int]:
+    """Returns how many rows each part of a gated delta net has, on all tensor ranks together."""
+    keys = config.linear_key_head_dim * config.linear_num_key_heads
+    values, heads = (
+        config.linear_value_head_dim * config.linear_num_value_heads,
+        config.linear_num_value_heads,
+    )
+    return {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
 
 
 @dataclass(frozen=True)
@@ -171,6 +228,15 @@ class Stacked:
         full = (at.config.num_moe_experts, *inside)
         box = ((at.expert, at.expert + 1), *whole(inside))
         return [HfSlice(at.name(self.name), full, box, _transposed_alone)]
+
+
+def tensor_names(split: Split) -> list[str]:
+    """Returns the names inside a layer of the tensors that a split reads; {} stands for q, k and v,
+    {expert} for a number.
+    """
+    fields = vars(split).values()
+    plain = [value for value in fields if isinstance(value, str)]
+    return plain + [name for value in fields if isinstance(value, Mapping) for name in value.values()]
 
 
 def _all(parameter: Tensor) -> Tensor:

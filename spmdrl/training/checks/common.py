@@ -36,7 +36,6 @@ from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import (
-    has_tower,
     keep_tower,
     load_hf_config,
     meta_model,
@@ -100,11 +99,6 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         f"{name}.engine='megatron', but megatron-core is not installed: docs/install.md",
     )
     hf = load_hf_config(model)
-    require(
-        not has_tower(model),
-        f"{name}.engine='megatron' does not read the language model of {model!r} from files with a "
-        "tower for images or sounds: use engine 'fsdp'",
-    )
     require(
         not has_foreign_code(hf),
         f"{name}.engine='megatron' builds {hf.model_type!r} itself and would not run the code that "

@@ -45,6 +45,7 @@ PP = {"pipeline_parallel": 2}
 LAYOUTS = {
     "mistral": PP, "seed_oss": TP, "glm4": TP, "gemma2": PP, "gemma3_text": TP,
     "qwen2_moe": {"expert_parallel": 2}, "glm4_moe": PP, "gpt_oss": TP | {"expert_parallel": 2},
+    "qwen3_5_text": TP, "qwen3_5_moe_text": PP, "qwen3_next": {"expert_parallel": 2},
 }  # fmt: skip
 # a shift of keys by what is not rotated leaves each softmax as it is: the gradient of that bias is
 # rounding, of which Adam makes steps of the whole learning rate
