@@ -90,19 +90,19 @@ def check_layers(parts: Parts, hf_config: PreTrainedConfig) -> None:
     built = all(getattr(model, "built_for", None) == kind for model in parts.raw)
     require(
         built or not FAMILIES[kind].is_custom,
-        f"attach: {kind} has norms, activations or a scale of its embeddings that megatron-core's "
-        "own layers do not compute: build the model's chunks with "
+        f"attach: {kind} has norms, activations, a scale of its embeddings or states between tokens "
+        "that megatron-core's own layers do not compute on packed sequences: build the model's chunks with "
         "spmdrl.engines.megatron.model.build_chunks",
     )
 
 
 STOCK = ("megatron.core.", "transformer_engine.", "apex.", "torch.nn.", "spmdrl.")
-ATTENTIONS = ("SelfAttention", "MLASelfAttention")
+ATTENTIONS = ("SelfAttention", "MLASelfAttention", "GatedDeltaNet", "PackedDeltaNet")
 
 
 def custom_modules(model: nn.Module) -> set[str]:
     """Classes inside a GPTModel that are neither Megatron's, TransformerEngine's nor ours, and
-    Megatron's own that take the place of attention (linear, sparse or cross attention)."""
+    Megatron's own that take the place of attention (sparse or cross attention)."""
     decoder: Any = model.decoder
     kinds = {type(module) for module in model.modules() if module is not model}
     found = {

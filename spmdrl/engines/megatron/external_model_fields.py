@@ -16,7 +16,8 @@ SAME = frozenset({
     "activation_func_clamp_value", "glu_linear_offset", "softmax_type", "qk_l2_norm",
     "attention_output_gate", "apply_residual_connection_post_layernorm",
     "experimental_attention_variant", "linear_attention_freq", "heterogeneous_block_specs",
-    "is_hybrid_model", "mrope_section",
+    "is_hybrid_model", "mrope_section", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
 })  # fmt: skip
 SAME_LATENT = frozenset({
     "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
@@ -99,9 +100,7 @@ WITHOUT_EFFECT = frozenset({
     "hidden_dropout", "attention_dropout", "activation_func_fp8_input_store", "qk_clip_alpha",
     "qk_clip_threshold", "log_max_attention_logit", "calculate_per_token_loss",
     "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff",
-    "dsa_indexer_use_sparse_loss", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "init_method",
-    "output_layer_init_method", "init_method_std", "embedding_init_method",
+    "dsa_indexer_use_sparse_loss", "init_method", "output_layer_init_method", "init_method_std", "embedding_init_method",
     "embedding_init_method_std", "recompute_granularity", "recompute_method",
     "recompute_num_layers", "distribute_saved_activations", "recompute_modules", "fp8_recipe",
     "fp8_quantizer_factory", "fp8_margin", "fp8_interval", "fp8_amax_history_len",

@@ -56,7 +56,7 @@ class Family:
     def is_custom(self) -> bool:
         """Says whether it computes what megatron-core's own layers do not."""
         added = (self.embedding_scale, self.clamped_swiglu)
-        return self.sandwich_norms or any(one is not None for one in added)
+        return self.sandwich_norms or self.delta_nets or any(one is not None for one in added)
 
 
 COMMON_FIELDS = frozenset({  # read for every family, or without effect on what is computed
