@@ -6,11 +6,12 @@ The index and config.json come last, so that a folder without them is one that i
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,10 +246,16 @@ def trained_model(checkpoint: Path) -> str:
     return json.loads(Path(checkpoint, "run.json").read_text()).get("model", "")
 
 
-def kept_sources(mtp: MtpTensors, dtype: torch.dtype) -> list[tuple[WeightSource, torch.dtype]]:
-    """They are written as they are; those that are quantised in `dtype`."""
+def kept_sources(
+    mtp: MtpTensors, dtype: torch.dtype, trained: Container[str] = ()
+) -> list[tuple[WeightSource, torch.dtype]]:
+    """They are written as they are; those that are quantised in `dtype`. trained: names of tensors
+    that come from elsewhere.
+    """
     found = []
     for name, shape in mtp.shapes.items():
+        if name in trained:
+            continue
         source = WeightSource({name: shape}, lambda name=name: iter([(name, mtp.read(name))]))  # type: ignore[misc]
         found.append((source, dtype if name in mtp.quantized else mtp.dtype(name)))
     return found
@@ -302,17 +309,22 @@ def write_sources(
 
 def write_weights(
     named: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype, out: Path,
+    dtype: torch.dtype, out: Path, mtp: MtpTensors | None = None,
 ) -> None:  # fmt: skip
     """Writes tensors in the order in which they come, of which one is in memory at a time, beside
     the config.json that is in `out`, in the published form of its type. shapes: of all of them, as
-    they come.
+    they come. mtp: layers for multi-token prediction, which are written behind them but where
+    `shapes` has them: as they are, those that are quantised in `dtype`.
     """
     config = json.loads(Path(out, CONFIG).read_text())
     kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
+    kept = [] if mtp is None else kept_sources(mtp, dtype, shapes)
+    dtypes = {name: own for source, own in kept for name in source.shapes}
+    every = dict(shapes) | {n: shape for source, _ in kept for n, shape in source.shapes.items()}
+    named = itertools.chain(named, *(source.read() for source, _ in kept))
     groups = [
-        {name: TensorSpec(published_shape(kind, name, shape), dtype)}
-        for name, shape in shapes.items()
+        {name: TensorSpec(published_shape(kind, name, shape), dtypes.get(name, dtype))}
+        for name, shape in every.items()
         if not (tied and name == TIED)
     ]
     files = files_of(groups)

@@ -37,7 +37,7 @@ from spmdrl.engines.build import build_engine
 from spmdrl.engines.hf_export import write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
-from spmdrl.hub.mtp_layers import num_mtp_layers
+from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
 from spmdrl.training import loop
 from spmdrl.training.checks.describe import describe_supervised
 from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
@@ -249,9 +249,6 @@ def finish(run: SupervisedRun, log: RunLog) -> None:
             export(weights, shapes, run, Path(config.out, "ema"))
         if config.actor.lora is not None:
             actor.save_adapter(Path(config.out, "adapter"))
-    if num_mtp_layers(actor.pretrained[0]) and run.task.kind == "policy":
-        log.line("the multi-token prediction layers of the model are not in it: an export of the "
-                 "last checkpoint (spmdrl.export) has them")  # fmt: skip
     log.line(f"wrote {config.out}" + (", its average to ema/ in it" if config.actor.ema else ""))
 
 
@@ -287,7 +284,9 @@ def export(
     config, *others = run.actor.model.pretrained
     for part in (config, *others, run.tokenizer):
         part.save_pretrained(out)
-    write_weights(gathered, shapes, DTYPES.get(run.config.out_dtype or "", config.dtype), out)
+    has_mtp = run.task.kind == "policy" and num_mtp_layers(config) > 0
+    mtp = MtpTensors(run.config.model, load_hf_config(run.config.model)) if has_mtp else None
+    write_weights(gathered, shapes, DTYPES.get(run.config.out_dtype or "", config.dtype), out, mtp)
 
 
 def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) -> None:
