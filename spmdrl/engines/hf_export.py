@@ -33,7 +33,7 @@ from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
 from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
+from spmdrl.hub.mtp_layers import MtpTensors, is_mtp, num_mtp_layers
 from spmdrl.hub.safetensors_files import SafetensorsFile, TensorSpec, files_of, write_index
 from spmdrl.weights.checkpoint_names import (
     Parts,
@@ -81,10 +81,14 @@ def export(
         raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
     chosen = DTYPES[dtype] if dtype else stored_dtype(config, str(hf))
     sources = [(source, chosen) for source in sources_of(checkpoint, "actor", ema, base)]
+    trained = [(source, own) for source, own in sources if of_mtp(source, config)]
+    if without_mtp:
+        sources = [pair for pair in sources if pair not in trained]
     if mtp is not None:
-        sources += kept_sources(mtp, chosen)
+        sources += mtp_sources(mtp, sources, chosen)
         if writers.rank == 0:
-            logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
+            model = base or trained_model(checkpoint)
+            logger.info("%s", TRAINED_MTP if trained else told_of_mtp(mtp, model, chosen))
     writers.wait()  # all have found `out` free
     out.mkdir(parents=True, exist_ok=True)
     write_sources(sources, config.model_type, is_tied(config), out, writers)
@@ -218,7 +222,13 @@ def in_parts(
     return WeightSource({part.name: part.shape for part in parts[name]}, read)
 
 
-# ---- multi-token prediction layers, which are not trained
+# ---- multi-token prediction layers
+
+TRAINED_MTP = "the multi-token prediction layers are those that the run has trained"
+
+
+def of_mtp(source: WeightSource, config: PreTrainedConfig) -> bool:
+    return any(is_mtp(name, config) for name in source.shapes)
 
 
 def mtp_tensors(checkpoint: Path, config: PreTrainedConfig, base: str) -> MtpTensors | None:
@@ -244,6 +254,33 @@ def trained_model(checkpoint: Path) -> str:
     not known.
     """
     return json.loads(Path(checkpoint, "run.json").read_text()).get("model", "")
+
+
+def mtp_sources(
+    mtp: MtpTensors, sources: list[tuple[WeightSource, torch.dtype]], dtype: torch.dtype
+) -> list[tuple[WeightSource, torch.dtype]]:
+    """Returns what is written beside `sources`, which have these layers where they were trained: as
+    it stands in the files, and the copies of the embedding and the head anew.
+    """
+    of = {name: source for source, _ in sources for name in source.shapes}
+    copies = {name: own for name, own in mtp.copies.items() if own in of}
+    found = kept_sources(mtp, dtype, {*of, *copies})
+    for name, own in copies.items():
+
+        def read(name: str = name, own: str = own) -> Iterator[tuple[str, Tensor]]:
+            yield from ((name, tensor) for key, tensor in of[own].read() if key == own)
+
+        found.append((WeightSource({name: of[own].shapes[own]}, read), dtype))
+    return found
+
+
+def with_copies(
+    named: Iterable[tuple[str, Tensor]], copies: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors, and behind each its copies. copies: what each is a copy of, by name."""
+    for name, tensor in named:
+        yield name, tensor
+        yield from ((copy, tensor) for copy, own in copies.items() if own == name)
 
 
 def kept_sources(
@@ -318,10 +355,14 @@ def write_weights(
     """
     config = json.loads(Path(out, CONFIG).read_text())
     kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
-    kept = [] if mtp is None else kept_sources(mtp, dtype, shapes)
+    copies = {} if mtp is None else {c: own for c, own in mtp.copies.items() if own in shapes}
+    kept = [] if mtp is None else kept_sources(mtp, dtype, {*shapes, *copies})
     dtypes = {name: own for source, own in kept for name in source.shapes}
-    every = dict(shapes) | {n: shape for source, _ in kept for n, shape in source.shapes.items()}
-    named = itertools.chain(named, *(source.read() for source, _ in kept))
+    every = dict(shapes) | {name: shapes[own] for name, own in copies.items()}
+    every |= {n: shape for source, _ in kept for n, shape in source.shapes.items()}
+    named = itertools.chain(
+        with_copies(named, copies), *(source.read() for source, _ in kept)
+    )  # fmt: skip
     groups = [
         {name: TensorSpec(published_shape(kind, name, shape), dtypes.get(name, dtype))}
         for name, shape in every.items()

@@ -1,4 +1,4 @@
-"""Reads the multi-token prediction layers of a model's files, which RL neither trains nor samples.
+"""Reads the multi-token prediction layers of a model's files, which RL does not sample.
 
 DeepSeek-V3, GLM-4.5 and others have them after the last layer, as model.layers.61 of 61 layers and
 so on (num_nextn_predict_layers of config.json); Qwen3.5 under "mtp.". transformers leaves them
@@ -18,6 +18,11 @@ from transformers import PreTrainedConfig
 from spmdrl.hub.quantized_weights import Part, Quantized, quantized_weights
 from spmdrl.hub.transformers_compat import checkpoint_files
 
+# by the end of a name in such a layer: what of the model it is a copy of (arXiv 2412.19437, 2.2)
+COPIES = {
+    ".embed_tokens.weight": "model.embed_tokens.weight",
+    ".shared_head.head.weight": "lm_head.weight",
+}
 APART = re.compile(r"(model\.)?mtp\.")
 
 
@@ -54,6 +59,13 @@ class MtpTensors:
         self.quantized, parts = quantized_weights(stored, config)
         self.shapes = {name: shape for name, shape in stored.items() if name not in parts}
         self.shapes |= {name: quantized.shape for name, quantized in self.quantized.items()}
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Returns the tensors that are copies of the model's own, with the names of these."""
+        return {
+            name: own for name in self.shapes for end, own in COPIES.items() if name.endswith(end)
+        }
 
     def read(self, name: str) -> Tensor:
         if name in self.quantized:

@@ -18,6 +18,7 @@ from spmdrl.config import WeightsConfig
 from spmdrl.distributed.topology import Topology, group_of
 from spmdrl.engines.base import TrainEngine
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.mtp_layers import is_mtp
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.weight_check import clear_weights, require_written
 from spmdrl.weights.boxes import Box, numel, view, whole
@@ -134,7 +135,9 @@ class WeightSync:
         self.named: dict[str, Shards] = {}
         if actor is not None:
             apart = self.adapter_apart
-            self.named = actor.named_shards(merged=False) if apart else actor.named_shards()
+            named = actor.named_shards(merged=False) if apart else actor.named_shards()
+            model = actor.pretrained[0]  # the engine samples without what predicts several tokens
+            self.named = {name: held for name, held in named.items() if not is_mtp(name, model)}
         self.derived: Derived | None = derived_of(self.named)
         self.rounds: list[PushRound] = []
         self.base_is_there = False

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmdrl.checkpoint.safe_load import ShardReader, read_plain
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config import ConfigError, TrainConfig, require
 from spmdrl.distributed.collectives import together
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines import host_copies as staging
@@ -47,6 +47,7 @@ from spmdrl.weights.boxes import view, whole
 logger = logging.getLogger(__name__)
 
 COMMON = "common.pt"
+MTP = "num_mtp_layers"  # in it: the layers for multi-token prediction that were trained
 MARK = "metadata.json"  # what megatron-core writes last, and FSDP2's checkpoints do not have
 BACKEND, VERSION = "torch_dist", 1
 
@@ -75,6 +76,8 @@ def stage(
     metadata = layout_metadata()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     common = {"num_updates": num_updates, "dtype": str(parts.config.params_dtype)}
+    if parts.num_mtp_layers:
+        common[MTP] = parts.num_mtp_layers
     if parts.optim is not None:
         common["optim_name"] = parts.optim.name
     state = {**common, "content_metadata": kept}
@@ -108,6 +111,12 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
     check_base(parts.adapters, folder, topology)
     if parts.optim is not None:
         require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
+    require(
+        common.get(MTP, 0) == parts.num_mtp_layers,
+        f"{folder} has {common.get(MTP, 0)} layers for multi-token prediction that were trained, and "
+        f"this run trains {parts.num_mtp_layers}: resume with the mtp_loss_scaling_factor, 0 or "
+        "above 0, that wrote it, or start from an export of it (python -m spmdrl.export)",
+    )
     metadata = layout_metadata() | (common.get("content_metadata") or {})
     wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}
     if has_average(parts, folder, topology):
@@ -184,7 +193,7 @@ def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list
         state = RoleState.build(topology, **parallel_sizes(Degrees()))
         with state.active(), mcore_cpu.without_memory():
             mega = transformer_config(hf_config, Degrees(), torch.float32)
-            (chunk,) = build_chunks(hf_config, mega, kind)
+            (chunk,) = build_chunks(hf_config, mega, kind, common.get(MTP, 0))
             entries = chunk.sharded_state_dict(
                 metadata=layout_metadata() | (common.get("content_metadata") or {})
             )

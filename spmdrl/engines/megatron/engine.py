@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate
 from spmdrl.engines.megatron import lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
+from spmdrl.engines.megatron.mtp import mtp_logprobs
 from spmdrl.engines.megatron.parts import Parts
 from spmdrl.engines.micro_batches import (
     MicroBatch,
@@ -126,11 +128,17 @@ class MegatronEngine:
                 entropy = torch.zeros_like(logprobs)
             value, metrics = loss_fn(logprobs, entropy, inputs.batch)
             add_metrics(sums, {"loss_sum": value.detach(), **metrics})
-            return value
+            if self.parts.mtp_embeddings is None:
+                return value
+            ahead = self._mtp_loss(inputs, hidden)
+            add_metrics(sums, {"mtp_loss": ahead.detach()})
+            return value + self.config.mtp_loss_scaling_factor * ahead / float(num_tokens)
 
         with self.parts.state.active():
             parts = self._micro_batches(self.shared(batch))
             self.parts.zero_grad()
+            if self.parts.mtp_embeddings is not None:
+                self.parts.mtp_embeddings.refresh()
             self.run(self._on_device(parts), loss, forward_only=False)
             totals = self._totals(sums)
             lr = self._learning_rate()
@@ -140,6 +148,19 @@ class MegatronEngine:
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / float(num_tokens)
         return result
+
+    def _mtp_loss(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """Returns the sum over the unmasked tokens of their negative log-probability, the mean of
+        the layers for multi-token prediction.
+        """
+        embeddings = self.parts.mtp_embeddings
+        assert embeddings is not None
+        predict = partial(self.policy, temperature=1.0, frozen_head=True)
+        found = mtp_logprobs(
+            self.parts.raw[-1], embeddings, inputs, hidden,
+            lambda now, states: predict(now, states)[0],
+        )  # fmt: skip
+        return -torch.stack(found).sum() / len(found)
 
     def _learning_rate(self) -> float:
         """The learning rate of the update to come; set here, but where the host has a schedule of
@@ -247,13 +268,18 @@ class MegatronEngine:
         return self.parts.routers.forward(chunk, experts, forward_only)
 
     def policy(
-        self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, inputs: Inputs, hidden: Tensor, temperature: float, pi_squared: bool = False,
+        frozen_head: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(num_tokens,) logprobs, entropy and sums of squares (0 unless wanted); 0 if masked.
 
-        hidden: (rows, local tokens, hidden_size), as the model returns it.
+        hidden: (rows, local tokens, hidden_size), as the model returns it. frozen_head: no gradient
+        flows into the head.
         """
         head, mb = self.parts.head, inputs.batch
+        if frozen_head:
+            bias = None if head.bias is None else head.bias.detach()
+            head = replace(head, weight=head.weight.detach(), bias=bias)
         states = self.chosen_states(inputs, hidden)
         targets = mb.token_ids[inputs.chosen[inputs.local]]
         stats = lm_head_logprobs(

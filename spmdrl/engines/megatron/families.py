@@ -35,6 +35,18 @@ ANY: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """Says where files have layers for multi-token prediction. {layer} is the number that such a
+    layer has behind the others, {number} the one that it has among its like, from 0.
+    """
+
+    around: Names  # of the parameters beside the layer inside, by megatron-core's names
+    prefix: str  # of these
+    inside: str  # of those of the layer inside, which are named as in the model
+    most: int | None = None  # layers that may be; None: any number
+
+
+@dataclass(frozen=True)
 class Family:
     """Says what sets an architecture apart from a dense model that has nothing but RMSNorm, rotary
     attention and a gated MLP.
@@ -51,6 +63,7 @@ class Family:
     sandwich_norms: bool = False  # attention and MLP have a norm before and one behind
     embedding_scale: Callable[[Any], float] | None = None  # what embeddings are multiplied by
     clamped_swiglu: Callable[[Any], Settings] | None = None  # alpha and limit, of experts
+    mtp: MtpNames | None = None  # layers for multi-token prediction; None: they are not trained
 
     @property
     def is_custom(self) -> bool:
@@ -152,6 +165,22 @@ QWEN3_5: Names = NORMS | GATED_ATTENTION | QK_NORM | DELTA | {
         "b": "linear_attn.in_proj_b.weight", "a": "linear_attn.in_proj_a.weight",
     }),
 }  # fmt: skip
+DEEPSEEK_MTP = MtpNames(
+    {
+        "enorm.weight": Whole("enorm.weight"), "hnorm.weight": Whole("hnorm.weight"),
+        "eh_proj.weight": SplitRows("eh_proj.weight"),
+        "final_layernorm.weight": Whole("shared_head.norm.weight"),
+    },
+    prefix="model.layers.{layer}.", inside="model.layers.{layer}.",
+)  # fmt: skip
+QWEN_MTP = MtpNames(
+    {
+        "enorm.weight": Whole("pre_fc_norm_embedding.weight"),
+        "hnorm.weight": Whole("pre_fc_norm_hidden.weight"),
+        "eh_proj.weight": SplitRows("fc.weight"), "final_layernorm.weight": Whole("norm.weight"),
+    },
+    prefix="mtp.", inside="mtp.layers.{number}.", most=1,
+)  # fmt: skip
 
 # ---- fields
 
@@ -314,7 +343,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
             "rope_interleave": (True,),
         },
         lambda hf: deepseek_experts(hf) | latent_attention(hf),
-        deepseek_groups, latent=True,
+        deepseek_groups, latent=True, mtp=DEEPSEEK_MTP,
     ),
     "mistral": Family(LLAMA, SILU | WINDOW | {"head_dim": ANY}),
     "seed_oss": Family(
@@ -340,6 +369,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen3_5_text": Family(
         QWEN3_5 | MLP, QWEN_NEXT_FIELDS, qwen_next, delta_nets=True, partial_rotary=True,
+        mtp=QWEN_MTP,
     ),
     "qwen3_5_moe_text": Family(
         QWEN3_5 | EXPERTS | SHARED_EXPERT,
@@ -350,7 +380,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         lambda hf: qwen_next(hf) | shared_expert(hf) | experts(
             hf, hf.num_experts, hf.moe_intermediate_size
         ),
-        delta_nets=True, partial_rotary=True,
+        delta_nets=True, partial_rotary=True, mtp=QWEN_MTP,
     ),
     "glm4_moe": Family(
         LLAMA | QKV_BIAS | QK_NORM | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
@@ -358,7 +388,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         lambda hf: deepseek_experts(hf) | {
             "add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm,
         },
-        deepseek_groups, partial_rotary=True,
+        deepseek_groups, partial_rotary=True, mtp=DEEPSEEK_MTP,
     ),
     "glm4": Family(
         GLM_NORMS | ATTENTION | QKV_BIAS | FUSED_MLP,

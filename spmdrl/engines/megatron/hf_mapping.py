@@ -79,12 +79,22 @@ def local_name(rest: str) -> str:
 
 
 def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, parameter: Tensor) -> list[HfSlice]:
+    ahead = re.fullmatch(r"mtp\.layers\.(\d+)\.(.+)", name)
+    if ahead is not None:
+        return _mtp_pieces(chunk, hf, int(ahead[1]), ahead[2], parameter)
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if layer is None:
         return _outside_layers(chunk, hf, name, parameter)
     number = layer_numbers(chunk.config, chunk.vp_stage)[int(layer[1])]
-    groups, rest = chunk.pg_collection, local_name(layer[2])
-    place = Place(f"model.layers.{number}.", cut_of(groups.tp), chunk.config)
+    return _layer_pieces(chunk, hf, f"model.layers.{number}.", layer[2], parameter)
+
+
+def _layer_pieces(
+    chunk: Any, hf: PreTrainedConfig, prefix: str, name: str, parameter: Tensor
+) -> list[HfSlice]:
+    """prefix: of the layer's Hugging Face names; name: of the parameter inside it."""
+    groups, rest = chunk.pg_collection, local_name(name)
+    place = Place(prefix, cut_of(groups.tp), chunk.config)
     expert = re.fullmatch(r"(.+\.local_experts\.)(\d+)(\..+)", rest)
     if expert is not None:
         first, _ = cut_of(groups.ep).range(chunk.config.num_moe_experts)
@@ -92,6 +102,23 @@ def _pieces_of(chunk: Any, hf: PreTrainedConfig, name: str, parameter: Tensor) -
         rest = f"{expert[1]}{{expert}}{expert[3]}"
     split = _known(FAMILIES[hf.model_type].names, rest)
     return split.slices(place, tuple(parameter.shape))
+
+
+def _mtp_pieces(
+    chunk: Any, hf: PreTrainedConfig, number: int, name: str, parameter: Tensor
+) -> list[HfSlice]:
+    """number: of the layer among those for multi-token prediction, from 0."""
+    known = FAMILIES[hf.model_type].mtp
+    assert known is not None, hf.model_type
+    prefix, inside = (
+        text.format(layer=chunk.config.num_layers + number, number=number)
+        for text in (known.prefix, known.inside)
+    )
+    if name.startswith("transformer_layer."):
+        name = name.removeprefix("transformer_layer.")
+        return _layer_pieces(chunk, hf, inside, name, parameter)
+    place = Place(prefix, cut_of(chunk.pg_collection.tp), chunk.config)
+    return _known(known.around, name).slices(place, tuple(parameter.shape))
 
 
 def _known(names: Mapping[str, Found], name: str) -> Found:

@@ -43,6 +43,7 @@ class Inputs:
     chosen: Tensor  # (n,) int64: the unmasked tokens of the batch
     local: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
+    places: Tensor  # (num_tokens,) int64 on the CPU: where each token's state is; -1: on another rank
     # (tokens that this rank's routers are given, num_moe_layers, top_k), as in Batch
     routed_experts: Tensor | None = None
 
@@ -74,7 +75,7 @@ def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
     return Inputs(
         batch, row[held_here][None], positions.to(device)[held_here][None],
         _params(room, cut, device), chosen, chosen_here.to(device), states[chosen_here].to(device),
-        _experts(batch, place.to(device), held_here, size, cut),
+        local[place], _experts(batch, place.to(device), held_here, size, cut),
     )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def _padded(batch: Batch, cut: SequenceSplit) -> Inputs:
     states = place[chosen.cpu() - 1].to(device)
     return Inputs(
         batch, rows.view(len(lens), width), positions, None, chosen,
-        torch.arange(len(chosen), device=device), states,
+        torch.arange(len(chosen), device=device), states, place,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from spmdrl.engines.megatron.layout import (
     softcap,
     vocab_range,
 )
+from spmdrl.engines.megatron.mtp import add_mtp_layers, layers_of
 
 __all__ = [
     "Degrees", "ValueHead", "build_chunks", "check_architecture", "check_layout", "layer_numbers",
@@ -133,9 +134,12 @@ def _window_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def build_chunks(
-    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value", "reward"]
-) -> list[Any]:
+    hf_config: PreTrainedConfig, config: Any, kind: Literal["policy", "value", "reward"],
+    num_mtp_layers: int = 0,
+) -> list[Any]:  # fmt: skip
     """GPTModels of this pipeline rank, one per virtual stage, with weights of zero.
+
+    num_mtp_layers: layers for multi-token prediction that the last stage has beside (mtp.py).
 
     `parallel_state` is initialised with the degrees of `config`. On a CPU inside mcore_cpu.scope().
     Collective over the embedding group where embeddings are tied over pipeline stages.
@@ -165,6 +169,8 @@ def build_chunks(
         )  # fmt: skip
         if kind != "policy" and last:
             chunk.output_layer = ValueHead(config) if kind == "value" else RewardHead(config)
+        if num_mtp_layers and last:
+            add_mtp_layers(chunk, hf, num_mtp_layers, partial(layer_spec, config, hf))
         _set_rope(chunk, hf)
         _finish(chunk, hf)
         _mark_experts(chunk)
@@ -366,7 +372,7 @@ def _finish_latent(chunk: Any) -> None:
     config = chunk.config
     assert config.sequence_parallel or config.tensor_model_parallel_size == 1
     key_value_dim = config.kv_lora_rank + config.qk_pos_emb_head_dim
-    for layer in chunk.decoder.layers:
+    for layer in layers_of(chunk):
         attn = layer.self_attention
         attn.linear_kv_down_proj = WholeLinear(config.hidden_size, key_value_dim, config)
         attn.kv_layernorm.eps = LATENT_NORM_EPS

@@ -25,11 +25,13 @@ from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
 from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers, softcap
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
+from spmdrl.engines.megatron.mtp import TokenEmbeddings
 from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.router_replay import ReplayedRouters
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.hub.mtp_layers import num_mtp_layers
 from spmdrl.weights.boxes import Box
 from spmdrl.weights.shards import Shards
 
@@ -96,6 +98,8 @@ class Parts:
     optim: OptimConfig | None = None  # what the optimizer was built with, if it was built here
     dropout: list[tuple[Any, str, float]] = field(default_factory=list)  # module, attribute, value
     routers: ReplayedRouters | None = None  # whose experts are replayed
+    mtp_embeddings: TokenEmbeddings | None = None  # where layers for multi-token prediction learn
+    num_mtp_layers: int = 0  # of these
 
     @property
     def raw(self) -> list[Any]:
@@ -339,12 +343,15 @@ def build_parts(
     state = RoleState.build(topology, **parallel_sizes(degrees))
     recompute = not frozen and checkpointing_of(config, topology.device.type == "cuda")
     replays = kind == "policy" and not frozen and config.router_replay is not None
+    trains_mtp = kind == "policy" and not frozen and config.mtp_loss_scaling_factor > 0
+    num_mtp = num_mtp_layers(hf_config) if trains_mtp else 0
     with state.active():
         mega = transformer_config(
             hf_config, degrees, DTYPES[config.dtype],
             recompute=recompute, **({"moe_enable_routing_replay": True} if replays else {}),
         )  # fmt: skip
-        chunks = build_chunks(hf_config, mega, kind)  # type: ignore[arg-type]
+        chunks = build_chunks(hf_config, mega, kind, num_mtp)  # type: ignore[arg-type]
+        ahead = TokenEmbeddings(chunks, hf_config) if num_mtp else None
         if chunks[0].pre_process:
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
         if load_weights:
@@ -377,7 +384,8 @@ def build_parts(
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
         [saved, *generation], dp_size, adapters=adapters, average=average,
-        optim=None if frozen else config.optim, routers=routers,
+        optim=None if frozen else config.optim, routers=routers, mtp_embeddings=ahead,
+        num_mtp_layers=num_mtp,
     )  # fmt: skip
 
 

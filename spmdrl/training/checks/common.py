@@ -32,6 +32,7 @@ from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
 from spmdrl.engines.megatron.layout import check_layout, check_scores
 from spmdrl.engines.megatron.lora import check_adaptable
+from spmdrl.engines.megatron.mtp import check_mtp
 from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
@@ -115,6 +116,7 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         check_scores(hf, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
             check_adaptable(hf, role.lora)
+        check_mtp(name, role, model)
         if role.optim.name == "muon":
             check_matrices(hf)
     except ConfigError as error:
@@ -153,7 +155,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
         "tensor_parallel": 1, "sequence_parallel": False, "pipeline_parallel": 1,
         "virtual_pipeline": 1, "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None, "context_parallel": 1,
-        "expert_tensor_parallel": 1,
+        "expert_tensor_parallel": 1, "mtp_loss_scaling_factor": 0.0,
     },
 }  # fmt: skip
 

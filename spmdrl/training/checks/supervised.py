@@ -63,6 +63,11 @@ def check_reward_training(config: RewardTrainingConfig, world: int, warn: bool =
         "actor.shared_prefix=True has no effect on a reward model: its sequences are computed in "
         "pairs, each of them whole; leave it out",
     )
+    require(
+        config.actor.mtp_loss_scaling_factor == 0,
+        f"actor.mtp_loss_scaling_factor={config.actor.mtp_loss_scaling_factor:g}: a reward model "
+        "predicts no tokens; leave it 0",
+    )
     check_supervised(config, world, "a reward model", BEST_REWARD_MODEL, warn)
     hf = classifier_config(config.model)
     check_vision(hf, {"actor": config.actor})
