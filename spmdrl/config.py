@@ -71,7 +71,8 @@ class RewardModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute
     fsdp: int = -1  # ranks that share one copy of the weights; -1: all of `reward`
     # of megatron, of the actor: weight of the loss of the model's layers for multi-token prediction,
-    # which then learn to predict what the policy says; 0: they stay as they are. docs/megatron.md
+    # which then learn to predict what the policy says; 0: they stay as they are.
+    # docs/megatron_families.md
     mtp_loss_scaling_factor: float = 0.0
     micro_batch_tokens: int = 16384  # per rank and forward pass
     offload_params: bool = False  # to the CPU while nothing is scored
@@ -201,7 +202,8 @@ class TrainConfig:
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
     # of megatron, of the actor: weight of the loss of the model's layers for multi-token prediction,
-    # which then learn to predict what the policy says; 0: they stay as they are. docs/megatron.md
+    # which then learn to predict what the policy says; 0: they stay as they are.
+    # docs/megatron_families.md
     mtp_loss_scaling_factor: float = 0.0
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum
     kernels: Literal["spmdrl", "liger", "torch"] = "spmdrl"  # of fsdp: RMSNorm, SwiGLU, RoPE

@@ -45,7 +45,7 @@ def main(
         adapter: of a run with lora, write the adapter alone, for peft.PeftModel.from_pretrained
         base: where the model lies that the run started from, if it has been moved, or its name on a
             hub: that which lora has adapted, or whose multi-token prediction layers are kept
-        without_mtp: leave out the multi-token prediction layers, which no run trains
+        without_mtp: leave out the multi-token prediction layers
         trust_remote_code: run Python files of the model that the checkpoint is of
         push_to_hub: a repository owner/name on the Hugging Face Hub, which is made if there is
             none, to upload the folder to, with a model card; modelscope:owner/name: on ModelScope.

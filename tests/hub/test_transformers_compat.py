@@ -76,6 +76,26 @@ def test_transformers_still_names_what_it_keeps_in_float32(model: Any) -> None:
     assert transformers_compat.keeps_float32(Own(CONFIG))
 
 
+def test_transformers_still_has_the_functions_of_a_gated_delta_net() -> None:
+    """The delta rule against its recurrence, arXiv 2412.06464, equation 10."""
+    convolve, delta_rule = transformers_compat.gated_delta_functions()
+    x, weight = torch.randn(1, 3, 5), torch.randn(3, 2)
+    want = torch.nn.functional.conv1d(x, weight[:, None], padding=1, groups=3)[..., :5]
+    assert torch.allclose(convolve(x, weight, None, activation=None), want, atol=1e-6)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, 4, 1, 6), dim=-1) for _ in range(2))
+    v, g, beta = torch.randn(1, 4, 1, 2), -torch.rand(1, 4, 1), torch.rand(1, 4, 1)
+    out, _ = delta_rule(
+        q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    state = torch.zeros(6, 2)
+    for n in range(4):
+        key = k[0, n, 0]
+        state = state * g[0, n, 0].exp()
+        state = state + torch.outer(key, beta[0, n, 0] * (v[0, n, 0] - key @ state))
+        assert torch.allclose(out[0, n, 0], q[0, n, 0] @ state * 6**-0.5, atol=1e-5)
+
+
 def test_peft_still_turns_an_adapter_off_by_its_disable_adapters() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 

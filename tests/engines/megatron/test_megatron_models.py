@@ -17,12 +17,13 @@ pytestmark = [pytest.mark.ranks, pytest.mark.megatron]
 SEQUENCE = {"tensor": 2, "sequence": True}
 NEW = ["mistral", "seed_oss", "glm4", "gemma2", "gemma3_text"]
 SPARSE = ["qwen2_moe", "glm4_moe", "gpt_oss"]
+DELTA = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 TWO_RANKS = [
-    Case({"tensor": 2}, ["gemma2", "glm4"]),
-    Case(SEQUENCE, [*NEW, *SPARSE]),
+    Case({"tensor": 2}, ["gemma2", "glm4", "qwen3_5_text"]),
+    Case(SEQUENCE, [*NEW, *SPARSE, *DELTA]),
     Case(SEQUENCE, ["gemma3_text", "gpt_oss"], recompute="selective"),
-    Case(SEQUENCE | {"expert": 2}, SPARSE, recompute=True),
-    Case({"pipeline": 2}, [*NEW, *SPARSE]),
+    Case(SEQUENCE | {"expert": 2}, [*SPARSE, "qwen3_next"], recompute=True),
+    Case({"pipeline": 2}, [*NEW, *SPARSE, *DELTA]),
     Case({"context": 2}, [*NEW, *SPARSE]),
     Case({"tensor": 2}, ["qwen3", "qwen2", "llama"]),
     Case(SEQUENCE, ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3"]),
