@@ -70,10 +70,6 @@ class RewardModelConfig:
     model: str = ""  # required
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of compute
     fsdp: int = -1  # ranks that share one copy of the weights; -1: all of `reward`
-    # of megatron, of the actor: weight of the loss of the model's layers for multi-token prediction,
-    # which then learn to predict what the policy says; 0: they stay as they are.
-    # docs/megatron_families.md
-    mtp_loss_scaling_factor: float = 0.0
     micro_batch_tokens: int = 16384  # per rank and forward pass
     offload_params: bool = False  # to the CPU while nothing is scored
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of its own template
@@ -201,8 +197,8 @@ class TrainConfig:
     num_layers_in_last_pipeline_stage: int | None = None
     context_parallel: int = 1  # ranks that share the tokens of a sequence
     expert_tensor_parallel: int = 1  # ranks that share one expert's matrices
-    # of megatron, of the actor: weight of the loss of the model's layers for multi-token prediction,
-    # which then learn to predict what the policy says; 0: they stay as they are.
+    # of megatron, of the actor: weight of the loss of the model's layers for multi-token
+    # prediction, which then learn to predict what the policy says; 0: they stay as they are.
     # docs/megatron_families.md
     mtp_loss_scaling_factor: float = 0.0
     micro_batch_tokens: int = 16384  # per rank and forward pass; ranks that share have the sum

@@ -113,9 +113,9 @@ def load(parts: Parts, folder: Path, topology: Topology) -> int:
         require_same_optimizer(folder, common.get("optim_name", "adamw"), parts.optim.name)
     require(
         common.get(MTP, 0) == parts.num_mtp_layers,
-        f"{folder} has {common.get(MTP, 0)} layers for multi-token prediction that were trained, and "
-        f"this run trains {parts.num_mtp_layers}: resume with the mtp_loss_scaling_factor, 0 or "
-        "above 0, that wrote it, or start from an export of it (python -m spmdrl.export)",
+        f"{folder} has {common.get(MTP, 0)} layers for multi-token prediction that were trained, "
+        f"and this run trains {parts.num_mtp_layers}: resume with the mtp_loss_scaling_factor, 0 "
+        "or above 0, that wrote it, or start from an export of it (python -m spmdrl.export)",
     )
     metadata = layout_metadata() | (common.get("content_metadata") or {})
     wanted = {"num_updates": 0, **sharded_state(parts, metadata, is_loading=True)}

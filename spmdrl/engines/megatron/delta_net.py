@@ -46,7 +46,9 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.eps = eps
         device = torch.cuda.current_device()  # on a CPU by cpu_shim.scope()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight = mappings.copy_to_tensor_model_parallel_region(self.weight)
@@ -94,7 +96,9 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):
         mixed = convolve(
             qkv.transpose(1, 2), self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu"
         )
-        query, key, value = mixed.transpose(1, 2).split([keys, keys, self.v_dim // self.tp_size], -1)
+        query, key, value = mixed.transpose(1, 2).split(
+            [keys, keys, self.v_dim // self.tp_size], -1
+        )
         query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
         times = self.num_value_heads // self.num_key_heads
         if times > 1:

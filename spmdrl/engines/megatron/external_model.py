@@ -90,9 +90,9 @@ def check_layers(parts: Parts, hf_config: PreTrainedConfig) -> None:
     built = all(getattr(model, "built_for", None) == kind for model in parts.raw)
     require(
         built or not FAMILIES[kind].is_custom,
-        f"attach: {kind} has norms, activations, a scale of its embeddings or states between tokens "
-        "that megatron-core's own layers do not compute on packed sequences: build the model's chunks with "
-        "spmdrl.engines.megatron.model.build_chunks",
+        f"attach: {kind} has norms, activations, a scale of its embeddings or states between "
+        "tokens that megatron-core's own layers do not compute on packed sequences: build the "
+        "model's chunks with spmdrl.engines.megatron.model.build_chunks",
     )
 
 

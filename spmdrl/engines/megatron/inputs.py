@@ -43,7 +43,9 @@ class Inputs:
     chosen: Tensor  # (n,) int64: the unmasked tokens of the batch
     local: Tensor  # (m,) int64: which of these this rank makes the hidden state before of
     states: Tensor  # (m,) int64: where these states are, of the rows of hidden states end to end
-    places: Tensor  # (num_tokens,) int64 on the CPU: where each token's state is; -1: on another rank
+    places: (
+        Tensor  # (num_tokens,) int64 on the CPU: where each token's state is; -1: on another rank
+    )
     # (tokens that this rank's routers are given, num_moe_layers, top_k), as in Batch
     routed_experts: Tensor | None = None
 

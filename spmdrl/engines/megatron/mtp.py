@@ -36,7 +36,8 @@ def check_mtp(name: str, role: TrainConfig, model: str) -> None:
     family, num = FAMILIES[hf.model_type].mtp, num_mtp_layers(hf)
     require(role.mtp_loss_scaling_factor > 0, f"{said} is to be 0 or above")
     require(
-        name == "actor", f"{said}: the layers for multi-token prediction are the actor's; leave it 0"
+        name == "actor",
+        f"{said}: the layers for multi-token prediction are the actor's; leave it 0",
     )
     require(
         num > 0 and not is_classifier(hf),
@@ -93,8 +94,9 @@ class TokenEmbeddings:
         if ps.get_pipeline_model_parallel_world_size() > 1:
             self.group = ps.get_embedding_group(check_initialized=False)
         if self.own is None and last.post_process:
+            rows = padded_vocab(hf_config, last.pg_collection.tp.size())
             self.copy = LanguageModelEmbedding(
-                config=last.config, vocab_size=padded_vocab(hf_config, last.pg_collection.tp.size()),
+                config=last.config, vocab_size=rows,
                 max_sequence_length=hf_config.max_position_embeddings,  # type: ignore[attr-defined]
                 position_embedding_type="rope", tp_group=last.pg_collection.tp,
             ).requires_grad_(False)  # fmt: skip

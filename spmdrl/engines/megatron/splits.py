@@ -236,7 +236,9 @@ def tensor_names(split: Split) -> list[str]:
     """
     fields = vars(split).values()
     plain = [value for value in fields if isinstance(value, str)]
-    return plain + [name for value in fields if isinstance(value, Mapping) for name in value.values()]
+    return plain + [
+        name for value in fields if isinstance(value, Mapping) for name in value.values()
+    ]
 
 
 def _all(parameter: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.megatron.layout import num_experts, stage_layers
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
+from spmdrl.hub.mtp_layers import num_mtp_layers
 from spmdrl.training.checks.model_shape import (
     ModelShape,
     adapter_parameters,
@@ -208,15 +209,23 @@ class Stage:
 def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
     """Tensor parallelism cuts all but the router and what latent attention projects down.
 
-    Tied, and with several stages, both the first and the last stage have the embedding.
+    Tied, and with several stages, both the first and the last stage have the embedding. Layers for
+    multi-token prediction that are trained are on the last.
     under_way: of 1F1B, and of interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
     """
     stages, chunks, tensor = role.pipeline_parallel, role.virtual_pipeline, role.tensor_parallel
     held, found = layers_by_stage(role, shape.text.num_hidden_layers), []
     counted = [layer_parameters(shape, number) for number in range(shape.text.num_hidden_layers)]
+    trains_mtp = shape.kind == "policy" and role.mtp_loss_scaling_factor > 0
+    ahead = num_mtp_layers(shape.hf) if trains_mtp else 0
     for rank, layers in enumerate(held):
-        cut, whole, experts = (sum(counted[number][part] for number in layers) for part in range(3))
         is_first, is_last = rank == 0, rank == stages - 1
+        more = [counted[-1]] * ahead if is_last else []
+        cut, whole, experts = (
+            sum(count[part] for count in (*(counted[number] for number in layers), *more))
+            for part in range(3)
+        )
+        cut += len(more) * 2 * shape.text.hidden_size**2
         ends = shape.matrices if is_first and is_last else int(is_first or is_last)
         after = stages - rank - 1
         found.append(Stage(

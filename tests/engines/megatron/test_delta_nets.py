@@ -41,11 +41,11 @@ def test_a_run_of_grpo_pushes_every_bit_and_exports_the_language_model(tmp_path:
     Path(tmp_path, "cfg.py").write_text(RUN)
     done = train(tmp_path, 2, "--config", "cfg.py")
     assert done.code == 0, done.output[-6000:]
-    rows = metrics_of(tmp_path / "run")
+    rows = [row for row in metrics_of(tmp_path / "run") if row["step"]]
     assert len(rows) == 2
-    for row in rows:
-        assert row["actor/grad_norm"] > 0
-        assert row["rollout/logprob_diff_mean"] < 0.05, row  # vLLM's is in bfloat16
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    # of the engine, which computes in bfloat16, and the trainer
+    assert all(0 < row["correction/k3"] < 0.01 for row in rows), rows
     export(tmp_path / "run/checkpoints/step_00000002", tmp_path / "out")
     before: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     after, info = AutoModelForCausalLM.from_pretrained(
@@ -67,4 +67,3 @@ def test_a_layout_that_cuts_states_or_gates_is_refused(degrees: Any, said: str) 
     with pytest.raises(ConfigError, match=said):
         check_layout(tiny.make_config("qwen3_5_text"), Degrees(**degrees))
     check_layout(tiny.make_config("qwen3_5_text"), Degrees(tensor=2, sequence=True, pipeline=2))
-

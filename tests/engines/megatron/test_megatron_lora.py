@@ -36,6 +36,7 @@ def case(model, kind, ranks, lora=LORA, **layout):
     return model, kind, ranks, replace(TRAIN, engine="megatron", lora=lora, **layout)
 
 
+FAMILIES = ("qwen3_5_text", "glm4", "gpt_oss", "glm4_moe")
 TOKENS = {"vocab_size": 98, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 
 LAYOUTS = [
@@ -54,6 +55,8 @@ LAYOUTS = [
     case("odd", "policy", 2, lora=ONLY_K, tensor_parallel=2, sequence_parallel=True),
     case("moe", "policy", 4, tensor_parallel=2, sequence_parallel=True, expert_parallel=2),
     case("latent", "policy", 2, tensor_parallel=2, sequence_parallel=True),
+    # several projections in one matrix, one projection that is two matrices, biases, shared experts
+    *(case(family, "policy", 2, tensor_parallel=2, sequence_parallel=True) for family in FAMILIES),
 ]  # fmt: skip
 
 
@@ -61,7 +64,10 @@ LAYOUTS = [
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_megatron_models.save_model("deepseek_v3", folder / "latent", num_hidden_layers=2, **TOKENS)
-    return save_models(folder) | {"latent": str(folder / "latent")}
+    for family in FAMILIES:
+        tiny_megatron_models.save_model(family, folder / family, **TOKENS)
+    names = ("latent", *FAMILIES)
+    return save_models(folder) | {name: str(folder / name) for name in names}
 
 
 def average_of(engine):
