@@ -242,9 +242,10 @@ def assert_same(result, reference, layout):
     for got, want in zip(looked, want_looked, strict=True):
         torch.testing.assert_close(got, want[rows], rtol=0, atol=1e-5, msg=str(layout))
     moved = 0
-    want_start, want_weights, want_average = (
-        of_single_experts(found) for found in (want_start, want_weights, want_average)
-    )
+    if layout[0] != "gpt_oss":  # whose files have all experts of a layer in one tensor
+        want_start, want_weights, want_average = (
+            of_single_experts(found) for found in (want_start, want_weights, want_average)
+        )
     assert weights.keys() == want_weights.keys()
     for name, want in want_weights.items():
         message = f"{layout} {name}"
