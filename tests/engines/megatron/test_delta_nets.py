@@ -22,7 +22,8 @@ RUN = (
     .replace('max_tokens=8, dtype="float32"', 'max_tokens=8, dtype="bfloat16"')
     .replace(
         'actor=TrainConfig(dtype="float32",',
-        'weights=WeightsConfig(check=True),\n    algo=AlgoConfig(correction=CorrectionConfig(level="token")),\n'
+        "weights=WeightsConfig(check=True),\n"
+        '    algo=AlgoConfig(correction=CorrectionConfig(level="token")),\n'
         '    actor=TrainConfig(dtype="float32", '
         'engine="megatron", tensor_parallel=2, sequence_parallel=True,',
     )
