@@ -65,7 +65,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):
         with mock.patch.object(gated_delta_net, "HAVE_FLA", True):
             super().__init__(*args, **kwargs)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None,
         packed_seq_params: Any = None, **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
