@@ -97,7 +97,7 @@ class TokenEmbeddings:
             rows = padded_vocab(hf_config, last.pg_collection.tp.size())
             self.copy = LanguageModelEmbedding(
                 config=last.config, vocab_size=rows,
-                max_sequence_length=hf_config.max_position_embeddings,  # type: ignore[attr-defined]
+                max_sequence_length=hf_config.max_position_embeddings,
                 position_embedding_type="rope", tp_group=last.pg_collection.tp,
             ).requires_grad_(False)  # fmt: skip
 
