@@ -195,8 +195,8 @@ def test_updates_are_fsdps_and_pushes_checkpoints_and_exports_are_the_trainers(m
 
     families = [*LAYOUTS]
     megatron = {f: {"engine": "megatron"} | layout for f, layout in LAYOUTS.items()}
-    fsdp = run_ranks(1, trained_on, models, families, {}, timeout_s=150)[0]
-    every = run_ranks(2, trained_on, models, families, megatron, timeout_s=200)
+    fsdp = run_ranks(1, trained_on, models, families, {}, timeout_s=240)[0]
+    every = run_ranks(2, trained_on, models, families, megatron, timeout_s=240)
     mask = whole_batch().loss_mask.bool()
     for number, family in enumerate(families):
         plain = logprobs_of(models / family)[mask]

@@ -203,7 +203,7 @@ def check(folder, results):
 
 
 def test_two_ranks_are_transformers(models):
-    check(models, run_ranks(2, work, models, TWO_RANKS, timeout_s=150))
+    check(models, run_ranks(2, work, models, TWO_RANKS, timeout_s=240))
 
 
 def test_four_ranks_are_transformers(models):
