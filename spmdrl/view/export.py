@@ -100,7 +100,13 @@ def halving(steps: list[int]) -> list[int]:
 
 
 def names_of(answer: Answer) -> list[str]:
-    return [name for row in answer["rows"] for name in row.get("images", []) if name]
+    """Returns the names of the images of prompts and of replies."""
+    rows = answer["rows"]
+    of_prompts = [name for row in rows for name in row.get("images", []) if name]
+    contents = [m.get("content") for row in rows for m in row.get("messages", [])]
+    parts = [part for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)]
+    of_replies = [str(part["image"]).removeprefix("images/") for part in parts if "image" in part]
+    return of_prompts + of_replies
 
 
 def as_url(run: Run, name: str) -> str:

@@ -37,7 +37,10 @@ def talk() -> list[dict[str, Any]]:
             "chat": [{"role": "user", "content": "<image>How many?"}]}  # fmt: skip
     turns = [
         {"role": "assistant", "content": THOUGHTS + CALL},
-        {"role": "tool", "name": "lookup", "content": "two letters", "is_error": True},
+        {"role": "tool", "name": "lookup", "is_error": True, "content": [
+            {"type": "text", "text": "two letters"},
+            {"type": "image", "image": f"images/{IMAGE}.png"},
+        ]},
         {"role": "assistant", "content": f"It is 2. {HOSTILE}"},
     ]
     tokens = {"tokens": ["It", " is", "\n", "2"], "logprobs": [-0.5, None, -3.0, -0.01]}
@@ -62,6 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     Path(samples, f"step_{STEPS}_trained.jsonl").write_text(json.dumps(trained) + "\n")
     Path(samples, "images").mkdir()
     Path(samples, "images", IMAGE).write_bytes(PNG)
+    Path(samples, "images", f"{IMAGE}.png").write_bytes(PNG)
     spans = [["rollout", 1.0, 2.0, 2.5], ["update_actor", 2.5, 3.5, 3.5]]
     Path(folder, "first", "trace").mkdir()
     for rank in range(2):
@@ -189,6 +193,8 @@ def test_a_conversation_with_thought_call_and_image(
     roles = good.locator(".turn").evaluate_all("all => all.map(t => t.dataset.role)")
     assert roles == ["assistant", "tool", "assistant"]
     assert good.locator(".turn.tool.failed").count() == 1
+    replied = good.locator(".turn.tool img").evaluate("i => i.decode().then(() => i.naturalWidth)")
+    assert replied == 1
     thought = good.locator(".thought .text")
     assert not thought.is_visible()
     good.locator(".thought summary").click()

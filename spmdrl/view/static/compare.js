@@ -81,6 +81,6 @@ function pairView(page, { before, after, change }, state, from, to) {
     promptView(before, (name) => page.source.imageUrl(state.a, name)),
     before.ground_truth === null || before.ground_truth === undefined ? null : h("p", { class: "truth" }, h("span", { class: "role" }, "ground truth"), String(before.ground_truth)),
     h("div", { class: "answers pair" },
-      h("div", {}, h("p", { class: "small" }, `before: step ${number(from)}`), sampleView(before, 0)),
-      h("div", {}, h("p", { class: "small" }, `after: step ${number(to)}`), sampleView(after, 0, "none", 1, changed))));
+      h("div", {}, h("p", { class: "small" }, `before: step ${number(from)}`), sampleView(before, 0, (name) => page.source.imageUrl(state.a, name))),
+      h("div", {}, h("p", { class: "small" }, `after: step ${number(to)}`), sampleView(after, 0, (name) => page.source.imageUrl(state.b, name), "none", 1, changed))));
 }

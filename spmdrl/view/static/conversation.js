@@ -6,33 +6,34 @@ import { MEASURES, advantage, gap, logRatio, tokenColour } from "view/colours";
 export function promptView(row, imageUrl) {
   const images = (row.images ?? []).map((name) => imageUrl(name));
   const turns = row.chat ?? [{ role: "prompt", content: row.prompt }];
-  const shown = turns.map((message) => turnView(message, images));
+  const shown = turns.map((message) => turnView(message, images, imageUrl));
   const left = images.splice(0).map(imageView); // of a prompt that does not say where they stand
   return h("div", { class: "conversation prompt" }, shown, left);
 }
 
-export function answerView(row) {
+export function answerView(row, imageUrl) {
   const turns = row.messages?.length ? row.messages : [{ role: "assistant", content: row.response }];
-  return h("div", { class: "conversation answer" }, turns.map((message) => turnView(message, [])));
+  return h("div", { class: "conversation answer" }, turns.map((message) => turnView(message, [], imageUrl)));
 }
 
-function turnView(message, images) {
+function turnView(message, images, imageUrl) {
   const role = message.role ?? "assistant";
   const failed = message.is_error ? " failed" : "";
   const thought = message.reasoning_content ?? message.thinking;
   return h("div", { class: `turn ${role}${failed}`, dataset: { role } },
     h("span", { class: "role" }, role + (message.name ? ` ${message.name}` : "") + (failed && " – failed")),
     thought ? thoughtView(thought) : null,
-    contentView(message.content, images, role),
+    contentView(message.content, images, role, imageUrl),
     (message.tool_calls ?? []).map((call) => callView(JSON.stringify(call.function ?? call))));
 }
 
-function contentView(content, images, role) {
+// An image of a reply is named in its part; one of the prompt is the next of `images`.
+function contentView(content, images, role, imageUrl) {
   if (content === null || content === undefined) return [];
   if (Array.isArray(content)) {
     return content.map((part) => {
       if (typeof part === "string") return textView(part, images, role);
-      if (part.type === "image") return imageView(images.shift());
+      if (part.type === "image") return imageView(part.image ? imageUrl(part.image.replace("images/", "")) : images.shift());
       return textView(part.text ?? JSON.stringify(part), images, role);
     });
   }

@@ -48,7 +48,7 @@ export async function show(root, page, params) {
       const card = h("article", { class: "group", dataset: { step } },
         h("header", {}, h("button", { type: "button", class: "quiet", onclick: () => page.go("samples", { run: state.run, kind: state.kind, step }) }, `step ${step}`),
           h("span", { class: "small" }, `mean reward ${number(mean(rows))}`)),
-        h("div", { class: "answers" }, rows.map((row) => sampleView(row, 0, "none", 1, state.marks && before.has(row.sample) ? changesView(before.get(row.sample), textOf(row)) : null))));
+        h("div", { class: "answers" }, rows.map((row) => sampleView(row, 0, (name) => page.source.imageUrl(state.run, name), "none", 1, state.marks && before.has(row.sample) ? changesView(before.get(row.sample), textOf(row)) : null))));
       before = new Map([...before, ...rows.map((row) => [row.sample, textOf(row)])]);
       return card;
     });

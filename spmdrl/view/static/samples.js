@@ -126,15 +126,15 @@ export async function show(root, page, params) {
   }
 
   function groupView(rows, step, scale) {
-    const [first] = rows;
+    const [first] = rows, imageUrl = (name) => page.source.imageUrl(state.run, name);
     const open = () => page.go("history", { run: state.run, kind: state.kind, prompt: first.prompt_id });
     return h("article", { class: "group", dataset: { prompt: first.prompt_id } },
       h("header", {}, h("strong", {}, `prompt ${first.prompt_id}`),
         h("span", { class: "small" }, [first.data_source, `${rows.length} ${rows.length === 1 ? "answer" : "answers"}`].filter(Boolean).join(" · ")),
         h("button", { type: "button", class: "quiet through", onclick: open }, "through the steps →")),
-      promptView(first, (name) => page.source.imageUrl(state.run, name)),
+      promptView(first, imageUrl),
       first.ground_truth === null || first.ground_truth === undefined ? null : h("p", { class: "truth" }, h("span", { class: "role" }, "ground truth"), typeof first.ground_truth === "string" ? first.ground_truth : JSON.stringify(first.ground_truth)),
-      h("div", { class: "answers" }, rows.map((row) => sampleView(row, state.above, state.measure, scale))));
+      h("div", { class: "answers" }, rows.map((row) => sampleView(row, state.above, imageUrl, state.measure, scale))));
   }
 
   function drawFindings(found) {
@@ -158,10 +158,10 @@ function nearest(known, wanted) {
   return known.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), known[0]);
 }
 
-export function sampleView(row, above, measure = "none", scale = 1, body = null) {
+export function sampleView(row, above, imageUrl, measure = "none", scale = 1, body = null) {
   return h("section", { class: "sample", dataset: { sample: row.sample } },
     h("header", {}, verdict(row, above)), invalidView(row),
-    body ?? (measure === "none" ? answerView(row) : tokensView(row, measure, scale)), further(row));
+    body ?? (measure === "none" ? answerView(row, imageUrl) : tokensView(row, measure, scale)), further(row));
 }
 
 function snippet(row, text) {
