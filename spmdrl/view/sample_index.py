@@ -165,7 +165,9 @@ class SampleFiles:
     def image(self, name: str) -> Path | None:
         """Returns an image's file; None for what is no name of one, or is not there."""
         path = self.folder / "images" / name
-        return path if re.fullmatch(r"[0-9a-f]{32}(\.[a-z0-9]+)?", name) and path.is_file() else None
+        return (
+            path if re.fullmatch(r"[0-9a-f]{32}(\.[a-z0-9]+)?", name) and path.is_file() else None
+        )
 
 
 @lru_cache(maxsize=CACHED_FILES)

@@ -37,10 +37,15 @@ def talk() -> list[dict[str, Any]]:
             "chat": [{"role": "user", "content": "<image>How many?"}]}  # fmt: skip
     turns = [
         {"role": "assistant", "content": THOUGHTS + CALL},
-        {"role": "tool", "name": "lookup", "is_error": True, "content": [
-            {"type": "text", "text": "two letters"},
-            {"type": "image", "image": f"images/{IMAGE}.png"},
-        ]},
+        {
+            "role": "tool",
+            "name": "lookup",
+            "is_error": True,
+            "content": [
+                {"type": "text", "text": "two letters"},
+                {"type": "image", "image": f"images/{IMAGE}.png"},
+            ],
+        },
         {"role": "assistant", "content": f"It is 2. {HOSTILE}"},
     ]
     tokens = {"tokens": ["It", " is", "\n", "2"], "logprobs": [-0.5, None, -3.0, -0.01]}
