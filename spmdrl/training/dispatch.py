@@ -137,8 +137,8 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 )
                 for _ in range(assignment.num_mini_batches)
             ]
-    shown = config.log_samples if config.log_sample_tokens > 0 else 0
-    wanted = first_samples(assignment, shown, 1 + config.algo.replay_steps, config.rollout.n)
+    recorded = config.log_samples if config.log_sample_tokens > 0 else 0
+    wanted = first_samples(assignment, recorded, 1 + config.algo.replay_steps, config.rollout.n)
     metrics = dict(step_info["metrics"])
     return TrainBatches(assignment, batches, metrics, step_info, SampleRecorder(wanted))
 
