@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algo.advantages import estimator_of, reward_keys_of
+from spmdrl.config import PpoConfig
 from spmdrl.data.packing import (
     BatchAssignment,
     assign_to_ranks,
@@ -76,24 +77,17 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
     rollout: what this rank sampled; None on ranks that do not sample. Returns None on ranks that
     do not train. Raises TooManyInvalid on every rank where too many samples have no reward.
     """
-    config, post, per_turn = roles.config, roles.post, roles.config.rewards.per_turn
-    sets, of_actor = list(roles.trainer_ranks), (*FIELDS, "turn_rewards") if per_turn else FIELDS
-    if roles.routing is not None:
-        of_actor = (*of_actor, "routed_experts")
-    shown = roles.reply_images
-    asked: tuple[str, ...] = ASKED_FIELDS
-    if shown is not None:
-        of_actor, asked = (*of_actor, "reply_images"), (*asked, "reply_images")
-        shown.replies.clear()  # of the step before
-    pictures = None if shown is None else shown.replies
-    fields = [of_actor] + [asked] * (len(sets) - 1)
+    post, sets, fields = roles.post, list(roles.trainer_ranks), fields_of_sets(roles)
+    pictures = None if roles.reply_images is None else roles.reply_images.replies
+    if pictures is not None:
+        pictures.clear()  # of the step before
     assignment: BatchAssignment | None = None
     step_info: dict[str, Any] = {}
     own: dict[Ranks, Batch] = {}
     first = roles.training.ranks[0]  # hears of the assignment, and tells the others that train
     # what was learnt from has arrived. Ranks that sample ahead must not wait for more: the trainers
     # may be waiting for them to take weights
-    ahead = config.async_steps if roles.sampling.here else 0
+    ahead = roles.config.async_steps if roles.sampling.here else 0
     post.begin(step, delivered=step - 1 - ahead)
     if roles.sampling.here:
         assert rollout is not None
@@ -115,7 +109,7 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
                 (assignment, step_info), roles.training.control
             )
         assert assignment is not None
-        num_keys = len(reward_keys_of(config.algo))
+        num_keys = len(reward_keys_of(roles.config.algo))
         batches = {
             ranks: receive_batch(
                 own.get(ranks), assignment, ranks, names, num_keys, post, roles.routing, pictures
@@ -125,22 +119,47 @@ def dispatch_batches(roles: Roles, rollout: RolloutResult | None, step: int) -> 
         }
     for trainer in roles.trainers:  # ranks that help others with their sequences have none
         if trainer.here and trainer.ranks not in batches:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            of_samples = trainer.ranks == roles.actor.ranks
-            batches[trainer.ranks] = [
-                empty_batch(
-                    nothing,
-                    len(reward_keys_of(config.algo)),
-                    per_turn=per_turn and of_samples,
-                    routing=roles.routing if of_samples else None,
-                    reply_images=shown is not None,
-                )
-                for _ in range(assignment.num_mini_batches)
-            ]
-    recorded = config.log_samples if config.log_sample_tokens > 0 else 0
-    wanted = first_samples(assignment, recorded, 1 + config.algo.replay_steps, config.rollout.n)
-    metrics = dict(step_info["metrics"])
-    return TrainBatches(assignment, batches, metrics, step_info, SampleRecorder(wanted))
+            batches[trainer.ranks] = empty_batches(roles, trainer, assignment.num_mini_batches)
+    metrics, recorder = dict(step_info["metrics"]), recorder_of(roles.config, assignment)
+    return TrainBatches(assignment, batches, metrics, step_info, recorder)
+
+
+def fields_of_sets(roles: Roles) -> list[tuple[str, ...]]:
+    """Returns for each of `roles.trainer_ranks`, the actor's first, the fields of a `Batch` that
+    its ranks are sent.
+    """
+    of_actor: tuple[str, ...] = FIELDS
+    asked: tuple[str, ...] = ASKED_FIELDS
+    if roles.config.rewards.per_turn:
+        of_actor = (*of_actor, "turn_rewards")
+    if roles.routing is not None:
+        of_actor = (*of_actor, "routed_experts")
+    if roles.reply_images is not None:
+        of_actor, asked = (*of_actor, "reply_images"), (*asked, "reply_images")
+    return [of_actor] + [asked] * (len(roles.trainer_ranks) - 1)
+
+
+def empty_batches(roles: Roles, trainer: Trainer, num_mini_batches: int) -> list[Batch]:
+    """Returns mini-batches without sequences that have the fields of this trainer's batches."""
+    of_samples = trainer.ranks == roles.actor.ranks
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return [
+        empty_batch(
+            nothing,
+            len(reward_keys_of(roles.config.algo)),
+            per_turn=roles.config.rewards.per_turn and of_samples,
+            routing=roles.routing if of_samples else None,
+            reply_images=roles.reply_images is not None,
+        )
+        for _ in range(num_mini_batches)
+    ]
+
+
+def recorder_of(config: PpoConfig, assignment: BatchAssignment) -> SampleRecorder:
+    """Returns what keeps the updates' results of the samples that are written to samples/."""
+    count = config.log_samples if config.log_sample_tokens > 0 else 0
+    steps = 1 + config.algo.replay_steps
+    return SampleRecorder(first_samples(assignment, count, steps, config.rollout.n))
 
 
 def assign_and_pack(
