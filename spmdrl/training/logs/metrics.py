@@ -39,6 +39,13 @@ from spmdrl.training.logs.trackers import Tracker
 from spmdrl.types import Message, Picture, Prompt, Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
+# of samples/, with those that spmdrl.view adds
+COLUMNS_OF_ROWS = {
+    "prompt_id", "group", "sample", "data_source", "prompt", "response", "ground_truth", "reward",
+    "invalid", "finish_reason", "response_tokens", "pred", "chat", "messages", "turn_rewards",
+    "images", "tokens", "logprobs", "step", "advantage", "advantages", "trainer_logprobs",
+    "update_logprobs",
+}  # fmt: skip
 MOST_IMAGES = 8  # of a prompt that are written to samples/images/
 MOST_IMAGE_BYTES = 4 * 2**20  # a larger image is not written there
 RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
@@ -169,17 +176,19 @@ def write_samples(
     turns, each has its `messages`, one without a reply too. Images are files in the folder images
     beside `path`: those of the prompt, and those in the messages, which name them. Collective.
     """
-    ordered = sorted(samples, key=lambda s: (s.group, s.index))
-    bad = [s for s in ordered[most:] if s.invalid is not None][:MOST_INVALID]
-    rows = [
-        ((s.group, s.index), sample_row(s, detail.replies, fields_of_tokens(number, s, detail)))
-        for number, s in enumerate((*ordered[:most], *bad))
-    ]
+    ordered = sorted(samples, key=address_of)
+    first = first_addresses([address_of(s) for s in ordered[:most]], most, topology)
+    shown, detailed = set(first), set(first[: detail.num_samples])
+    others = [s for s in ordered if s.invalid is not None and address_of(s) not in shown]
+    rows = []
+    for s in (*(s for s in ordered if address_of(s) in shown), *others[:MOST_INVALID]):
+        num_tokens = detail.num_tokens if address_of(s) in detailed else 0
+        of_tokens = token_fields(s, detail.tokenizer, num_tokens)
+        rows.append((address_of(s), sample_row(s, detail.replies, of_tokens)))
     everyone = gather_to_first(rows, topology.control)
     if everyone is None:
         return
-    found = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
-    kept = found[:most] + [row for row in found[most:] if row[1]["invalid"] is not None]
+    kept = sorted(itertools.chain.from_iterable(everyone), key=lambda row: row[0])
     with writing(path):
         if detail.prompt_of is not None:
             for _, row in kept:
@@ -187,6 +196,23 @@ def write_samples(
                     pictures = detail.prompt_of(row["prompt_id"]).images
                     row["images"] = write_images(path.parent / "images", pictures)
         write_rows(path, [with_image_files(row, path.parent) for _, row in kept])
+
+
+def address_of(sample: Sample) -> tuple[int, int]:
+    return sample.group, sample.index
+
+
+def first_addresses(
+    own: list[tuple[int, int]], most: int, topology: Topology
+) -> list[tuple[int, int]]:
+    """Returns the `most` lowest addresses of all ranks' samples, in order. Collective.
+
+    own: this rank's lowest. Rows are made of these alone, so that rank 0 does not get as many from
+    every rank.
+    """
+    everyone = gather_to_first(own, topology.control)
+    lowest = sorted(itertools.chain.from_iterable(everyone or []))[:most]
+    return broadcast_from_first(lowest, topology.control)
 
 
 def with_image_files(row: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -205,20 +231,10 @@ def saved_images(message: Message, folder: Path) -> Message:
     for part in message["content"]:
         if is_image(part):
             (picture,) = pictures_in([{**message, "content": [part]}])
-            kind = part["image"].partition(";")[0].removeprefix("data:image/")
-            name = f"images/{picture.digest}.{kind}"
-            Path(folder, "images").mkdir(parents=True, exist_ok=True)
-            Path(folder, name).write_bytes(picture.encoded)
-            part = {"type": "image", "image": name}
+            (name,) = write_images(folder / "images", [picture])
+            part = {"type": "image", "image": f"images/{name}" if name else ""}
         parts.append(part)
     return {**message, "content": parts}
-
-
-def fields_of_tokens(number: int, sample: Sample, detail: SampleDetail) -> dict[str, Any]:
-    """number: of the sample among those of this rank."""
-    if number >= detail.num_samples:
-        return {}
-    return token_fields(sample, detail.tokenizer, detail.num_tokens)
 
 
 def write_images(folder: Path, pictures: Sequence[Picture]) -> list[str]:
@@ -253,7 +269,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Makes the row of a sample; of_tokens: what token_fields says of it.
 
-    A number of the reward function that has the name of one of our columns is info_<name>.
+    A number of the reward function that has the name of one of our columns is info_<name>,
+    whether this row has the column or not.
     """
     row = {
         "prompt_id": s.prompt.id, "group": s.group, "sample": s.index,
@@ -268,7 +285,7 @@ def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[s
         **of_tokens,
     }  # fmt: skip
     reported = s.reward_info.items()
-    return row | {f"info_{name}" if name in row else name: value for name, value in reported}
+    return row | {f"info_{name}" if name in COLUMNS_OF_ROWS else name: v for name, v in reported}
 
 
 def without_pictures(chat: list[Message]) -> list[Message]:

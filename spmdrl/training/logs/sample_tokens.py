@@ -21,6 +21,7 @@ from spmdrl.engines.base import LossFn
 from spmdrl.types import Batch, Sample
 
 DIGITS = 4  # behind the point of a log-probability or an advantage
+MOST_HELD = 8  # tokens that may wait for the end of a character, which has at most 4 bytes
 
 Address = tuple[int, int]  # group and index of a sample in its step
 Number = float | None  # None: a token that the policy did not choose, or no finite number
@@ -40,13 +41,37 @@ def token_fields(sample: Sample, tokenizer: Any, most: int) -> dict[str, Any]:
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Returns the text of each token; together they are the decoded row, special tokens included.
 
-    A character of several tokens stands at the last of them, and the others are "".
+    A character of several tokens stands at the last of them, and the others are "". Bytes that are
+    no character stand as "\N{REPLACEMENT CHARACTER}", and the text behind them is begun anew.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:  # a tokenizer without Rust code decodes each token by itself
-        return [str(tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids]
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(fast, i) or "" for i in ids]
+        return [alone(tokenizer, i) for i in ids]
+    stream, held, texts = DecodeStream(skip_special_tokens=False), 0, list[str]()
+    for i in ids:
+        text = next_text(stream, fast, i)
+        held = 0 if text else held + 1
+        if text is None or held == MOST_HELD:
+            text, stream, held = alone(tokenizer, i), DecodeStream(skip_special_tokens=False), 0
+        texts.append(text)
+    return texts
+
+
+def alone(tokenizer: Any, token_id: int) -> str:
+    """Decodes one token by itself."""
+    return str(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+
+def next_text(stream: DecodeStream, fast: Any, token_id: int) -> str | None:
+    """Gives the stream a token. Returns what it completes, "" where it waits for more, and None
+    where the stream cannot go on: tokens of single bytes that are no character.
+    """
+    try:
+        return stream.step(fast, token_id) or ""
+    except Exception as error:  # tokenizers has no class of its own for it
+        if "Invalid prefix" not in str(error):
+            raise
+        return None
 
 
 def short(value: float) -> Number:
