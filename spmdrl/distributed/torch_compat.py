@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # A base class for modes that see every operator (torch.utils._python_dispatch); documented as an
 # extension point, but under a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 # namespace::operator of the products whose results are worth their memory, as the dispatcher calls
 # them; those that are not installed never come by
@@ -50,6 +51,18 @@ CHECKPOINT_INDEX_NAMES = frozenset({
 
 
 # ---- process groups and the store
+
+
+@contextmanager
+def beside_checkpointing() -> Iterator[None]:
+    """Meanwhile activation checkpointing sees nothing of what is computed.
+
+    Inside a checkpointed layer it would count the tensors that are saved for a backward pass, and
+    "selective" keeps the products for its recomputation. Uses _disable_current_modes.
+    """
+    as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with as_it_is, _disable_current_modes():
+        yield
 
 
 def default_store() -> Any:

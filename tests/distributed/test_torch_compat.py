@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from spmdrl.distributed import torch_compat
 
@@ -239,6 +240,30 @@ def test_torch_still_has_a_place_in_a_file_for_each_stored_value(tmp_path: Path)
     [info] = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
     place = info.relative_path, info.offset, info.length
     assert torch_compat.storage_info(*place) == info
+
+
+# ---- activation checkpointing
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_torch_still_lets_a_layer_compute_beside_its_checkpointing(selective: bool) -> None:
+    first = True
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        nonlocal first
+        if first:
+            first = False
+            with torch_compat.beside_checkpointing(), torch.enable_grad():
+                inner = x.detach().requires_grad_()
+                torch.autograd.grad((inner @ inner).sin().sum(), inner)
+        return ((x @ x).sin() @ x).sum()
+
+    x = torch.randn(3, 3, requires_grad=True)
+    (want,) = torch.autograd.grad(((x @ x).sin() @ x).sum(), x)
+    products = [torch.ops.aten.mm.default]
+    settings = {"context_fn": lambda: create_selective_checkpoint_contexts(products)}
+    out = checkpoint(layer, x, use_reentrant=False, **(settings if selective else {}))
+    torch.testing.assert_close(torch.autograd.grad(out, x)[0], want)
 
 
 # ---- operators that the kernels call

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from spmdrl.engines.fsdp import attention, per_sequence_layers
+from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.per_sequence_layers import run_per_sequence
 from spmdrl.engines.fsdp.trial import (
     gradients_of,
@@ -57,13 +58,17 @@ def delta_rule_of_sequences(own: Stand) -> Stand:
     return run
 
 
-def both_ways() -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities and gradients of a packed row, and of transformers' own, one by one."""
+def both_ways(checkpointing: Any = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities and gradients of a packed row, and of transformers' own, one by one.
+
+    checkpointing: as activation_checkpointing of the model with the packed row.
+    """
     config = config_of(BY_KIND["qwen3_5_text"])
     sequences, wanted = random_sequences(torch.device("cpu"))
     plain, ours = tiny_copy(config), tiny_copy(config)
     run_per_sequence(ours)
     ours.set_attn_implementation(attention.NAME)
+    use_checkpointing(ours.train(), checkpointing)
     found = []
     for model, logprobs in (
         (ours, logprobs_packed(ours, sequences)),
@@ -84,13 +89,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_a_row_is_computed_whole_where_kernels_keep_its_sequences_apart(
-    rows: list[int], monkeypatch: pytest.MonkeyPatch
+    checkpointing: Any, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first pass is one with gradients, as in fine-tuning."""
     kernel = delta_rule_of_sequences(qwen3_5.torch_chunk_gated_delta_rule)
     monkeypatch.setattr(qwen3_5, "torch_chunk_gated_delta_rule", kernel)
     sequences, _ = random_sequences(torch.device("cpu"))
-    for got, want in zip(*both_ways(), strict=True):
+    for got, want in zip(*both_ways(checkpointing), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert len(rows) > 1 and {*rows} == {sum(map(len, sequences))}
 

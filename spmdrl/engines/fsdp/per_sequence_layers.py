@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spmdrl.distributed.torch_compat import beside_checkpointing
 from spmdrl.engines.fsdp.attention import Packing, Pad, PaddedGroup, Unpad
 from spmdrl.hub.transformers_compat import set_attention_name, undivided_layers
 
@@ -91,8 +92,9 @@ def varlen_packages() -> list[str]:
 class WholeRows:
     """Decides, by class of recurrent modules, whether one is given packed rows whole.
 
-    The first row of several sequences decides, before its own pass, so that a layer that is
-    computed once more in the backward pass is computed in the same way.
+    The first row of several sequences decides, before its own pass and beside what activation
+    checkpointing sees, so that a layer that is computed once more in the backward pass is computed
+    in the same way.
     """
 
     def __init__(self) -> None:
@@ -117,7 +119,8 @@ class WholeRows:
             if packing is not None and len(packing.seq_lens) > 1 and kind not in self.apart:
                 first = int(packing.seq_lens[0])
                 rows = (lambda x: padded(x, *args, **kwargs), hidden_states, first)
-                self.apart[kind] = keeps_apart(whole, *rows)
+                with beside_checkpointing():
+                    self.apart[kind] = keeps_apart(whole, *rows)
             if packing is not None and self.apart.get(kind, False):
                 return whole(hidden_states)
             return padded(hidden_states, *args, **kwargs)
