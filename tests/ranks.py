@@ -22,8 +22,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,19 @@ def records_in(folder: Path) -> dict[str, str]:
         return {}
     folder.mkdir()
     return {RECORDS: str(folder)}
+
+
+@contextmanager
+def groups_that_end() -> Iterator[None]:
+    """Ends the process groups that are made meanwhile. A group of gloo has a thread that wakes up a
+    hundred times a second, so a test that makes many engines one after the other would be slow.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    before = set(c10d._world.pg_map)
+    yield
+    for group in [group for group in c10d._world.pg_map if group not in before]:
+        c10d.destroy_process_group(group)
 
 
 def record_if_asked() -> None:

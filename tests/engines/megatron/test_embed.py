@@ -256,7 +256,8 @@ def test_the_program_is_left_as_it_was(qwen3, tmp_path, engine):
         assert held_out.keys() >= {"eval/reward"} and num_samples > 0
     assert ranks[0][3][1]["reward/mean"] == ranks[1][3][1]["reward/mean"]
     written = [path.name for path in Path(tmp_path, "run").rglob("*") if path.is_file()]
-    assert sorted(written) == ["step_1.jsonl", "step_2.jsonl"]  # samples, and no log of ours
+    samples = [f"step_{step}{part}.jsonl" for step in (1, 2) for part in ("", "_trained")]
+    assert sorted(written) == sorted(samples)  # and no log of ours
 
 
 def refused_on(topology, model, other):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_megatron_models as tiny
 import torch
-from ranks import run_ranks
+from ranks import groups_that_end, run_ranks
 from safetensors.torch import load_file
 from tiny_models import CHARS, save_tokenizer
 from training_batches import CONFIG, on_data_ranks, whole_batch
@@ -137,6 +137,14 @@ def trained_on(topology: Any, folder: Path, families: list[str], layouts: Any) -
     """Of each family log-probabilities, the metrics of three updates, and all weights after them:
     pushed to engine hf and compared there, and written as a checkpoint.
     """
+    found = []
+    for family in families:
+        with groups_that_end():
+            found.append(trained_family(topology, folder, family, layouts.get(family, {})))
+    return found
+
+
+def trained_family(topology: Any, folder: Path, family: str, layout: Any) -> Any:
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig, RolloutConfig, WeightsConfig
     from spmdrl.distributed.topology import Topology, train_degrees
@@ -144,31 +152,28 @@ def trained_on(topology: Any, folder: Path, families: list[str], layouts: Any) -
     from spmdrl.rollout.build import build_engine as build_rollout
     from spmdrl.training.weight_sync import WeightSync
 
-    found = []
-    for family in families:
-        model = str(Path(folder) / family)
-        config = dataclasses.replace(CONFIG, **layouts.get(family, {}))
-        ranks = Topology.build(topology.device, **train_degrees(config))
-        actor = build_engine("policy", model, config, ranks)
-        own = ranks.data_ranks
-        mine = list(range(9))[own.index(ranks.rank) :: len(own)] if ranks.rank in own else []
-        batch = whole_batch().select(mine)
-        loss = policy_objective(AlgoConfig(entropy_coef=0.01))
-        logprobs = actor.logprobs(on_data_ranks(ranks, whole_batch()), 1.0).logprobs
-        metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(3)]
-        checked = 0
-        if config.engine == "megatron":
-            places = Topology.build(topology.device, dp=-1, tp=1)
-            rollout = build_rollout(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
-            check = WeightsConfig(check=True)
-            weights = WeightSync(actor, ranks, rollout, places, "float32", check)
-            weights.push()
-            checked = weights.check()
-            rollout.shutdown()
-            actor.save(Path(folder) / f"saved_{family}")
-        named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
-        found.append((logprobs, metrics, named, checked))
-    return found
+    model = str(Path(folder) / family)
+    config = dataclasses.replace(CONFIG, **layout)
+    ranks = Topology.build(topology.device, **train_degrees(config))
+    actor = build_engine("policy", model, config, ranks)
+    own = ranks.data_ranks
+    mine = list(range(9))[own.index(ranks.rank) :: len(own)] if ranks.rank in own else []
+    batch = whole_batch().select(mine)
+    loss = policy_objective(AlgoConfig(entropy_coef=0.01))
+    logprobs = actor.logprobs(on_data_ranks(ranks, whole_batch()), 1.0).logprobs
+    metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(3)]
+    checked = 0
+    if config.engine == "megatron":
+        places = Topology.build(topology.device, dp=-1, tp=1)
+        rollout = build_rollout(model, RolloutConfig(engine="hf", dtype="float32"), 64, places)
+        check = WeightsConfig(check=True)
+        weights = WeightSync(actor, ranks, rollout, places, "float32", check)
+        weights.push()
+        checked = weights.check()
+        rollout.shutdown()
+        actor.save(Path(folder) / f"saved_{family}")
+    named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
+    return logprobs, metrics, named, checked
 
 
 @torch.no_grad()
@@ -214,7 +219,7 @@ def test_updates_are_fsdps_and_pushes_checkpoints_and_exports_are_the_trainers(m
         assert weights.keys() == wanted.keys() == before.keys(), family
         for name, tensor in wanted.items():
             kind = ".".join(name.split(".")[-2:])
-            near = 6e-3 if (family, kind) in ROUNDING else 1e-4
+            near = 6e-3 if (family, kind) in ROUNDING else 2e-4
             away = (weights[name] - tensor).abs().max().item()
             assert away < near, (family, name, away)
         assert max((weights[n] - before[n]).abs().max() for n in before) > 1e-3, family
