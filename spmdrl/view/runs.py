@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.config import ConfigError
 from spmdrl.view.metric_table import MetricTable
 from spmdrl.view.sample_index import FILTERS, FileIndex, RowInfo, SampleFiles
-from spmdrl.view.sample_rows import OF_TOKENS, Row, holds_text, lowered, row_of
+from spmdrl.view.sample_rows import OF_TOKENS, UNREADABLE, Row, holds_text, lowered, row_of
 
 MOST_POINTS = 4000  # of a curve
 MOST_ROWS = 64  # of one answer
@@ -105,7 +105,7 @@ def failure_in(path: Path) -> str:
     try:
         report = json.loads(path.read_text(errors="replace"))
         return str(report.get("cause") or report.get("error") or report)[:300]
-    except (ValueError, AttributeError):
+    except (*UNREADABLE, AttributeError):
         return f"{path} cannot be read"
 
 

@@ -64,7 +64,8 @@ def other_data(samples: Path) -> None:
     for step in range(0, STEPS + 1, 10):
         path = samples / f"eval_{step}.jsonl"
         rows = [json.loads(line) for line in path.open()]
-        rows[0]["prompt"] = "Another question"
+        rows[0]["chat"][0]["content"] = "Another question"
+        rows[1]["prompt"] = "the template of another model"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     odd = {"prompt_id": 700, "group": 9, "sample": 99, "prompt": "?", "response": 4, "images": 5,
            "chat": {"a": 1}, "tokens": 7, "logprobs": "x", "advantage": "much", "reward": 1.0,

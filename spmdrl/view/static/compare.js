@@ -62,17 +62,23 @@ function answers(page, run, step) {
   return page.source.ask("rows", { run, kind, step });
 }
 
-// Pairs by prompt and sample. The id of a prompt is its place in the data, which may be other data in
-// another run, so that its text must be the same too. alone: how many answers have no counterpart.
+// Pairs by prompt and sample. alone: how many answers have no counterpart.
 function paired(left, right) {
-  const key = (row) => JSON.stringify([row.prompt_id, row.sample, row.prompt ?? row.chat]);
+  const key = (row) => `${row.prompt_id}/${row.sample}`;
   const later = new Map(right.map((row) => [key(row), row]));
-  const pairs = left.filter((row) => later.has(key(row))).map((before) => {
+  const pairs = left.filter((row) => later.has(key(row)) && sameQuestion(row, later.get(key(row)))).map((before) => {
     const after = later.get(key(before));
     const gain = (after.reward ?? -Infinity) - (before.reward ?? -Infinity);
     return { before, after, change: gain > 0 ? "better" : gain < 0 ? "worse" : "same" };
   });
   return { pairs, alone: left.length + right.length - 2 * pairs.length };
+}
+
+// The id of a prompt is its place in the data, and another run may have other data. The text of a
+// prompt is as the model sees it, which differs between models; its chat is as the data has it.
+function sameQuestion(one, other) {
+  const same = (name) => JSON.stringify(one[name]) === JSON.stringify(other[name]);
+  return (one.chat && other.chat ? same("chat") : same("prompt")) && (!one.images || !other.images || same("images"));
 }
 
 function pairView(page, { before, after, change }, state, from, to) {
