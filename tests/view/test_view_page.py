@@ -70,7 +70,8 @@ def other_data(samples: Path) -> None:
     odd = {"prompt_id": 700, "group": 9, "sample": 99, "prompt": "?", "response": 4, "images": 5,
            "chat": {"a": 1}, "tokens": 7, "logprobs": "x", "advantage": "much", "reward": 1.0,
            "turn_rewards": 3, "invalid": None, "finish_reason": 2, "response_tokens": "9",
-           "messages": [{"role": 5, "content": [None, 3, {"type": "image", "image": 4}, "odd"],
+           "messages": [{"role": 5, "content": [None, 3, {"type": "image", "image": 4},
+                                                "odd ΟΔΟΣΑ"],
                          "thinking": ["odd"], "tool_calls": {"name": 1}},
                         {"content": {"text": "odd"}, "tool_calls": [None]}]}  # fmt: skip
     with Path(samples, f"step_{STEPS}.jsonl").open("a") as file:
@@ -339,6 +340,10 @@ def test_fields_of_another_type_break_no_view(form: str, request: pytest.Fixture
     assert page.locator(".group [data-sample='99']").inner_text().count("odd") == 2
     page.click("#measure [data-value='advantage']")
     page.wait_for_selector(".sample[data-sample='99'] .missing")
+    page.fill("#search", "ΟΔΟΣ")
+    until(page, "document.querySelectorAll('.sample').length === 1")
+    page.check("#everywhere")
+    page.wait_for_selector(".finding mark")
     go(page, "/history?run=1&kind=step&prompt=700", "#history .sample")
 
 
