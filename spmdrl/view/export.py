@@ -102,8 +102,8 @@ def halving(steps: list[int]) -> list[int]:
 def names_of(answer: Answer) -> list[str]:
     """Returns the names of the images of prompts and of replies."""
     rows = answer["rows"]
-    of_prompts = [name for row in rows for name in row.get("images", []) if name]
-    contents = [m.get("content") for row in rows for m in row.get("messages", [])]
+    of_prompts = [name for row in rows for name in row.get("images") or [] if name]
+    contents = [m.get("content") for row in rows for m in row.get("messages") or []]
     parts = [part for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)]
     of_replies = [str(part["image"]).removeprefix("images/") for part in parts if "image" in part]
     return of_prompts + of_replies

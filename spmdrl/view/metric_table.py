@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.view.line_files import FileState, whole_lines
+from spmdrl.view.sample_rows import UNREADABLE
 
 Series = dict[str, list[float | int | None]]
 
@@ -34,27 +35,26 @@ class MetricTable:
             return
         if state is None or (self.state and not state.continues(self.state)):
             self.clear()
-        self.state = state
         if state is None:
             return
         for start, line in whole_lines(self.path, self.offset):
             self.offset = start + len(line)
             self.add(line)
+        self.state = state
 
     def add(self, line: bytes) -> None:
         try:
             row = json.loads(line.strip(b"\0\n"))
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+            self.steps.append(int(row["step"]))  # it may be too large for 8 bytes
+        except UNREADABLE:
             self.damaged += 1
             return
-        place = len(self.steps)
-        self.steps.append(step)
+        place = len(self.steps) - 1
         for name, value in row.items():
             if name != "step" and isinstance(value, (int, float)):
                 column = self.columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (place - len(column)))
-                column.append(value)
+                column.append(as_float(value))
 
     def series(self, names: list[str], most: int) -> dict[str, Any]:
         """Returns for each metric {"steps": [...], "values": [...]}, of at most some `most` points.
@@ -72,6 +72,14 @@ class MetricTable:
         ]
         points = thinned(points, most)
         return {"steps": [step for step, _ in points], "values": [short(v) for _, v in points]}
+
+
+def as_float(value: float) -> float:
+    """The value; nan for a whole number that is too large for a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def short(value: float) -> float | int:

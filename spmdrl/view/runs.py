@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any
 
 from spmdrl.config import ConfigError
 from spmdrl.view.metric_table import MetricTable
-from spmdrl.view.sample_index import FILTERS, FileIndex, Row, RowInfo, SampleFiles
+from spmdrl.view.sample_index import FILTERS, FileIndex, RowInfo, SampleFiles
+from spmdrl.view.sample_rows import OF_TOKENS, UNREADABLE, Row, holds_text, lowered, row_of
 
 MOST_POINTS = 4000  # of a curve
 MOST_ROWS = 64  # of one answer
 MOST_STEPS = 40  # of the history of a prompt
 SEARCH_S = 3.0  # after which a search answers with what it has, and where to go on
 MOST_SPANS = 20_000  # of a timeline
-SEARCHED = ("prompt", "response", "ground_truth", "pred", "invalid", "data_source", "messages")
 LIVE_S = 120.0  # a run that wrote since then is taken for one that is going on
 
 Answer = dict[str, Any]
@@ -35,19 +36,39 @@ class Run:
         self.folder, self.name = folder, str(folder)
         self.metrics = MetricTable(folder / "metrics.jsonl")
         self.samples = SampleFiles(folder)
+        self.lock = threading.RLock()  # questions are answered in several threads
 
     def update(self) -> None:
-        self.metrics.update()
-        self.samples.update()
+        with self.lock:
+            self.metrics.update()
+            self.samples.update()
+
+    def curves(self, names: list[str], most: int) -> Answer:
+        with self.lock:
+            self.metrics.update()
+            return self.metrics.series(names, most)
+
+    def steps(self, kind: str) -> list[int]:
+        with self.lock:
+            self.samples.update()
+            return self.samples.steps(kind)
+
+    def index(self, kind: str, step: int) -> FileIndex | None:
+        with self.lock:
+            return self.samples.index(kind, step)
 
     def state(self) -> list[int]:
         """Returns numbers that change when the run has written something that is shown."""
-        self.update()
-        files = self.samples.found
-        return [len(self.metrics.steps), *(len(files[kind]) for kind in files)]
+        with self.lock:
+            self.update()
+            return [len(self.metrics.steps), *map(len, self.samples.found.values())]
 
     def overview(self) -> Answer:
-        self.update()
+        with self.lock:
+            self.update()
+            return self.overview_now()
+
+    def overview_now(self) -> Answer:
         files, steps = self.samples.found, self.metrics.steps
         return {
             "name": self.name,
@@ -84,7 +105,7 @@ def failure_in(path: Path) -> str:
     try:
         report = json.loads(path.read_text(errors="replace"))
         return str(report.get("cause") or report.get("error") or report)[:300]
-    except (ValueError, AttributeError):
+    except (*UNREADABLE, AttributeError):
         return f"{path} cannot be read"
 
 
@@ -96,9 +117,17 @@ def open_runs(folders: list[str]) -> list[Run]:
         if path in paths[:number]:
             raise ConfigError(f"RUN {folders[number]} is given twice")
     for run, path in zip(runs, paths, strict=True):
-        same = [other for other in paths if other.name == path.name]
-        run.name = path.name if len(same) == 1 else "/".join(path.parts[-2:])
+        run.name = short_name(path, paths)
     return runs
+
+
+def short_name(path: Path, paths: list[Path]) -> str:
+    """Returns the last parts of a path, as many as tell it from the other paths."""
+    for length in range(1, len(path.parts)):
+        tail = path.parts[-length:]
+        if sum(other.parts[-length:] == tail for other in paths) == 1:
+            return "/".join(tail)
+    return str(path)
 
 
 def checked(folder: Path) -> Path:
@@ -130,9 +159,7 @@ class Questions:
         return {"state": [run.state() for run in self.runs]}
 
     def curves(self, run: int, names: list[str], most: int = MOST_POINTS) -> Answer:
-        table = self.runs[run].metrics
-        table.update()
-        return table.series(names, most)
+        return self.runs[run].curves(names, most)
 
     def rows(
         self, run: int, kind: str, step: int, wanted: str = "all", above: float = 0.0,
@@ -142,64 +169,77 @@ class Questions:
 
         start: the place in the file from which to go on; `next` of the answer, None at the end.
         """
-        files = self.runs[run].samples
-        files.update()
-        index = files.index(kind, step)
+        self.runs[run].steps(kind)
+        files, index = self.runs[run].samples, self.runs[run].index(kind, step)
         if index is None:
             return {"rows": [], "counts": {}, "next": None, "damaged": 0}
         found, place = matching(index, wanted, above, text, start, most)
+        rows = files.rows(index, found, step)
         return {
-            "rows": clean(files.rows(index, found, step)),
+            "rows": rows,
             "counts": counts_of(index, above),
             "next": place if place < len(index) else None,
-            "damaged": index.damaged,
+            "damaged": index.damaged + len(found) - len(rows) + files.trained(index.path)[1],
         }
 
     def search(
         self, run: int, kind: str, wanted: str = "all", above: float = 0.0, text: str = "",
-        start: int = 0, most: int = MOST_ROWS,
+        start: tuple[int, int] | None = None, most: int = MOST_ROWS,
     ) -> Answer:  # fmt: skip
-        """Returns samples of all steps, the newest first. start: so many files have been searched.
+        """Returns samples of all steps, the newest first.
 
-        Ends after SEARCH_S seconds with what it has; `next` is then where to go on.
+        Ends after SEARCH_S seconds with what it has. `next` is then where to go on, as [step, place
+        in its file]; it is given as `start`.
         """
-        files, deadline = self.runs[run].samples, time.monotonic() + SEARCH_S
-        files.update()
-        steps, rows, searched = files.steps(kind)[::-1], [], start
-        for step in steps[start:]:
-            searched += 1
-            index = files.index(kind, step)
-            if index is not None:
-                found, _ = matching(index, wanted, above, text, 0, most)
-                rows += files.rows(index, found, step)
-            if len(rows) >= most or time.monotonic() > deadline:
+        deadline, rows = time.monotonic() + SEARCH_S, list[Row]()
+        steps = self.runs[run].steps(kind)[::-1]
+        left = steps if start is None else [step for step in steps if step <= start[0]]
+        goes_on = None
+        for number, step in enumerate(left):
+            if len(rows) >= most or (number and time.monotonic() > deadline):
+                goes_on = (step, 0)
                 break
-        return {
-            "rows": clean(rows), "searched": searched, "files": len(steps),
-            "next": searched if searched < len(steps) else None,
-        }  # fmt: skip
+            index = self.runs[run].index(kind, step)
+            if index is None:
+                continue
+            place = start[1] if start is not None and step == start[0] else 0
+            asked = (wanted, above, text, place, most - len(rows), deadline)
+            found, place = matching(index, *asked)
+            rows += self.runs[run].samples.rows(index, found, step)
+            if place < len(index):
+                goes_on = (step, place)
+                break
+        searched = len(steps) if goes_on is None else steps.index(goes_on[0])
+        return {"rows": rows, "searched": searched, "files": len(steps), "next": goes_on}
 
-    def history(self, run: int, kind: str, prompt_id: int) -> Answer:
+    def history(self, run: int, kind: str, prompt_id: int | None = None) -> Answer:
         """Returns the samples of one prompt in all steps; of many steps some, first and last too.
 
+        They come without what is known of their tokens. None: the first prompt of the last step.
         Steps whose files were not read yet are read until SEARCH_S seconds are over; `complete`
         tells whether all were.
         """
         files, deadline = self.runs[run].samples, time.monotonic() + SEARCH_S
-        files.update()
+        steps = self.runs[run].steps(kind)
+        if prompt_id is None:
+            last = self.runs[run].index(kind, steps[-1]) if steps else None
+            prompt_id = last.prompt_ids[0] if last else None
         found: list[tuple[int, FileIndex, list[RowInfo]]] = []
         complete = True
-        for step in files.steps(kind):
+        for step in steps:
             if time.monotonic() > deadline:
                 complete = False
                 break
-            index = files.index(kind, step)
+            index = self.runs[run].index(kind, step)
             if index is not None and prompt_id in index.prompt_ids:
                 infos = [info for info in index.infos() if info.prompt_id == prompt_id]
                 found.append((step, index, infos))
         shown = spread(found, MOST_STEPS)
         rows = [row for step, index, infos in shown for row in files.rows(index, infos, step)]
-        return {"rows": clean(rows), "steps": len(found), "complete": complete}
+        for row in rows:
+            for name in ("tokens", *OF_TOKENS):
+                row.pop(name, None)
+        return {"prompt": prompt_id, "rows": rows, "steps": len(found), "complete": complete}
 
     def timeline(self, run: int, steps: str | None = None) -> Answer:
         """Returns what each rank did when; {"error": ...} where there is nothing to show."""
@@ -230,44 +270,47 @@ def too_many(num_spans: int) -> list[str]:
 
 
 def matching(
-    index: FileIndex, wanted: str, above: float, text: str, start: int, most: int
-) -> tuple[list[RowInfo], int]:
-    """Returns at most `most` lines from place `start` on, and the place behind the last of them."""
+    index: FileIndex, wanted: str, above: float, text: str, start: int, most: int,
+    deadline: float = math.inf,
+) -> tuple[list[RowInfo], int]:  # fmt: skip
+    """Returns at most `most` lines from place `start` on, and the place from which to go on.
+
+    deadline: of time.monotonic(), after which it returns what it has found.
+    """
     if wanted not in FILTERS:
         raise ConfigError(f"filter {wanted!r} is none of {', '.join(FILTERS)}")
     found: list[RowInfo] = []
-    needles = needles_of(text)
+    text = lowered(text)
+    needle = json.dumps(text, ensure_ascii=False)[1:-1]
     place = start
     with open(index.path, "rb") as file:
         while place < len(index) and len(found) < most:
+            if place > start and time.monotonic() > deadline:
+                break
             info = index.info(place)
             place += 1
             if not info.passes(wanted, above):
                 continue
-            if needles:
+            if text:
                 file.seek(info.offset)
                 line = file.readline()
-                if not any(needle in line.lower() for needle in needles):
+                if not may_hold(line, needle):
                     continue
-                if not holds_text(json.loads(line), text.lower()):
+                row = row_of(line)
+                if row is None or not holds_text(row, text):
                     continue  # it is in the name of a column, or across tokens
             found.append(info)
     return found, place
 
 
-def needles_of(text: str) -> list[bytes]:
-    """The forms in which JSON may have written a text, in lower case."""
-    forms = [json.dumps(text.lower(), ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
-    return [form.encode(errors="replace") for form in dict.fromkeys(forms)] if text else []
+def may_hold(line: bytes, needle: str) -> bool:
+    """Whether a line can have a text. Cheaper than to read its JSON, which then decides.
 
-
-def holds_text(row: Row, text: str) -> bool:
-    """Whether a text in lower case is in what the sample says. As `holds` in static/source.js."""
-    return any(
-        text in (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)).lower()
-        for part in map(row.get, SEARCHED)
-        if part is not None
-    )
+    needle: the text as JSON writes it, in lower case.
+    """
+    if needle.isascii():
+        return needle.encode() in line.lower()
+    return b"\\u" in line or needle in lowered(line.decode(errors="replace"))
 
 
 def counts_of(index: FileIndex, above: float) -> dict[str, int]:
@@ -281,12 +324,3 @@ def spread(items: list[Any], most: int) -> list[Any]:
         return items
     places = {round(i * (len(items) - 1) / (most - 1)) for i in range(most)}
     return [items[place] for place in sorted(places)]
-
-
-def clean(value: Any) -> Any:
-    """The value with None for every number that JSON has not: NaN and the infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): clean(part) for name, part in value.items()}
-    return [clean(part) for part in value] if isinstance(value, list) else value

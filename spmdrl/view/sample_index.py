@@ -14,9 +14,10 @@ from array import array
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from spmdrl.view.line_files import FileState, whole_lines
+from spmdrl.view.sample_rows import UNREADABLE, Row, row_of
 
 FILE = re.compile(r"(?:(step|eval)_)?(\d+)\.jsonl")
 ANSWERS = "answers"  # the kind of a file that spmdrl.evaluate wrote: its name is a number
@@ -29,7 +30,8 @@ VERDICT = re.compile(
 FILTERS = ("all", "right", "wrong", "cut", "invalid")
 CACHED_FILES = 64  # of what the actor said of samples
 
-Row = dict[str, Any]
+
+Key = tuple[str, str, str]  # prompt id, group, sample
 
 
 class RowInfo(NamedTuple):
@@ -65,12 +67,12 @@ class FileIndex:
         for offset, line in whole_lines(path):
             try:
                 prompt_id, reward, invalid, cut = verdict_of(line)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                self.prompt_ids.append(prompt_id)  # first: it may be too large for 8 bytes
+            except (*UNREADABLE, AttributeError):
                 self.damaged += 1
                 continue
-            self.offsets.append(offset)
-            self.prompt_ids.append(prompt_id)
             self.rewards.append(reward)
+            self.offsets.append(offset)
             self.flags.append(invalid + 2 * cut)
 
     def __len__(self) -> int:
@@ -124,7 +126,6 @@ class SampleFiles:
         state = FileState.of(self.folder)
         if state == self.seen:
             return
-        self.seen = state
         found: dict[str, dict[int, str]] = {}
         if state is not None:
             for entry in os.scandir(self.folder):
@@ -132,6 +133,7 @@ class SampleFiles:
                 if match:
                     found.setdefault(match[1] or ANSWERS, {})[int(match[2])] = entry.path
         self.found = {kind: dict(sorted(files.items())) for kind, files in sorted(found.items())}
+        self.seen = state
 
     def steps(self, kind: str) -> list[int]:
         return list(self.found.get(kind, ()))
@@ -148,19 +150,21 @@ class SampleFiles:
         return index
 
     def rows(self, index: FileIndex, infos: list[RowInfo], step: int) -> list[Row]:
-        """Reads samples, with what the actor's ranks said of them later."""
-        trained = self.trained(index.path)
-        rows: list[Row] = []
-        for _, line in index.lines(infos):
-            row = json.loads(line)
-            more = trained.get((row.get("prompt_id"), row.get("group"), row.get("sample")), {})
-            rows.append({**row, **more, "step": step})
-        return rows
+        """Reads samples, with what the actor's ranks said of them later.
 
-    def trained(self, path: str) -> dict[tuple[Any, ...], Row]:
+        A line that turns out to be damaged is left out.
+        """
+        trained, _ = self.trained(index.path)
+        read = (row_of(line) for _, line in index.lines(infos))
+        return [
+            {**row, **trained.get(key_of(row), {}), "step": step} for row in read if row is not None
+        ]
+
+    def trained(self, path: str) -> tuple[dict[Key, Row], int]:
+        """Returns what the actor said of the samples of a file, and how many lines are damaged."""
         path = path.removesuffix(".jsonl") + "_trained.jsonl"
         state = FileState.of(path)
-        return {} if state is None else read_trained(path, state)
+        return ({}, 0) if state is None else read_trained(path, state)
 
     def image(self, name: str) -> Path | None:
         """Returns an image's file; None for what is no name of one, or is not there."""
@@ -171,10 +175,13 @@ class SampleFiles:
 
 
 @lru_cache(maxsize=CACHED_FILES)
-def read_trained(path: str, state: FileState) -> dict[tuple[Any, ...], Row]:
-    """Reads a file step_N_trained.jsonl, by (prompt id, group, sample). state: for the cache."""
-    rows = {}
-    for _, line in whole_lines(path):
-        row = json.loads(line)
-        rows[row["prompt_id"], row["group"], row["sample"]] = row
-    return rows
+def read_trained(path: str, state: FileState) -> tuple[dict[Key, Row], int]:
+    """Reads a file step_N_trained.jsonl; also counts its damaged lines. state: for the cache."""
+    read = [row_of(line) for _, line in whole_lines(path)]
+    rows = {key_of(row): row for row in read if row is not None}
+    return rows, read.count(None)
+
+
+def key_of(row: Row) -> Key:
+    """What tells a sample of a file from the others, as text: it may be of any type."""
+    return str(row.get("prompt_id")), str(row.get("group")), str(row.get("sample"))

@@ -1,11 +1,14 @@
 """Serves the page on this machine's loopback address, to whoever has the token of its address.
 
-The token comes with the first address and is then kept in a cookie that other sites are not sent.
+The token comes with the first address and is then kept in a cookie. The browser sends it where a
+link is followed, but not with what other sites load from here.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import secrets
 import socket
 import sys
@@ -54,11 +57,14 @@ class TokenRequired:
         response: ASGIApp
         if given is not None and self.is_token(given):
             response = RedirectResponse("/", status_code=303, headers=HEADERS)
-            response.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
+            response.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
         elif self.is_token(request.cookies.get(self.cookie, "")):
             response = self.app
         else:
-            text = "This page needs the token of the address that spmdrl.view has printed.\n"
+            text = (
+                "This page needs a token. Open the address that spmdrl.view printed when it "
+                "started, the one with ?token= in it; then open this address again.\n"
+            )
             response = Response(text, 403, HEADERS, "text/plain")
         await response(scope, receive, send)
 
@@ -126,17 +132,19 @@ def ask(questions: Questions, request: Request) -> Answer:
         "wanted": given.get("wanted", "all"),
         "above": number_of(given.get("above", "0")),
         "text": given.get("text", ""),
-        "start": int(number_of(given.get("start", "0"))),
     }
+    start = [whole_of(part) for part in given.get("start", "0").split(",")]
     match question:
         case "curves":
             return questions.curves(run, given.getlist("name"))
         case "rows":
-            return questions.rows(run, kind, int(number_of(given.get("step", "0"))), **found)
+            return questions.rows(
+                run, kind, whole_of(given.get("step", "0")), start=start[0], **found
+            )
         case "search":
-            return questions.search(run, kind, **found)
+            return questions.search(run, kind, start=search_start(start), **found)
         case "history":
-            return questions.history(run, kind, int(number_of(given.get("prompt", "0"))))
+            return questions.history(run, kind, prompt_of(given.get("prompt", "")))
         case "timeline":
             return questions.timeline(run, given.get("steps"))
         case "config":
@@ -145,17 +153,38 @@ def ask(questions: Questions, request: Request) -> Answer:
 
 
 def run_of(request: Request, questions: Questions) -> int:
-    run = int(number_of(request.query_params.get("run", "0")))
+    run = whole_of(request.query_params.get("run", "0"))
     if not 0 <= run < len(questions.runs):
         raise ConfigError(f"run {run}: there are {len(questions.runs)} runs, counted from 0")
     return run
 
 
 def number_of(text: str) -> float:
+    """Reads a number, which may be negative. Raises ConfigError for what is none or not finite."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{text[:80]!r} is no finite number")
+    return number
+
+
+def whole_of(text: str) -> int:
+    """Reads a whole number, 0 or more. Raises ConfigError for what is none."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ConfigError(f"{text[:80]!r} is no whole number of 0 or more")
+    return int(text)
+
+
+def search_start(numbers: list[int]) -> tuple[int, int] | None:
+    """Reads where a search goes on: a step and a place in its file; from the newest step for 0."""
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
+def prompt_of(text: str) -> int | None:
+    """Reads a prompt's id. A text without one asks for any prompt."""
+    return int(number_of(text)) if text else None
 
 
 def image_type(head: bytes) -> str:

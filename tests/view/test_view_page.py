@@ -57,6 +57,27 @@ def talk() -> list[dict[str, Any]]:
     return [{**same, **many}, {**same, **bad}]
 
 
+def other_data(samples: Path) -> None:
+    """Gives the second run another first question, a ground truth that is an object, and a sample
+    whose fields a reward function has reported with types of its own.
+    """
+    for step in range(0, STEPS + 1, 10):
+        path = samples / f"eval_{step}.jsonl"
+        rows = [json.loads(line) for line in path.open()]
+        rows[0]["chat"][0]["content"] = "Another question"
+        rows[1]["prompt"] = "the template of another model"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    odd = {"prompt_id": 700, "group": 9, "sample": 99, "prompt": "?", "response": 4, "images": 5,
+           "chat": {"a": 1}, "tokens": 7, "logprobs": "x", "advantage": "much", "reward": 1.0,
+           "turn_rewards": 3, "invalid": None, "finish_reason": 2, "response_tokens": "9",
+           "messages": [{"role": 5, "content": [None, 3, {"type": "image", "image": 4},
+                                                "odd ΟΔΟΣΑ"],
+                         "thinking": ["odd"], "tool_calls": {"name": 1}},
+                        {"content": {"text": "odd"}, "tool_calls": [None]}]}  # fmt: skip
+    with Path(samples, f"step_{STEPS}.jsonl").open("a") as file:
+        file.write(json.dumps(odd) + "\n")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two runs of reinforcement learning, the first with a talk in its last step; one of SFT."""
@@ -64,6 +85,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     write_run(folder / "first", STEPS, 200_000)
     write_run(folder / "second", STEPS, 100_000, seed=1)
     samples = folder / "first" / "samples"
+    for step in range(0, STEPS + 1, 10):
+        path = samples / f"eval_{step}.jsonl"
+        path.write_text(
+            path.read_text().replace('"ground_truth": "1"', '"ground_truth": {"value": 1}')
+        )
     Path(samples, f"step_{STEPS}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in talk()))
     trained = {"prompt_id": 900, "group": 0, "sample": 0, "advantage": 0.75,
                "trainer_logprobs": [-0.4, None, -3.2, -0.01]}  # fmt: skip
@@ -71,6 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     Path(samples, "images").mkdir()
     Path(samples, "images", IMAGE).write_bytes(PNG)
     Path(samples, "images", f"{IMAGE}.png").write_bytes(PNG)
+    other_data(folder / "second" / "samples")
     spans = [["rollout", 1.0, 2.0, 2.5], ["update_actor", 2.5, 3.5, 3.5]]
     Path(folder, "first", "trace").mkdir()
     for rank in range(2):
@@ -297,6 +324,30 @@ def test_before_and_after(form: str, request: pytest.FixtureRequest, runs: list[
 
 
 @pytest.mark.parametrize("form", ["served", "alone"])
+def test_questions_of_other_data_are_no_pairs(form: str, request: pytest.FixtureRequest) -> None:
+    page = request.getfixturevalue(form)
+    go(page, "/compare?a=0&b=1", "#pairs .group")
+    assert page.locator("#pairs .group").count() == 7
+    assert "2 answers are left out" in page.inner_text("#pairs .unpaired")
+    truth = page.locator("#pairs [data-prompt='1'] .truth")
+    assert '{"value":1}' in truth.inner_text()
+
+
+@pytest.mark.parametrize("form", ["served", "alone"])
+def test_fields_of_another_type_break_no_view(form: str, request: pytest.FixtureRequest) -> None:
+    page = request.getfixturevalue(form)
+    go(page, f"/samples?run=1&kind=step&step={STEPS}", ".sample")
+    assert page.locator(".group [data-sample='99']").inner_text().count("odd") == 2
+    page.click("#measure [data-value='advantage']")
+    page.wait_for_selector(".sample[data-sample='99'] .missing")
+    page.fill("#search", "ΟΔΟΣ")
+    until(page, "document.querySelectorAll('.sample').length === 1")
+    page.check("#everywhere")
+    page.wait_for_selector(".finding mark")
+    go(page, "/history?run=1&kind=step&prompt=700", "#history .sample")
+
+
+@pytest.mark.parametrize("form", ["served", "alone"])
 def test_timeline_and_config(form: str, request: pytest.FixtureRequest) -> None:
     page = request.getfixturevalue(form)
     go(page, "/timeline?run=0", "#timeline rect")
@@ -343,8 +394,28 @@ def test_the_page_follows_a_run(served: Any, runs: list[Path]) -> None:
     go(served, "/samples?run=1&kind=step&step=newest", ".sample")
     assert served.input_value("#step") == str(STEPS)
     newest = (runs[1] / "samples" / f"step_{STEPS}.jsonl").read_text()
+    served.focus("#search")
     Path(runs[1], "samples", f"step_{STEPS + 1}.jsonl").write_text(newest)
     until(served, "document.querySelector('#step')?.value === given[0]", str(STEPS + 1))
+    assert served.evaluate("document.activeElement.id") == "search"
+    more = [json.loads(newest.splitlines()[0]) | {"sample": i, "reward": 1} for i in range(100)]
+    path = Path(runs[1], "samples", f"step_{STEPS + 2}.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in more))
+    until(served, "document.querySelectorAll('.sample').length === 64")
+    served.click(".more")
+    until(served, "document.querySelectorAll('.sample').length === 100")
+    path.with_name(f"step_{STEPS + 3}.jsonl").write_text(path.read_text())
+    until(served, "document.querySelector('#step')?.value === given[0]", str(STEPS + 3))
+    until(served, "document.querySelectorAll('.sample').length === 64")
+    served.click("#filter [data-value='right']")
+    served.check("#everywhere")
+    served.wait_for_selector(".finding")
+    for _ in range(2):
+        served.click(".more")
+        served.wait_for_timeout(300)
+    found = "[...document.querySelectorAll('.finding')].map(f => f.dataset.step)"
+    until(served, f"{found}.filter(step => step === given[0]).length === 100", str(STEPS + 3))
+    served.uncheck("#everywhere")
     go(served, "/curves?m=reward/mean", ".chart canvas")
     with Path(runs[1], "metrics.jsonl").open("a") as file:
         row = metrics_row(STEPS + 40, STEPS + 40, 10, random.Random(0))

@@ -8,13 +8,15 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_runs import start_server, write_run
 
 from spmdrl.config import ConfigError
-from spmdrl.view.export import halving
+from spmdrl.view.export import exported, halving
 from spmdrl.view.metric_table import MetricTable, thinned
 from spmdrl.view.runs import Questions, Run, open_runs
 from spmdrl.view.sample_index import verdict_of
@@ -109,7 +111,108 @@ def test_search_and_history_over_all_steps(folder: Path) -> None:
     wanted = [step for step, found in rows.items() if prompt in {r["prompt_id"] for r in found}]
     history = questions.history(0, "step", prompt)
     assert sorted({row["step"] for row in history["rows"]}) == wanted
-    assert all("trainer_logprobs" in row for row in history["rows"])
+    assert all("advantage" in row and "tokens" not in row for row in history["rows"])
+    assert not any("logprobs" in name for row in history["rows"] for name in row)
+    newest = questions.history(0, "step")
+    assert newest["prompt"] == rows[30][0]["prompt_id"] and newest["rows"][-1]["step"] == 30
+
+
+def write_samples(folder: Path, step: int, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "samples" / f"step_{step}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def sample(prompt_id: int, response: str, **more: Any) -> dict[str, Any]:
+    return {"prompt_id": prompt_id, "group": 0, "sample": 0, "response": response, "reward": 1.0,
+            "invalid": None, "finish_reason": "stop", **more}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["Größe Ä", "größe ä", "GRÖSSE", "ΟΔΟΣ", "Привет", 'Say "Hi"'])
+def test_a_search_finds_what_was_typed(tmp_path: Path, text: str) -> None:
+    said = 'Größe Ä, GRÖSSE, ΟΔΟΣΑ, Привет, Say "Hi"'
+    rows = [sample(0, "x"), sample(1, said), sample(2, "", messages=[{"content": said}])]
+    path = write_samples(tmp_path, 1, rows)
+    questions = Questions([Run(tmp_path)])
+    for ensure_ascii in (False, True):
+        lines = [json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows]
+        path.write_text("".join(lines))
+        found = questions.search(0, "step", text=text)["rows"]
+        assert [row["prompt_id"] for row in found] == [1, 2]
+
+
+@pytest.mark.parametrize("patience_s", [3.0, 0.0])
+def test_a_search_goes_on_within_a_file(
+    tmp_path: Path, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spmdrl.view.runs.SEARCH_S", patience_s)
+    for step in (1, 2):
+        write_samples(tmp_path, step, [sample(i, f"word {i % 2}") for i in range(100)])
+    questions = Questions([Run(tmp_path)])
+    found, start, asked = [], None, 0
+    while asked == 0 or start is not None:
+        answer = questions.search(0, "step", text="WORD 1", start=start)
+        found += [(row["step"], row["prompt_id"]) for row in answer["rows"]]
+        start, asked = answer["next"], asked + 1
+    assert found == [(step, i) for step in (2, 1) for i in range(1, 100, 2)]
+    assert answer["searched"] == 2 and asked == (2 if patience_s else 200)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def test_a_damaged_line_hides_no_other(tmp_path: Path) -> None:
+    good = json.dumps(sample(3, "good", advantage="much", images=5, chat={}, messages=[1],
+                             tokens=7, logprobs={}))  # fmt: skip
+    odd = [good.replace("3", "1" + "0" * 30, 1), good.replace("1.0", "1" + "0" * 400), good[:30],
+           '{"prompt_id": 1e999}', "[]", DEEP, good.replace("5", DEEP)]  # fmt: skip
+    path = write_samples(tmp_path, 1, [])
+    path.write_text("\n".join([*odd, good, ""]))
+    trained = json.dumps({"prompt_id": 3, "group": 0, "sample": 0, "advantage": 0.5})
+    path.with_name("step_1_trained.jsonl").write_text("\n".join(["odd", DEEP, "[]", trained, ""]))
+    questions = Questions([Run(tmp_path)])
+    found = questions.rows(0, "step", 1)
+    assert [row["response"] for row in found["rows"] if row["reward"] == 1] == ["good"]
+    row = found["rows"][-1]
+    assert row["advantage"] == 0.5 and row["prompt_id"] == 3
+    assert not {"images", "chat", "messages", "tokens", "logprobs"} & set(row)
+    assert len(found["rows"]) + found["damaged"] == len(odd) + 1 + 3
+    assert exported(questions, 2**20)["rows"][0]["step"][1]["rows"] == found["rows"]
+
+
+def test_odd_numbers_in_metrics_hide_no_others(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "a": 1, "b": 1}', f'{{"step": 2, "a": 1{"0" * 400}, "b": 2}}',
+             '{"step": 3, "a": 1e999, "b": 3}', f'{{"step": {2**70}, "b": 9}}',
+             '{"step": 1e999, "b": 9}', DEEP, '{"step": 4, "a": 4, "b": 4}']  # fmt: skip
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*lines, ""]))
+    table = MetricTable(path)
+    table.update()
+    assert table.damaged == 3
+    assert table.series(["a", "b"], 100) == {
+        "a": {"steps": [1, 4], "values": [1, 4]},
+        "b": {"steps": [1, 2, 3, 4], "values": [1, 2, 3, 4]},
+    }
+
+
+def test_questions_at_once_have_one_answer(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "a": step, "b": -step}) for step in range(20_000)]
+    Path(tmp_path, "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    questions = Questions([Run(tmp_path)])
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(questions.curves, 0, ["a", "b"], 10**6) for _ in range(8)]
+        answers = [future.result() for future in asked]
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0]["a"] == {"steps": [*range(20_000)], "values": [*range(20_000)]}
+
+
+def test_runs_have_the_shortest_names_that_differ(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a/s/grpo", "b/s/grpo", "t/grpo", "ppo")]
+    for folder in folders:
+        Path(folder, "samples").mkdir(parents=True)
+    names = [run.name for run in open_runs([str(folder) for folder in folders])]
+    assert names == ["a/s/grpo", "b/s/grpo", "t/grpo", "ppo"]
 
 
 def test_a_page_alone_has_the_ends_first() -> None:
@@ -149,12 +252,13 @@ def test_the_server_wants_its_token_and_its_name(folder: Path) -> None:
         return found.status, {k.lower(): v for k, v in found.getheaders()}, found.read()
 
     try:
+        assert b"Open the address that spmdrl.view printed" in answer("/")[2]
         for path in ("/", "/api/overview", "/static/main.js", "/?token=wrong", "/?token=%C3%A4"):
             assert answer(path)[0] == 403, path
         status, headers, _ = answer(f"/?token={token}")
         cookie = headers["set-cookie"].partition(";")[0]
         assert status == 303 and "HttpOnly" in headers["set-cookie"]
-        assert "samesite=strict" in headers["set-cookie"].lower()
+        assert "samesite=lax" in headers["set-cookie"].lower()
         status, headers, _ = answer("/", cookie=cookie)
         assert (
             status == 200
@@ -165,7 +269,15 @@ def test_the_server_wants_its_token_and_its_name(folder: Path) -> None:
         assert answer("/static/../server.py", cookie=cookie)[0] == 404
         assert answer("/static/%2e%2e/server.py", cookie=cookie)[0] == 404
         assert answer("/api/rows?run=5", cookie=cookie)[0] == 400
-        assert answer("/api/rows?step=x", cookie=cookie)[0] == 400
+        for odd in ("run=nan", "run=-1", "step=x", "step=-1", "step=inf", "start=inf", "start=0.5",
+                    "above=nan", "above=x", "start="):  # fmt: skip
+            assert answer(f"/api/rows?{odd}", cookie=cookie)[0] == 400, odd
+        assert answer("/api/history?kind=step&prompt=inf", cookie=cookie)[0] == 400
+        assert answer("/api/rows?kind=step&step=1&above=-1", cookie=cookie)[0] == 200
+        first = json.loads(answer("/api/search?kind=step&start=0", cookie=cookie)[2])
+        step, place = first["next"]
+        more = answer(f"/api/search?kind=step&start={step},{place}", cookie=cookie)[2]
+        assert json.loads(more)["rows"][0]["step"] <= first["rows"][-1]["step"]
         assert answer("/api/nothing", cookie=cookie)[0] == 404
     finally:
         server.send_signal(2)  # Ctrl-C

@@ -1,7 +1,7 @@
 // Held-out prompts before and after: two evaluations of one run, or of two, side by side.
 
 import { fill, h, notice, number, segments, select } from "view/dom";
-import { changesView, promptView, textOf } from "view/conversation";
+import { changesView, promptView, textOf, truthView } from "view/conversation";
 import { runOptions, sampleView } from "view/samples";
 
 const CHANGES = ["all", "better", "worse", "same"];
@@ -32,7 +32,7 @@ export async function show(root, page, params) {
     const to = after.includes(Number(state.to)) ? Number(state.to) : after.at(-1);
     page.remember({ a: state.a, b: state.b, from, to, change: state.change === "all" ? undefined : state.change, marks: state.marks ? undefined : "0" });
     const [left, right] = await Promise.all([answers(page, state.a, from), answers(page, state.b, to)]);
-    const pairs = paired(left.rows, right.rows);
+    const { pairs, alone } = paired(left.rows, right.rows);
     const count = (name) => pairs.filter((p) => name === "all" || p.change === name).length;
     const choose = (label, number_, of, value, name, which) => [
       runs.length > 1 ? select(`${label}: run`, runOptions(page, (r) => evaluations(r).length), number_, (v) => set({ [which]: Number(v), [name]: undefined }), which) : null,
@@ -44,6 +44,7 @@ export async function show(root, page, params) {
         h("label", { class: "check" }, h("input", { type: "checkbox", id: "marks", checked: state.marks, onchange: (e) => set({ marks: e.target.checked }) }), "mark what changed")));
     const shown = pairs.filter((p) => state.change === "all" || p.change === state.change);
     fill(list,
+      alone ? notice(`${number(alone)} answers are left out: only one of both evaluations has their prompt.`, "unpaired") : null,
       left.next !== null || right.next !== null ? notice("The first samples of each evaluation are compared.") : null,
       shown.length ? shown.map((pair) => pairView(page, pair, state, from, to)) : notice("No prompt of both evaluations is so.", "none"));
   }
@@ -61,15 +62,23 @@ function answers(page, run, step) {
   return page.source.ask("rows", { run, kind, step });
 }
 
-// Pairs by prompt and sample; what only one of both has is left out.
+// Pairs by prompt and sample. alone: how many answers have no counterpart.
 function paired(left, right) {
   const key = (row) => `${row.prompt_id}/${row.sample}`;
   const later = new Map(right.map((row) => [key(row), row]));
-  return left.filter((row) => later.has(key(row))).map((before) => {
+  const pairs = left.filter((row) => later.has(key(row)) && sameQuestion(row, later.get(key(row)))).map((before) => {
     const after = later.get(key(before));
     const gain = (after.reward ?? -Infinity) - (before.reward ?? -Infinity);
     return { before, after, change: gain > 0 ? "better" : gain < 0 ? "worse" : "same" };
   });
+  return { pairs, alone: left.length + right.length - 2 * pairs.length };
+}
+
+// The id of a prompt is its place in the data, and another run may have other data. The text of a
+// prompt is as the model sees it, which differs between models; its chat is as the data has it.
+function sameQuestion(one, other) {
+  const same = (name) => JSON.stringify(one[name]) === JSON.stringify(other[name]);
+  return (one.chat && other.chat ? same("chat") : same("prompt")) && (!one.images || !other.images || same("images"));
 }
 
 function pairView(page, { before, after, change }, state, from, to) {
@@ -79,7 +88,7 @@ function pairView(page, { before, after, change }, state, from, to) {
     h("header", {}, h("strong", {}, `prompt ${before.prompt_id}`), h("span", { class: `badge ${{ better: "right", worse: "wrong" }[change] ?? ""}` }, change),
       h("button", { type: "button", class: "quiet through", onclick: open }, "through the steps →")),
     promptView(before, (name) => page.source.imageUrl(state.a, name)),
-    before.ground_truth === null || before.ground_truth === undefined ? null : h("p", { class: "truth" }, h("span", { class: "role" }, "ground truth"), String(before.ground_truth)),
+    truthView(before),
     h("div", { class: "answers pair" },
       h("div", {}, h("p", { class: "small" }, `before: step ${number(from)}`), sampleView(before, 0, (name) => page.source.imageUrl(state.a, name))),
       h("div", {}, h("p", { class: "small" }, `after: step ${number(to)}`), sampleView(after, 0, (name) => page.source.imageUrl(state.b, name), "none", 1, changed))));

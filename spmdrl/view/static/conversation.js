@@ -11,20 +11,34 @@ export function promptView(row, imageUrl) {
   return h("div", { class: "conversation prompt" }, shown, left);
 }
 
+export function truthView({ ground_truth: truth }) {
+  if (truth === null || truth === undefined) return null;
+  return h("p", { class: "truth" }, h("span", { class: "role" }, "ground truth"), typeof truth === "string" ? truth : JSON.stringify(truth));
+}
+
 export function answerView(row, imageUrl) {
   const turns = row.messages?.length ? row.messages : [{ role: "assistant", content: row.response }];
   return h("div", { class: "conversation answer" }, turns.map((message) => turnView(message, [], imageUrl)));
 }
 
 function turnView(message, images, imageUrl) {
-  const role = message.role ?? "assistant";
+  const role = String(message.role ?? "assistant");
   const failed = message.is_error ? " failed" : "";
   const thought = message.reasoning_content ?? message.thinking;
   return h("div", { class: `turn ${role}${failed}`, dataset: { role } },
     h("span", { class: "role" }, role + (message.name ? ` ${message.name}` : "") + (failed && " – failed")),
-    thought ? thoughtView(thought) : null,
+    thought ? thoughtView(asText(thought)) : null,
     contentView(message.content, images, role, imageUrl),
-    (message.tool_calls ?? []).map((call) => callView(JSON.stringify(call.function ?? call))));
+    asList(message.tool_calls).map((call) => callView(JSON.stringify(call?.function ?? call))));
+}
+
+// The fields of a message are of the environment, which may give them other types.
+function asText(value) {
+  return typeof value === "string" ? value : JSON.stringify(value, null, 1);
+}
+
+function asList(value) {
+  return Array.isArray(value) ? value : [];
 }
 
 // An image of a reply is named in its part; one of the prompt is the next of `images`.
@@ -32,12 +46,11 @@ function contentView(content, images, role, imageUrl) {
   if (content === null || content === undefined) return [];
   if (Array.isArray(content)) {
     return content.map((part) => {
-      if (typeof part === "string") return textView(part, images, role);
-      if (part.type === "image") return imageView(part.image ? imageUrl(part.image.replace("images/", "")) : images.shift());
-      return textView(part.text ?? JSON.stringify(part), images, role);
+      if (part?.type === "image") return imageView(part.image ? imageUrl(String(part.image).replace("images/", "")) : images.shift());
+      return textView(typeof part?.text === "string" ? part.text : asText(part), images, role);
     });
   }
-  return textView(typeof content === "string" ? content : JSON.stringify(content, null, 1), images, role);
+  return textView(asText(content), images, role);
 }
 
 const PARTS = /<think>([\s\S]*?)(?:<\/think>|$)|<tool_call>([\s\S]*?)(?:<\/tool_call>|$)|(<image>)/g;
@@ -176,7 +189,7 @@ export function invalidView(row) {
 // ---- two texts
 
 export function textOf(row) {
-  return row.messages?.length ? row.messages.map((m) => (typeof m.content === "string" ? m.content : JSON.stringify(m.content))).join("\n") : row.response;
+  return row.messages?.length ? row.messages.map((m) => (typeof m.content === "string" ? m.content : JSON.stringify(m.content))).join("\n") : row.response ?? "";
 }
 
 const MOST_CHARS = 20000; // of two texts whose difference is looked for

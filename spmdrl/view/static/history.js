@@ -18,25 +18,30 @@ export async function show(root, page, params) {
   async function draw() {
     const { samples } = runs[state.run];
     if (!(state.kind in samples)) state.kind = "eval" in samples ? "eval" : Object.keys(samples)[0];
-    if (state.prompt === undefined && samples[state.kind]?.length) {
-      const found = await page.source.ask("rows", { run: state.run, kind: state.kind, step: samples[state.kind].at(-1) });
-      state.prompt = found.rows[0]?.prompt_id;
-    }
+    const found = await ask();
+    state.prompt ??= found.prompt ?? undefined;
+    drawControls();
+    drawSteps(found);
+  }
+
+  function ask() {
+    return page.source.ask("history", { run: state.run, kind: state.kind ?? "", prompt: state.prompt ?? "" });
+  }
+
+  function drawControls() {
     page.remember({ run: state.run, kind: state.kind, prompt: state.prompt, marks: state.marks ? undefined : "0" });
     fill(controls, h("div", { class: "row" },
       runs.length > 1 ? select("run", runOptions(page), state.run, (v) => set({ run: Number(v) }), "run") : null,
       kindOptions(runs[state.run]).length > 1 ? select("samples", kindOptions(runs[state.run]), state.kind, (v) => set({ kind: v, prompt: undefined }), "kind") : null,
       h("label", { class: "field" }, h("span", {}, "prompt"), h("input", { type: "number", id: "prompt", value: String(state.prompt ?? ""), onchange: (e) => set({ prompt: Number(e.target.value) }) })),
       h("label", { class: "check" }, h("input", { type: "checkbox", id: "marks", checked: state.marks, onchange: (e) => set({ marks: e.target.checked }) }), "mark what changed since the step before")));
+  }
+
+  function drawSteps(found) {
     if (state.prompt === undefined) {
       fill(list, notice(NO_SAMPLES, "none"));
       return;
     }
-    const found = await page.source.ask("history", { run: state.run, kind: state.kind, prompt: state.prompt });
-    drawSteps(found);
-  }
-
-  function drawSteps(found) {
     if (!found.rows.length) {
       fill(list, notice(`No step of these samples has prompt ${state.prompt}${found.complete ? "" : " so far: the files are being read, ask again"}.`, "none"));
       return;
@@ -59,7 +64,7 @@ export async function show(root, page, params) {
   }
 
   await draw();
-  return { update: draw, redraw: () => {}, close: () => {} };
+  return { update: async () => (state.prompt === undefined ? draw() : drawSteps(await ask())), redraw: () => {}, close: () => {} };
 }
 
 function mean(rows) {

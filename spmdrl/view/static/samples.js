@@ -2,8 +2,8 @@
 
 import { debounced, fill, h, notice, number, segments, select } from "view/dom";
 import { MEASURES, legend, scaleOf } from "view/colours";
-import { answerView, further, invalidView, promptView, tokensView, verdict } from "view/conversation";
-import { FILTERS } from "view/source";
+import { answerView, further, invalidView, promptView, tokensView, truthView, verdict } from "view/conversation";
+import { FILTERS, lowered } from "view/source";
 
 const KINDS = { step: "training", eval: "held out", answers: "spmdrl.evaluate" };
 export const NO_SAMPLES = "This run has no samples: it keeps none (log_samples=0), has made none yet, or is one of spmdrl.sft or spmdrl.reward_model.";
@@ -55,21 +55,26 @@ export async function show(root, page, params) {
   const typed = debounced((text) => { Object.assign(state, { text, start: 0 }); load(); });
   const search = h("input", { type: "search", id: "search", placeholder: "search prompts and answers", value: state.text, "aria-label": "search", oninput: (e) => typed(e.target.value) });
   const everywhere = h("input", { type: "checkbox", id: "everywhere", checked: state.everywhere, onchange: (e) => set({ everywhere: e.target.checked }) });
-  const filters = h("span"), legendBox = h("span");
+  const filters = h("span"), legendBox = h("span"), stepRow = h("div", { class: "row" });
 
-  function draw() {
+  // Apart from the other controls: new steps change it while somebody types into those.
+  function drawSteps() {
     const known = steps(), step = settle(), at = known.indexOf(step);
     const to = (place) => set({ step: known[Math.min(Math.max(place, 0), known.length - 1)] });
-    fill(controls,
-      h("div", { class: "row" },
-        runs.length > 1 ? select("run", runOptions(page), state.run, (v) => set({ run: Number(v), step: state.step }), "run") : null,
-        kindOptions(runs[state.run]).length > 1 ? select("samples", kindOptions(runs[state.run]), state.kind, (v) => set({ kind: v, step: undefined }), "kind") : null,
-        known.length ? h("div", { class: "stepper" },
-          h("button", { type: "button", id: "previous", "aria-label": "previous step", disabled: at <= 0, onclick: () => to(at - 1) }, "‹"),
-          h("label", { class: "field" }, h("span", {}, "step"), h("input", { type: "number", id: "step", value: String(step), min: String(known[0]), max: String(known.at(-1)), onchange: (e) => set({ step: nearest(known, Number(e.target.value)) }) })),
-          h("button", { type: "button", id: "next", "aria-label": "next step", disabled: at >= known.length - 1, onclick: () => to(at + 1) }, "›"),
-          h("input", { type: "range", id: "slide", min: "0", max: String(known.length - 1), value: String(at), "aria-label": "step", onchange: (e) => to(Number(e.target.value)) }),
-          h("button", { type: "button", id: "newest", class: state.follows ? "on" : "", onclick: () => set({ step: "newest" }) }, page.source.follows ? "newest" : "last")) : null),
+    fill(stepRow,
+      runs.length > 1 ? select("run", runOptions(page), state.run, (v) => set({ run: Number(v), step: state.step }), "run") : null,
+      kindOptions(runs[state.run]).length > 1 ? select("samples", kindOptions(runs[state.run]), state.kind, (v) => set({ kind: v, step: undefined }), "kind") : null,
+      known.length ? h("div", { class: "stepper" },
+        h("button", { type: "button", id: "previous", "aria-label": "previous step", disabled: at <= 0, onclick: () => to(at - 1) }, "‹"),
+        h("label", { class: "field" }, h("span", {}, "step"), h("input", { type: "number", id: "step", value: String(step), min: String(known[0]), max: String(known.at(-1)), onchange: (e) => set({ step: nearest(known, Number(e.target.value)) }) })),
+        h("button", { type: "button", id: "next", "aria-label": "next step", disabled: at >= known.length - 1, onclick: () => to(at + 1) }, "›"),
+        h("input", { type: "range", id: "slide", min: "0", max: String(known.length - 1), value: String(at), "aria-label": "step", onchange: (e) => to(Number(e.target.value)) }),
+        h("button", { type: "button", id: "newest", class: state.follows ? "on" : "", onclick: () => set({ step: "newest" }) }, page.source.follows ? "newest" : "last")) : null);
+  }
+
+  function draw() {
+    drawSteps();
+    fill(controls, stepRow,
       h("div", { class: "row" }, filters,
         h("label", { class: "field", title: "An answer is right where its reward is above this number" }, h("span", {}, "right above"),
           h("input", { type: "number", id: "above", step: "0.1", value: String(state.above), onchange: (e) => set({ above: Number(e.target.value) }) })),
@@ -92,7 +97,7 @@ export async function show(root, page, params) {
       return;
     }
     const find = state.everywhere && (state.text || state.wanted !== "all");
-    const asks = { run: state.run, kind: state.kind, wanted: state.wanted, above: state.above, text: state.text, start: state.start };
+    const asks = { run: state.run, kind: state.kind, wanted: state.wanted, above: state.above, text: state.text, start: String(state.start) };
     let found;
     try {
       found = await page.source.ask(find ? "search" : "rows", find ? asks : { ...asks, step });
@@ -133,7 +138,7 @@ export async function show(root, page, params) {
         h("span", { class: "small" }, [first.data_source, `${rows.length} ${rows.length === 1 ? "answer" : "answers"}`].filter(Boolean).join(" · ")),
         h("button", { type: "button", class: "quiet through", onclick: open }, "through the steps →")),
       promptView(first, imageUrl),
-      first.ground_truth === null || first.ground_truth === undefined ? null : h("p", { class: "truth" }, h("span", { class: "role" }, "ground truth"), typeof first.ground_truth === "string" ? first.ground_truth : JSON.stringify(first.ground_truth)),
+      truthView(first),
       h("div", { class: "answers" }, rows.map((row) => sampleView(row, state.above, imageUrl, state.measure, scale))));
   }
 
@@ -148,7 +153,12 @@ export async function show(root, page, params) {
 
   await draw();
   return {
-    update: () => (state.follows ? draw() : undefined),
+    update: () => {
+      if (!state.follows) return undefined;
+      state.start = 0;
+      drawSteps();
+      return load();
+    },
     redraw: () => {},
     close: () => document.getElementById("tip")?.classList.remove("shown"),
   };
@@ -166,7 +176,7 @@ export function sampleView(row, above, imageUrl, measure = "none", scale = 1, bo
 
 function snippet(row, text) {
   const whole = [row.prompt, row.response, JSON.stringify(row.messages ?? ""), row.invalid ?? ""].join("  ⏵ ");
-  const at = Math.max(whole.toLowerCase().indexOf(text.toLowerCase()), 0);
+  const at = Math.max(lowered(whole).indexOf(lowered(text)), 0);
   const start = Math.max(at - SNIPPET / 2, 0);
   return [start ? "… " : "", whole.slice(start, at), h("mark", {}, whole.slice(at, at + text.length)), whole.slice(at + text.length, at + text.length + SNIPPET), " …"];
 }

@@ -68,9 +68,11 @@ class Held {
     return { rows, searched: steps.length, files: steps.length, next: null };
   }
 
-  history({ run, kind, prompt }) {
-    const found = this.steps({ run, kind }).map(([, answer]) => answer.rows.filter((r) => r.prompt_id === Number(prompt)));
-    return { rows: found.flat(), steps: found.filter((rows) => rows.length).length, complete: true };
+  history({ run, kind, prompt = "" }) {
+    const steps = this.steps({ run, kind });
+    const id = prompt === "" ? steps.at(-1)?.[1].rows[0]?.prompt_id : Number(prompt);
+    const found = steps.map(([, answer]) => answer.rows.filter((r) => r.prompt_id === id));
+    return { prompt: id ?? null, rows: found.flat(), steps: found.filter((rows) => rows.length).length, complete: true };
   }
 }
 
@@ -89,10 +91,19 @@ export function passes(row, wanted, above) {
   return (row.reward > Number(above)) === (wanted === "right");
 }
 
-// As holds_text in runs.py.
+const SEARCHED = ["prompt", "response", "ground_truth", "pred", "invalid", "data_source", "messages"];
+
+// As holds_text in sample_rows.py.
 function holds(row, text) {
-  if (!text) return true;
-  const parts = ["prompt", "response", "ground_truth", "pred", "invalid", "data_source", "messages"].map((n) => row[n] ?? "");
-  const texts = parts.map((part) => (typeof part === "string" ? part : JSON.stringify(part)));
-  return texts.join("\n").toLowerCase().includes(text.toLowerCase());
+  return !text || SEARCHED.some((name) => textsIn(row[name]).some((said) => lowered(said).includes(lowered(text))));
+}
+
+export function lowered(text) {
+  return text.toLowerCase().replaceAll("ς", "σ");
+}
+
+function textsIn(value) {
+  if (typeof value === "string") return [value];
+  if (value === null || value === undefined) return [];
+  return typeof value === "object" ? Object.values(value).flatMap(textsIn) : [String(value)];
 }

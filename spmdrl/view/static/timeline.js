@@ -21,6 +21,10 @@ export async function show(root, page, params) {
     fill(controls, h("div", { class: "row" },
       runs.length > 1 ? select("run", runOptions(page), state.run, (v) => set({ run: Number(v) }), "run") : null,
       page.source.follows ? h("label", { class: "field" }, h("span", {}, "steps"), h("input", { id: "steps", placeholder: "newest; or 3:6", value: state.steps, onchange: (e) => set({ steps: e.target.value.trim() }) })) : null));
+    await load();
+  }
+
+  async function load() {
     if (!runs[state.run].has_timeline) {
       fill(body, notice("This run has no trace folder, so there is no timeline.", "none"));
       return;
@@ -31,7 +35,7 @@ export async function show(root, page, params) {
   }
 
   await draw();
-  return { update: () => (state.steps ? undefined : draw()), redraw: () => {}, close: () => {} };
+  return { update: () => (state.steps ? undefined : load()), redraw: () => {}, close: () => {} };
 }
 
 const SVG = "http://www.w3.org/2000/svg";
