@@ -17,7 +17,14 @@ from PIL import Image
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
-from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig, SftDataConfig
+from spmdrl.config import (
+    ConfigError,
+    DataConfig,
+    MultiTurnConfig,
+    PreferenceDataConfig,
+    RolloutConfig,
+    SftDataConfig,
+)
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.preferences import PreferenceDataset
@@ -293,6 +300,31 @@ def test_a_benchmark_that_cannot_be_asked_is_refused(name, overrides, words, tmp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=words):
         benchmark_config(name, "", overrides)
+
+
+OWN = """
+from spmdrl.config import *
+
+def search(query: str) -> str:
+    return query
+
+rollout = RolloutConfig(
+    n=4, stop=("\\n",), stop_token_ids=(1,), min_tokens=2, ignore_eos=True, kv_cache_mib=64
+)
+config = PpoConfig(
+    "m", DataConfig("a.parquet"), "math", run_dir="runs/a", tools=(search,), environment=search,
+    multi_turn=MultiTurnConfig(max_turns=3), eval_top_k=20, rollout=rollout,
+)
+"""
+
+
+def test_a_benchmark_takes_no_tools_and_no_ends_from_a_config(tmp_path):
+    file = tmp_path / "cfg.py"
+    file.write_text(OWN)
+    config = benchmark_config("gsm8k", str(file), {"rollout.min_tokens": 1})
+    assert (config.tools, config.environment, config.eval_top_k) == ((), None, 0)
+    assert config.multi_turn == MultiTurnConfig()
+    assert config.rollout == RolloutConfig(n=4, kv_cache_mib=64, max_tokens=2048, min_tokens=1)
 
 
 def test_instructions_are_followed_strictly_loosely_or_not():
