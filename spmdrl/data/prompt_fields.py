@@ -11,7 +11,7 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
-from spmdrl.data.pictures import MARK, pictures_of, refuse_videos, with_parts
+from spmdrl.data.pictures import MARK, pictures_of, refuse_single, refuse_videos, with_parts
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Picture
@@ -64,8 +64,7 @@ def prompt_fields(
     """
     refuse_videos(row)
     images = pictures_of(row.get("images"), path.parent)
-    if sees and not images and row.get("image") is not None:
-        raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
+    refuse_single(row, images)
     prompt_key = prompt_key_of(row, config)
     prompt = lookup(row, prompt_key)
     if prompt is MISSING:

@@ -22,6 +22,7 @@ from spmdrl.data.pictures import (
     open_picture,
     parts_of,
     pictures_of,
+    refuse_single,
     refuse_videos,
     says_image,
     with_parts,
@@ -228,8 +229,7 @@ class SftReader:
         found = pictures_of(row.get("images"), folder)
         if self.vision is None and found:
             raise sees_none()
-        if self.vision is not None and not found and row.get("image") is not None:
-            raise bad_field("image", row["image"], "a column 'images', a list for each row")
+        refuse_single(row, found)
         return found
 
     def asked_and_said(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]] | str, str | None]:

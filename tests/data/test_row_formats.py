@@ -101,8 +101,9 @@ def test_prompts_are_read_as_they_are(topology, tokenizer, write, name):
         ({"instruction": "Add.", "input": "2+3"}, "field 'prompt': missing; .* instruction"),
         ({"prompt": USER, "label": "5", "metadata": "x"}, "field 'metadata': .*a mapping"),
         ({"prompt": USER, "reward_model": {"ground_truth": "5"}}, "field 'data_source': missing"),
+        ({"prompt": USER, "label": "5", "image": "a.png"}, "'image': found .*a column 'images'"),
     ],
-    ids=["truths", "prompts", "alpaca", "metadata", "verl without a source"],
+    ids=["truths", "prompts", "alpaca", "metadata", "verl without a source", "image"],
 )  # fmt: skip
 def test_what_is_in_doubt_is_refused_with_the_columns(topology, tokenizer, write, row, words):
     path = write(row)
@@ -137,8 +138,9 @@ def test_rows_to_learn_are_read_as_they_are(topology, tokenizer, write, name):
         ({"prompt": USER, "completion": FIVE + USER + SIX}, "one turn of the assistant's"),
         ({"instruction": "Add.", "input": "2+3", "output": "5"}, "field 'prompt'"),
         ({"text": "2+3=5"}, "field 'prompt': missing; the row has text|it has text"),
+        ({"messages": USER + FIVE, "image": "a.png"}, "'image': found str 'a.png'"),
     ],
-    ids=["mixed", "turns", "alpaca", "language modelling"],
+    ids=["mixed", "turns", "alpaca", "language modelling", "image"],
 )
 def test_rows_to_learn_that_are_in_doubt_are_refused(topology, tokenizer, write, row, words):
     path = write(row)
