@@ -7,6 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,15 @@ def mbpp(row: Row) -> Task:
 
 
 def humaneval(row: Row) -> Task:
+    """What stands before the function, imports and helpers, is a part of every answer, as in
+    OpenAI's evaluation, in which an answer goes on where the prompt ends.
+    """
     prompt = f"Complete this function. {FENCED}\n\n```python\n{row['prompt'].rstrip()}\n```"
-    return prompt, f"{row['test']}\ncheck({row['entry_point']})"
+    begin = re.search(rf"^def {re.escape(row['entry_point'])}\(", row["prompt"], re.MULTILINE)
+    if begin is None:
+        raise ValueError(f"the prompt defines no function {row['entry_point']!r}")
+    head = row["prompt"][: begin.start()]
+    return prompt, {"before": head, "assert_case": f"{row['test']}\ncheck({row['entry_point']})"}
 
 
 def ifeval(row: Row) -> Task:

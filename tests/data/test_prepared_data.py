@@ -175,7 +175,8 @@ def test_aime(prepare, tmp_path, row):
 MBPP = {"task_id": 601, "text": "Write a function to add.", "code": "def add(a, b): return a + b",
         "test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import math",
         "challenge_test_list": []}  # fmt: skip
-HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''One more.'''\n",
+HUMANEVAL = {"task_id": "HumanEval/0",
+             "prompt": "def g(x):\n    return x + 1\n\ndef f(x):\n    '''One more.'''\n",
              "entry_point": "f", "canonical_solution": "    return x + 1\n",
              "test": "def check(candidate):\n    assert candidate(1) == 2\n"}  # fmt: skip
 
@@ -185,7 +186,7 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''One more.'''
     ("row", "program"),
     [
         (MBPP, MBPP["code"]),
-        (HUMANEVAL, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]),
+        (HUMANEVAL, "def f(x):\n    return g(x)"),
         ({"source_file": "x", "task_id": 2, "prompt": "Write add.", "code": "", "test_imports": [],
           "test_list": ["assert add(1, 2) == 3"]}, MBPP["code"]),
     ],
