@@ -11,7 +11,9 @@ from typing import Any
 
 from spmdrl.cli.arguments import load_config, override
 from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig
-from spmdrl.data.benchmarks import BENCHMARKS, files_of_split
+from spmdrl.data.benchmarks import BENCHMARKS, data_files, files_of_split, only_file
+
+SHOWN = 5  # files of a folder, in an error
 
 
 def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoConfig:
@@ -55,14 +57,20 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
 
 
 def benchmark_files(name: str, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """Returns the files of a benchmark's split where a folder is given. Raises ConfigError."""
+    """Returns the files of a benchmark's split where a folder is given, or the folder's only one.
+    Raises ConfigError.
+    """
     if not isinstance(given, str) or not os.path.isdir(given):
         return given
     _, config, split = BENCHMARKS[name].data.split(":")
     found = tuple(map(str, files_of_split(Path(given), config, split)))
+    if not found and (only := only_file(Path(given), config)):
+        return (str(only),)
     if not found:
+        others = [path.name for path in data_files(Path(given), config)[:SHOWN]]
         raise ConfigError(
             f"--data.eval {given}: the benchmark {name} is the split {split!r} of "
-            f"{BENCHMARKS[name].data}, and the folder has no {split}*.parquet or {split}*.jsonl"
+            f"{BENCHMARKS[name].data}, and the folder has no {split}-*.parquet, "
+            f"{split}.jsonl or folder {split}; it has {', '.join(others) or 'no data files'}"
         )
     return found

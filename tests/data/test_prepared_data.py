@@ -270,6 +270,7 @@ def test_every_benchmark_reads_its_published_rows_from_a_folder(topology, tokeni
     for name, row in PUBLISHED.items():
         split = BENCHMARKS[name].data.rpartition(":")[2]
         file = write(tmp_path / name / "data" / f"{split}.jsonl", [row])
+        write(tmp_path / name / "data" / f"{split}_new.jsonl", [row])
         config = benchmark_config(
             name, "", {"model": "m", "data.eval": str(tmp_path / name), "eval_samples": 3}
         )
@@ -317,6 +318,17 @@ config = PpoConfig(
     multi_turn=MultiTurnConfig(max_turns=3), eval_top_k=20, rollout=rollout,
 )
 """
+
+
+def test_the_only_file_of_a_folder_may_have_any_name_but_another_splits(prepare, tmp_path):
+    row = PUBLISHED["aime24"]
+    file = write(tmp_path / "one" / "aime_2024_problems.jsonl", [row])
+    overrides = {"model": "m", "data.eval": str(tmp_path / "one")}
+    assert benchmark_config("aime24", "", overrides).data.eval == (file,)
+    assert len(prepare("aime.py", tmp_path / "one")["train"]) == 1
+    write(tmp_path / "two" / "test.jsonl", [row])
+    with pytest.raises(ConfigError, match=r"no train-\*\.parquet.*; it has test\.jsonl"):
+        benchmark_config("aime24", "", overrides | {"data.eval": str(tmp_path / "two")})
 
 
 def test_a_benchmark_takes_no_tools_and_no_ends_from_a_config(tmp_path):
