@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmdrl.data.pictures import decoded
 from spmdrl.data.table_files import BadRow
 from spmdrl.types import Message, Picture, Sample
 
@@ -105,7 +106,7 @@ def is_image(value: Any) -> bool:
 
 
 def part_of(value: Any) -> dict[str, str]:
-    """Returns one part, its image as a data: URI. Raises BadRow."""
+    """Returns one part, its image as a data: URI that names its real kind. Raises BadRow."""
     if isinstance(value, str) and not is_uri(value):
         return {"type": "text", "text": value}
     if isinstance(value, dict) and value.get("type") == "text":
@@ -114,10 +115,22 @@ def part_of(value: Any) -> dict[str, str]:
             return {"type": "text", "text": text}
     uri = uri_of(value)
     try:
-        base64.b64decode(uri.partition(",")[2], validate=True)
+        encoded = base64.b64decode(uri.partition(",")[2], validate=True)
     except ValueError as error:
         raise BadRow(f"an image's data: URI is not base64: {error}") from error
-    return {"type": "image", "image": uri}
+    return {"type": "image", "image": named_by_kind(uri, encoded)}
+
+
+def named_by_kind(uri: str, encoded: bytes) -> str:
+    """Returns the data: URI with the kind of image that its bytes are; what is none stays as it
+    is, and is told when it is to be shown.
+    """
+    try:
+        kind = decoded(Picture(encoded), lambda image: image.get_format_mimetype())
+    except BadRow:
+        return uri
+    is_known = kind is not None and kind.startswith("image/")
+    return f"data:{kind};base64,{uri.partition(',')[2]}" if is_known else uri
 
 
 def uri_of(value: Any) -> str:

@@ -201,6 +201,13 @@ def test_programs_pass_their_published_tests(prepare, tmp_path, row, program):
     )
 
 
+def test_programs_without_their_tests_are_told(prepare, tmp_path):
+    for row, missing in ((MBPP, "test_list"), (HUMANEVAL, "test")):
+        path = write(tmp_path / "train.jsonl", [{k: v for k, v in row.items() if k != missing}])
+        with pytest.raises(SystemExit, match=f"line 1: no row of .*KeyError: '{missing}'"):
+            prepare("code_tests.py", path)
+
+
 def test_hh_rlhf(prepare, topology, tokenizer, tmp_path, out):
     asks = "\n\nHuman: Hello\n\nAssistant: Hi.\n\nHuman: 2+3?\n\nAssistant:"
     rows = [{"chosen": f"{asks} 5", "rejected": f"{asks} 6"},

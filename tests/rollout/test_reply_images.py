@@ -4,6 +4,7 @@ the trainer.
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from spmdrl.data.reply_images import (
     keys_in,
     pictures_in,
     to_bytes,
+    with_images,
 )
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
@@ -278,6 +280,18 @@ def test_plain_values_stay_what_they_were() -> None:
     }
     (part,) = Reply.of([pixels(0, 8, 8)]).value
     assert part["type"] == "image" and part["image"].startswith("data:image/png;base64,")
+
+
+def test_the_kind_of_an_image_is_that_of_its_bytes() -> None:
+    assert Reply.of(b"BMW 328, 1937").value == "b'BMW 328, 1937'"
+    for kind in ("bmp", "webp", "gif", "tiff", "jpeg", "png"):
+        file = io.BytesIO()
+        pixels(0, 8, 8).save(file, kind)
+        uri = Reply.of(file.getvalue()).value["image"]
+        assert uri.startswith(f"data:image/{kind};base64,"), uri[:40]
+        wrong = uri.replace(f"image/{kind}", "image/svg+xml")
+        assert with_images(wrong) == [{"type": "image", "image": uri}]
+    assert with_images("data:image/x;base64,aGk=")[0]["image"] == "data:image/x;base64,aGk="
 
 
 URI = Reply.of(png(0, 8, 8)).value["image"]
