@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from spmdrl.data.pictures import decoded
@@ -126,10 +127,10 @@ def named_by_kind(uri: str, encoded: bytes) -> str:
     is, and is told when it is to be shown.
     """
     try:
-        kind = decoded(Picture(encoded), lambda image: image.get_format_mimetype())
+        kind = decoded(Picture(encoded), lambda image: Image.MIME.get(image.format or "", ""))
     except BadRow:
         return uri
-    is_known = kind is not None and kind.startswith("image/")
+    is_known = kind.startswith("image/")
     return f"data:{kind};base64,{uri.partition(',')[2]}" if is_known else uri
 
 
