@@ -11,15 +11,17 @@ Reward: "code" (docs/sandbox.md). Sources: google-research-datasets/mbpp (CC-BY-
 
 from preparation import Row, main, verl_row
 
-from spmdrl.data.benchmarks import humaneval, mbpp
+from spmdrl.data.benchmarks import BENCHMARKS
 
 COLUMNS = ("text", "prompt", "test_list", "test_setup_code", "test_imports", "test", "entry_point")
 
 
 def convert(row: Row) -> Row:
-    if row.get("entry_point"):
-        return verl_row("humaneval", *humaneval(row), task_id=str(row["task_id"]))
-    return verl_row("mbpp", *mbpp(row), task_id=str(row["task_id"]))
+    """Raises ValueError where columns are missing."""
+    name = "humaneval" if row.get("entry_point") else "mbpp"
+    asked = BENCHMARKS[name].row(name, row)
+    prompt = asked["prompt"][0]["content"]
+    return verl_row(name, prompt, asked["ground_truth"], task_id=str(row["task_id"]))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from spmdrl.cli.hub_names import HubName, data_name
 from spmdrl.config import ConfigError
-from spmdrl.data.benchmarks import files_of_split
+from spmdrl.data.benchmarks import files_of_split, only_file
 from spmdrl.data.table_files import BadRow, Files
 from spmdrl.hub.download import fetch_data
 
@@ -70,9 +70,11 @@ def files_of(source: str, config: str, splits: Sequence[str]) -> dict[str, tuple
     """Returns the files of each split. Raises ConfigError, ValueError where there are none."""
     path = Path(source)
     if path.is_file():
-        return {next((s for s in splits if s in path.stem), splits[0]): (source,)}
+        return named(path, splits)
     if path.is_dir():
         found = {split: tuple(map(str, files_of_split(path, config, split))) for split in splits}
+        if not any(found.values()) and (only := only_file(path, config)):
+            return named(only, splits)
         if not any(found.values()):
             raise ValueError(
                 f"{source} has no .parquet or .jsonl files of the splits {', '.join(splits)}: "
@@ -87,6 +89,11 @@ def files_of(source: str, config: str, splits: Sequence[str]) -> dict[str, tuple
     names = {split: HubName("dataset", name.repo, name.revision, "", config, split,
                             name.on_modelscope) for split in splits}  # fmt: skip
     return {split: fetch_data(named, split) for split, named in names.items()}
+
+
+def named(path: Path, splits: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns a data set's only file, by the split that its name has in it, or else the first."""
+    return {next((s for s in splits if s in path.stem), splits[0]): (str(path),)}
 
 
 def converted(

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.arguments import load_config, override
-from spmdrl.config import ConfigError, DataConfig, PpoConfig
-from spmdrl.data.benchmarks import BENCHMARKS, files_of_split
+from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig
+from spmdrl.data.benchmarks import BENCHMARKS, data_files, files_of_split, only_file
+
+SHOWN = 5  # files of a folder, in an error
 
 
 def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoConfig:
     """Returns the config of a benchmark. file: a config whose model, engine and placement are used;
-    "": none, and the overrides must name the model. The overrides come last. Raises ConfigError.
+    "": none, and the overrides must name the model. What it says of tools, turns, the end of an
+    answer and sampling is the benchmark's. The overrides come last. Raises ConfigError.
     """
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, n=1)
@@ -41,8 +44,12 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
         config, data=data, reward=known.reward, reward_model=None,
         run_dir=f"{config.run_dir}_{name}",
         rewards=replace(config.rewards, per_turn=False), eval_samples=known.samples,
-        eval_temperature=known.temperature, eval_top_p=known.top_p,
-        rollout=replace(config.rollout, max_tokens=known.max_tokens),
+        eval_temperature=known.temperature, eval_top_p=known.top_p, eval_top_k=0,
+        tools=(), environment=None, multi_turn=MultiTurnConfig(),
+        rollout=replace(
+            config.rollout, max_tokens=known.max_tokens, min_tokens=0, stop=(), stop_token_ids=(),
+            ignore_eos=False,
+        ),
     )  # fmt: skip
     for key in sorted(overrides, key=lambda key: key.count(".")):
         config = override(config, key, overrides[key])
@@ -50,14 +57,20 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
 
 
 def benchmark_files(name: str, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """Returns the files of a benchmark's split where a folder is given. Raises ConfigError."""
+    """Returns the files of a benchmark's split where a folder is given, or the folder's only one.
+    Raises ConfigError.
+    """
     if not isinstance(given, str) or not os.path.isdir(given):
         return given
     _, config, split = BENCHMARKS[name].data.split(":")
     found = tuple(map(str, files_of_split(Path(given), config, split)))
+    if not found and (only := only_file(Path(given), config)):
+        return (str(only),)
     if not found:
+        others = [path.name for path in data_files(Path(given), config)[:SHOWN]]
         raise ConfigError(
             f"--data.eval {given}: the benchmark {name} is the split {split!r} of "
-            f"{BENCHMARKS[name].data}, and the folder has no {split}*.parquet or {split}*.jsonl"
+            f"{BENCHMARKS[name].data}, and the folder has no {split}-*.parquet, "
+            f"{split}.jsonl or folder {split}; it has {', '.join(others) or 'no data files'}"
         )
     return found

@@ -7,6 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,15 @@ def mbpp(row: Row) -> Task:
 
 
 def humaneval(row: Row) -> Task:
+    """What stands before the function, imports and helpers, is a part of every answer, as in
+    OpenAI's evaluation, in which an answer goes on where the prompt ends.
+    """
     prompt = f"Complete this function. {FENCED}\n\n```python\n{row['prompt'].rstrip()}\n```"
-    return prompt, f"{row['test']}\ncheck({row['entry_point']})"
+    begin = re.search(rf"^def {re.escape(row['entry_point'])}\(", row["prompt"], re.MULTILINE)
+    if begin is None:
+        raise ValueError(f"the prompt defines no function {row['entry_point']!r}")
+    head = row["prompt"][: begin.start()]
+    return prompt, {"before": head, "assert_case": f"{row['test']}\ncheck({row['entry_point']})"}
 
 
 def ifeval(row: Row) -> Task:
@@ -86,6 +94,7 @@ def ifeval(row: Row) -> Task:
     return row["prompt"], {name: row[name] for name in names}
 
 
+SPLITS = ("train", "validation", "test")
 AIME = ("Problem", "Answer", "problem", "answer")
 
 BENCHMARKS = {
@@ -115,8 +124,23 @@ def files_of_split(folder: Path, config: str, split: str) -> Iterator[Path]:
     """Yields a split's data files in a folder, in order: train.jsonl, train-00000-of-00001.parquet,
     or files in a folder `train`; of a subfolder that has the config's name, where there is one.
     """
-    within = folder / config if config and (folder / config).is_dir() else folder
-    for path in sorted(within.rglob("*")):
-        named = path.name.startswith(split) or path.parent.name == split
-        if named and path.suffix in DATA_SUFFIXES:
+    named = re.compile(rf"{re.escape(split)}[-.]")  # not train_sft, and no test of testbed.jsonl
+    for path in data_files(folder, config):
+        if named.match(path.name) or path.parent.name == split:
             yield path
+
+
+def data_files(folder: Path, config: str) -> list[Path]:
+    """Returns all of them, in order; of a subfolder that has the config's name, if there is one."""
+    within = folder / config if config and (folder / config).is_dir() else folder
+    return sorted(path for path in within.rglob("*") if path.suffix in DATA_SUFFIXES)
+
+
+def only_file(folder: Path, config: str) -> Path | None:
+    """Returns a folder's only data file, which is a data set's only split unless its name or its
+    folder is that of a split: aime_2024_problems.parquet, but not train.jsonl.
+    """
+    files = data_files(folder, config)
+    if len(files) != 1 or files[0].parent.name in SPLITS:
+        return None
+    return None if re.match(rf"({'|'.join(SPLITS)})[-.]", files[0].name) else files[0]

@@ -99,6 +99,16 @@ def refuse_videos(row: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_single(row: Mapping[str, Any], images: Sequence[Picture]) -> None:
+    """Raises BadRow for a row with an `image` and no `images`, which would be learnt blind."""
+    if not images and row.get("image") is not None:
+        expected = (
+            "a column 'images', a list for each row, or no column 'image' where it is not to be "
+            "shown"
+        )
+        raise bad_field("image", row["image"], expected)
+
+
 def picture_of(item: Any, folder: Path) -> Picture:
     if isinstance(item, dict):  # Arrow gives every image the keys of all others, with null
         found = [item[k] for k in ("bytes", "path", "image") if item.get(k) is not None]

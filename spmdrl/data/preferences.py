@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig
 from spmdrl.data.chat import Encoded, Encoder, encode_said
 from spmdrl.data.images import BatchImages, ImageProcessor
 from spmdrl.data.packing import to_batch
-from spmdrl.data.pictures import open_picture, pictures_of, refuse_videos, with_parts
+from spmdrl.data.pictures import open_picture, pictures_of, refuse_single, refuse_videos, with_parts
 from spmdrl.data.prompt_fields import check_prompt
 from spmdrl.data.row_reports import unread_tools
 from spmdrl.data.supervised_rows import NO_ROOM, Measured, Size, measure
@@ -79,6 +80,7 @@ class PairReader:
         images = pictures_of(row.get("images"), folder)
         if images and self.vision is None:
             raise BadRow("field 'images': the model sees none")
+        refuse_single(row, images)
         prompt = self.optional(row, "prompt_key")
         if prompt is not None:
             check_prompt(str(config.prompt_key), prompt, parts=self.vision is not None)
@@ -107,7 +109,7 @@ class PairReader:
                 return [*asked, {"role": "assistant", "content": said}]
             return (asked or "") + said
         answer = list(map(without_nulls, said))
-        if isinstance(asked, str) or (asked and asked[-1] in answer):
+        if isinstance(asked, str) or (asked and is_said_again(asked, answer)):
             raise self.said_twice(key)
         if said[-1]["role"] != "assistant":
             raise bad_field(f"{key}[{len(said) - 1}].role", said[-1]["role"], "'assistant'")
@@ -181,6 +183,14 @@ class PairReader:
         return None if value is MISSING else value
 
 
+def is_said_again(asked: list[Message], answer: list[Message]) -> bool:
+    """Whether what is to stand behind a prompt begins with it, or with its last turn before the
+    assistant says anything. A turn may say again later what the prompt says.
+    """
+    before = takewhile(lambda turn: turn["role"] != "assistant", answer)
+    return answer[: len(asked)] == asked or asked[-1] in before
+
+
 class PreferenceDataset:
     """Pairs of conversations. Those with one over max_tokens are left out, and counted."""
 
@@ -211,6 +221,7 @@ class PreferenceDataset:
         columns = (
             *columns_at(*(key for key in keys if key is not None)),
             "images",
+            "image",
             "videos",
             "tools",
         )

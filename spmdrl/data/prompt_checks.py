@@ -15,7 +15,14 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
-from spmdrl.data.prompt_fields import PromptFields, encode, prompt_fields, truth_key, without_truth
+from spmdrl.data.prompt_fields import (
+    PromptFields,
+    encode,
+    is_in_doubt,
+    prompt_fields,
+    truth_key,
+    without_truth,
+)
 from spmdrl.data.row_reports import (
     report_blind,
     report_escaped,
@@ -79,9 +86,11 @@ class RowChecker:
         vision: ImageProcessor | None,
         needs_truth: Callable[[str], bool],
         wrong_truth: Callable[[str, Any], str | None],
+        takes_truth: Callable[[str], bool],
     ) -> None:
         self.config, self.encoder, self.vision = config, encoder, vision
         self.needs_truth, self.wrong_truth = needs_truth, wrong_truth
+        self.takes_truth = takes_truth
         self.sources: set[str] = set()
         self.num_escaped = 0
         self.left_out: Counter[str] = Counter()
@@ -102,11 +111,12 @@ class RowChecker:
         return len(found.ids)
 
     def check_truth(self, fields: PromptFields, row: dict[str, Any]) -> None:
-        """Raises BadRow for a ground truth that the reward needs and the row has not, or that is
-        none for the reward.
+        """Raises BadRow for a ground truth that the reward needs and the row has not, that it would
+        take and that is in doubt, or that is none for the reward.
         """
         if fields.ground_truth is None:
-            if self.needs_truth(fields.data_source):
+            takes = self.takes_truth(fields.data_source) and is_in_doubt(row, self.config)
+            if takes or self.needs_truth(fields.data_source):
                 raise without_truth(row, self.config)
             return
         wrong = self.wrong_truth(fields.data_source, fields.ground_truth)

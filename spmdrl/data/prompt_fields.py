@@ -11,7 +11,7 @@ from spmdrl.config import ConfigError, DataConfig
 from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
-from spmdrl.data.pictures import MARK, pictures_of, refuse_videos, with_parts
+from spmdrl.data.pictures import MARK, pictures_of, refuse_single, refuse_videos, with_parts
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Picture
@@ -46,6 +46,7 @@ SCHEMA = (
 PROMPTS = ("input", "context_messages")  # OpenRLHF
 TRUTHS = ("ground_truth", "label", "answer", "solution")  # OpenRLHF and slime; TRL's examples
 SOURCES = ("data_source", "datasource")  # verl, OpenRLHF
+SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002
 
 
 def columns_of(config: DataConfig) -> tuple[str, ...]:
@@ -64,8 +65,7 @@ def prompt_fields(
     """
     refuse_videos(row)
     images = pictures_of(row.get("images"), path.parent)
-    if sees and not images and row.get("image") is not None:
-        raise bad_field("image", row["image"], "a column 'images', a list for each prompt")
+    refuse_single(row, images)
     prompt_key = prompt_key_of(row, config)
     prompt = lookup(row, prompt_key)
     if prompt is MISSING:
@@ -81,12 +81,9 @@ def prompt_fields(
     ground_truth = lookup(row, truth_key(row, config))
     if ground_truth is MISSING or ground_truth != ground_truth:  # NaN
         ground_truth = None
-    key = "extra_info" if row.get("extra_info") is not None else "metadata"  # slime's name
-    extra_info = row.get(key)
-    if extra_info is not None and not isinstance(extra_info, dict):
-        raise bad_field(key, extra_info, "a mapping, or null", row)
+    extra_info = extra_info_of(row)
     chat = prompt if isinstance(prompt, str) else [without_nulls(turn) for turn in prompt]
-    return PromptFields(chat, data_source, ground_truth, extra_info or {}, images)
+    return PromptFields(chat, data_source, ground_truth, extra_info, images)
 
 
 def prompt_key_of(row: dict[str, Any], config: DataConfig) -> str:
@@ -98,13 +95,26 @@ def prompt_key_of(row: dict[str, Any], config: DataConfig) -> str:
     return found[0] if len(found) == 1 else key
 
 
+def extra_info_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns verl's extra_info, or slime's metadata, which of other data sets may be anything
+    and is read where it is a mapping. Raises BadRow.
+    """
+    found = row.get("extra_info")
+    if found is None:
+        found = row.get("metadata")
+        return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise bad_field("extra_info", found, "a mapping, or null", row)
+    return found
+
+
 def data_source_of(row: dict[str, Any], path: Path, config: DataConfig) -> Any:
     """Returns the row's data_source. A row that is not in verl's schema may lack it: then it is the
-    name of the file, without the ending.
+    name of the file, without the ending and the number of a hub's shard.
     """
     found = next((row[name] for name in SOURCES if name in row), MISSING)
     is_verl = config.prompt_key == DataConfig.prompt_key and row.get("reward_model") is not None
-    return path.stem if found is MISSING and not is_verl else found
+    return SHARD.sub("", path.stem) if found is MISSING and not is_verl else found
 
 
 def truth_key(row: dict[str, Any], config: DataConfig) -> str:
@@ -119,13 +129,23 @@ def truth_key(row: dict[str, Any], config: DataConfig) -> str:
 
 
 def truths_of(row: dict[str, Any]) -> list[str]:
-    return [name for name in TRUTHS if row.get(name) is not None]
+    """Returns the columns that may be the reference answer. A label that is true or false says
+    whether an answer was liked.
+    """
+    given = [name for name in TRUTHS if row.get(name) is not None]
+    return [name for name in given if name != "label" or not isinstance(row[name], bool)]
+
+
+def is_in_doubt(row: dict[str, Any], config: DataConfig) -> bool:
+    """Whether a row has no reference answer since several columns may be it."""
+    is_default = truth_key(row, config) == DataConfig.ground_truth_key
+    return is_default and row.get("reward_model") is None and len(truths_of(row)) > 1
 
 
 def without_truth(row: dict[str, Any], config: DataConfig) -> BadRow:
     key, found = truth_key(row, config), truths_of(row)
     expected = "the reference answer, which the reward asks for"
-    if key == DataConfig.ground_truth_key and len(found) > 1:
+    if is_in_doubt(row, config):
         expected += f". {' and '.join(found)} may be it: name one by data.ground_truth_key"
     elif key == DataConfig.ground_truth_key:
         expected += f" (or a column 'ground_truth'). {SCHEMA}"

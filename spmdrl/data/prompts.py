@@ -98,13 +98,15 @@ class PromptDataset:
         wrong_truth: Callable[[str, Any], str | None] = lambda data_source, truth: None,
         vision: ImageProcessor | None = None,
         benchmark: str = "",
+        takes_truth: Callable[[str], bool] = lambda data_source: True,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
         vocab_size: of the model, if tokens are to be checked against it. needs_truth: whether rows
         of a data_source must have a ground truth; wrong_truth: what is wrong with one, or None.
         vision: of the model, where it sees images. benchmark: the name of the one whose published
-        rows the files have.
+        rows the files have. takes_truth: whether the reward of a data_source would be given one, so
+        that several columns which may be it are an error.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -113,7 +115,7 @@ class PromptDataset:
         encoder = Encoder(
             tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
         )  # fmt: skip
-        checker = RowChecker(config, encoder, vision, needs_truth, wrong_truth)
+        checker = RowChecker(config, encoder, vision, needs_truth, wrong_truth, takes_truth)
         lengths = measure_rows(files, checker.length, topology, config.on_bad_row)
         rows = np.flatnonzero(lengths != BAD_ROW)
         num_bad = len(files) - len(rows)

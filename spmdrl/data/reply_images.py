@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from spmdrl.data.pictures import decoded
 from spmdrl.data.table_files import BadRow
 from spmdrl.types import Message, Picture, Sample
 
@@ -48,18 +50,38 @@ def with_images(value: Any) -> Any:
     have them, or a data: URI. It is an image, a list of images, texts and parts, or a dict with
     "image" and "text" as verl's tools return it. Raises BadRow for an image anywhere else.
     """
-    if isinstance(value, dict) and not is_part(value) and "image" in value:
-        if not set(value) <= {"text", "image"}:
-            others = ", ".join(sorted(set(value) - {"text", "image"}))
-            raise BadRow(f"an image beside {others}; expected 'text' alone beside 'image'")
-        images = value["image"] if isinstance(value["image"], list) else [value["image"]]
-        value = [value["text"]] * bool(value.get("text")) + [
-            each if is_part(each) else {"type": "image", "image": each} for each in images
-        ]
+    if is_table(value):
+        value = parts_of_table(without_nones(value))
     if not holds_image(value):
         return value
     given = value if isinstance(value, list) else [value]
     return [part_of(each) for each in given]
+
+
+def is_table(value: Any) -> bool:
+    """Whether it is a dict with an image under "image", as verl's tools return it, and no part."""
+    return isinstance(value, dict) and not is_part(value) and holds_image(value.get("image"))
+
+
+def parts_of_table(value: dict[str, Any]) -> list[Any]:
+    """Returns the text and the images of such a dict. Raises BadRow for other keys."""
+    if others := sorted(set(value) - {"text", "image"}):
+        raise BadRow(f"an image beside {', '.join(others)}; expected 'text' alone beside 'image'")
+    images = value["image"] if isinstance(value["image"], list) else [value["image"]]
+    shown = [each if is_part(each) else {"type": "image", "image": each} for each in images]
+    return [value["text"], *shown] if value.get("text") else shown
+
+
+def without_nones(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: each for key, each in value.items() if each is not None}
+
+
+def shows_image(value: Any) -> bool:
+    """Whether it is an image, or has one where `with_images` looks for it. A dict that only holds
+    one somewhere else shows none.
+    """
+    each = value if isinstance(value, list) else [value]
+    return any(is_uri(one) or is_image(one) or is_table(one) for one in each)
 
 
 def holds_image(value: Any) -> bool:
@@ -85,17 +107,31 @@ def is_image(value: Any) -> bool:
 
 
 def part_of(value: Any) -> dict[str, str]:
-    """Returns one part, its image as a data: URI. Raises BadRow."""
+    """Returns one part, its image as a data: URI that names its real kind. Raises BadRow."""
     if isinstance(value, str) and not is_uri(value):
         return {"type": "text", "text": value}
-    if isinstance(value, dict) and value.get("type") == "text" and isinstance(value["text"], str):
-        return {"type": "text", "text": value["text"]}
+    if isinstance(value, dict) and value.get("type") == "text":
+        text = value.get("text")
+        if isinstance(text, str):
+            return {"type": "text", "text": text}
     uri = uri_of(value)
     try:
-        base64.b64decode(uri.partition(",")[2], validate=True)
+        encoded = base64.b64decode(uri.partition(",")[2], validate=True)
     except ValueError as error:
         raise BadRow(f"an image's data: URI is not base64: {error}") from error
-    return {"type": "image", "image": uri}
+    return {"type": "image", "image": named_by_kind(uri, encoded)}
+
+
+def named_by_kind(uri: str, encoded: bytes) -> str:
+    """Returns the data: URI with the kind of image that its bytes are; what is none stays as it
+    is, and is told when it is to be shown.
+    """
+    try:
+        kind = decoded(Picture(encoded), lambda image: Image.MIME.get(image.format or "", ""))
+    except BadRow:
+        return uri
+    is_known = kind.startswith("image/")
+    return f"data:{kind};base64,{uri.partition(',')[2]}" if is_known else uri
 
 
 def uri_of(value: Any) -> str:

@@ -19,9 +19,11 @@ from spmdrl.data.images import BatchImages, ImageProcessor, Picture
 from spmdrl.data.left_out import IDS, calls_of
 from spmdrl.data.packing import empty_batch
 from spmdrl.data.pictures import (
+    MARK,
     open_picture,
     parts_of,
     pictures_of,
+    refuse_single,
     refuse_videos,
     says_image,
     with_parts,
@@ -195,7 +197,7 @@ class SftReader:
             blind = self.vision is not None and not images and says_image(prompt)
             prompt = self.seen(prompt, images)
         elif images:
-            raise BadRow("field 'images': the tokenizer has no chat template to show them in")
+            raise BadRow(f"field 'images': {self.why_not_shown()}")
         if response is None:
             assert not isinstance(prompt, str)  # it is `messages`
             turns = encode_turns(prompt, self.encoder)
@@ -208,6 +210,14 @@ class SftReader:
             learnt=found.learnt + [1] * (len(answer.ids) + 1),
             escaped=asked.escaped or answer.escaped, blind=blind,
         )  # fmt: skip
+
+    def why_not_shown(self) -> str:
+        if self.encoder.tokenizer.chat_template is None:
+            return "the tokenizer has no chat template to show them in"
+        return (
+            "a prompt and a completion that are strings have no chat template around them: write "
+            f"both as chat lists, with {MARK} where each image belongs"
+        )
 
     def left_out(self, row: dict[str, Any], images: Sequence[Picture]) -> set[str]:
         """Names of what the row holds and its text does not. Raises BadRow, ConfigError."""
@@ -228,8 +238,7 @@ class SftReader:
         found = pictures_of(row.get("images"), folder)
         if self.vision is None and found:
             raise sees_none()
-        if self.vision is not None and not found and row.get("image") is not None:
-            raise bad_field("image", row["image"], "a column 'images', a list for each row")
+        refuse_single(row, found)
         return found
 
     def asked_and_said(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]] | str, str | None]:

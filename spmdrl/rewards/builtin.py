@@ -29,6 +29,7 @@ MATH_TAIL_CHARS = 1000  # of a response without a box; 100,000 digits in a row t
 MATH_TAIL_LINES = 16  # of those characters, where all of them would take too long
 MATH_LIMIT_S = 3  # of the CPU's time, where simplifying takes longer than math_cost.py expects
 ALARM_AGAIN_S = 0.1
+MOST_SHOWN = 80  # characters of a reference answer in an error
 EQUAL_WITHIN = 0.01  # 1/3 = 0.33 is no false equation
 BOXED = re.compile(r"\\boxed\s*\{(.*)\}", re.DOTALL)
 # "65536!" and "is **65536**" are no factorial and no power, unless in what is taken for LaTeX
@@ -96,7 +97,8 @@ def math(response: str, ground_truth: Any) -> float:
     r"""Mathematical equality by math-verify: 1/2 is \frac{1}{2} is 0.5.
 
     Looks into the last \boxed{}; without one, at the last LaTeX and plain numbers. `ground_truth`
-    may be bare LaTeX ("\\frac{1}{2}") or have its own \boxed{} or dollar signs. What would take too
+    may be bare LaTeX ("\\frac{1}{2}") or have its own dollar signs; of a worked solution counts the
+    last \boxed{}, or without one what stands behind the last "####". What would take too
     long to compare (math_cost.py, MATH_LIMIT_S) is right only if it is the ground truth letter by
     letter.
     Raises ValueError where `ground_truth` has no answer in it, TimeoutError where it takes longer
@@ -107,9 +109,7 @@ def math(response: str, ground_truth: Any) -> float:
 
 
 def graded_math(response: str, ground_truth: Any) -> MathVerdict:
-    right_text = str(ground_truth)
-    if "\\boxed" not in right_text and "$" not in right_text:
-        right_text = f"\\boxed{{{right_text}}}"
+    right_text = truth_text(ground_truth)
     text = answer_text(response)
     if not (is_costly(text) or is_costly(right_text)):
         with time_limit(MATH_LIMIT_S):
@@ -120,6 +120,29 @@ def graded_math(response: str, ground_truth: Any) -> MathVerdict:
             return compared(text, right)
     same = bare(text) == bare(right_text)
     return {"score": float(same), "pred": bare(text), "not_compared": 1.0}
+
+
+def truth_text(ground_truth: Any) -> str:
+    """Returns the reference answer, of a worked solution its result, as it is compared."""
+    text = str(ground_truth)
+    if "\\boxed" in text:
+        return answer_text(text)
+    text = text.rpartition("####")[2].strip()
+    return text if "$" in text else f"\\boxed{{{text}}}"
+
+
+def check_math_truth(ground_truth: Any) -> None:
+    """Raises ValueError for one that takes too long to be compared."""
+    if is_costly(truth_text(ground_truth)):
+        raise ValueError(
+            f"{shortened(str(ground_truth))!r} would take too long to be compared, so that only "
+            "the same letters would be right. Give the result alone, within \\boxed{}, or behind "
+            "'####'; data.on_bad_row='skip' leaves such rows out"
+        )
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def compared(text: str, right: list[Any]) -> MathVerdict:

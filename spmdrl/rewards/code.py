@@ -27,6 +27,7 @@ from spmdrl.rewards.sandbox.values import plain
 LANGUAGES = ("", "python", "python3", "py")
 # No quantifier gives back what it took, so the time is linear in the text.
 FENCE = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n`]*+$", re.MULTILINE)
+FUTURE = re.compile(r"^from __future__ import [^\n]*+\n", re.MULTILINE)
 TOTAL_S = 25.0  # for all tests of a response; below rewards.timeout_s, whose end is no verdict
 LIMITS_HIT = {"time", "cpu", "memory", "output", "processes", "disk"}
 
@@ -39,20 +40,22 @@ def code(
     limits: Limits = USUAL,
     total_s: float = TOTAL_S,
 ) -> dict[str, float]:
-    r"""Runs the last ``` block of `response` that is Python or names no language.
+    r"""Runs the last ``` block of `response` that is Python or, where there is none, the last one
+    that names no language.
 
     `ground_truth`, as such or as JSON text, is one of
     {"inputs": [...], "outputs": [...]}: a program's stdin and stdout, compared line by line,
     without the space at either end; {"fn_name": ..., "inputs": [arguments, ...], "outputs": ...}:
     values of a function, or of that method of a class Solution, compared as JSON with numbers to
     ten digits; assert statements, as one text or one test each in a list (or in "assert_case").
+    A mapping may have a text "before" as well: Python that the program begins with.
 
     Returns score, passed, total, no_code, and limit_hit: 1 where a limit ended a test. `limits`
     are for a test, `total_s` for all of them; a test that it leaves no time for has not passed.
     Raises ValueError for a ground truth that is none of these, SandboxError where ours failed.
     """
     kind, tests = read_tests(ground_truth)
-    program = last_block(response)
+    program = with_head(head_of(ground_truth), last_block(response))
     results: list[Result] = []
     if program is not None:
         results = run_tests(program, kind, [given for given, _ in tests], limits, total_s)
@@ -84,25 +87,52 @@ def python(code: str) -> str:
 
 
 def last_block(response: str) -> str | None:
-    """The text of the last ``` block that is Python or names no language, or None. A block that
-    the end of the response cuts off counts, as it does in verl. Takes time linear in the text."""
-    found, opening = None, None
+    """Returns the text of the last ``` block that is Python, else of the last that names no
+    language, or None. A block that the end of the response cuts off counts, as it does in verl.
+    Takes time linear in the text."""
+    last: dict[bool, tuple[int, int]] = {}  # by whether they name Python
+    opening = None
     for fence in FENCE.finditer(response):
         if opening is None:
             opening = fence
-        else:
-            found = (opening, fence) if opening[1].lower() in LANGUAGES else found
-            opening = None
-    if opening is not None and opening[1].lower() in LANGUAGES:
-        return response[opening.end() + 1 :]
-    return response[found[0].end() + 1 : found[1].start()] if found else None
+            continue
+        if (language := opening[1].lower()) in LANGUAGES:
+            last[language != ""] = opening.end() + 1, fence.start()
+        opening = None
+    if opening is not None and (language := opening[1].lower()) in LANGUAGES:
+        last[language != ""] = opening.end() + 1, len(response)
+    found = last.get(True) or last.get(False)
+    return response[slice(*found)] if found else None
+
+
+def head_of(ground_truth: Any) -> str:
+    """Returns what the program begins with, "" where the ground truth says nothing of it."""
+    truth = parsed(ground_truth)
+    return (truth.get("before") or "") if isinstance(truth, dict) else ""
+
+
+def with_head(head: str, program: str | None) -> str | None:
+    """Returns the program with the head before it, but behind imports from __future__, which Python
+    wants first.
+    """
+    if program is None or not head:
+        return program
+    futures = list(FUTURE.finditer(program))
+    begin = futures[-1].end() if futures else 0
+    return f"{program[:begin]}{head}\n{program[begin:]}"
+
+
+def parsed(ground_truth: Any) -> Any:
+    """Raises ValueError for a text that begins as JSON and is none."""
+    is_json = isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "[")
+    return json.loads(ground_truth) if is_json else ground_truth
 
 
 def read_tests(ground_truth: Any) -> tuple[Kind, list[Test]]:
     """Raises ValueError where there is no test in it."""
-    truth = ground_truth
-    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
-        truth = json.loads(truth)
+    truth = parsed(ground_truth)
+    if isinstance(truth, dict) and not isinstance(truth.get("before") or "", str):
+        raise ValueError("ground_truth's 'before': expected the text of Python code, or null")
     if isinstance(truth, dict) and "assert_case" in truth:
         truth = truth["assert_case"]
     if isinstance(truth, dict):

@@ -211,16 +211,29 @@ def needs_truth(
     """
 
     def needs(data_source: str) -> bool:
-        found = reward.get(data_source) if isinstance(reward, Mapping) else reward
-        function = BUILT_INS.get(found) if isinstance(found, str) else found
-        if not callable(function):
-            return False
-        with contextlib.suppress(ValueError, TypeError):
-            truth = inspect.signature(function).parameters.get("ground_truth")
-            return truth is not None and truth.default is truth.empty
-        return False
+        truth = truth_parameter(reward, data_source)
+        return truth is not None and truth.default is truth.empty
 
     return needs
+
+
+def takes_truth(
+    reward: RewardFn | str | Mapping[str, RewardFn | str],
+) -> Callable[[str], bool]:
+    """Whether the reward of a data_source names a ground truth among its parameters."""
+    return lambda data_source: truth_parameter(reward, data_source) is not None
+
+
+def truth_parameter(
+    reward: RewardFn | str | Mapping[str, RewardFn | str], data_source: str
+) -> inspect.Parameter | None:
+    found = reward.get(data_source) if isinstance(reward, Mapping) else reward
+    function = BUILT_INS.get(found) if isinstance(found, str) else found
+    if not callable(function):
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return inspect.signature(function).parameters.get("ground_truth")
+    return None
 
 
 def resolve_reward(reward: RewardFn | str) -> Reward:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmdrl.config import RewardFn
-from spmdrl.rewards.builtin import BUILT_INS, graded_gsm8k, gsm8k, to_decimal
+from spmdrl.rewards.builtin import (
+    BUILT_INS,
+    check_math_truth,
+    graded_gsm8k,
+    graded_math,
+    gsm8k,
+    math,
+    to_decimal,
+)
 from spmdrl.rewards.code import code, read_tests
 from spmdrl.rewards.instructions import ifeval, read_instructions
 from spmdrl.rewards.workers.pool import innermost
@@ -21,10 +29,10 @@ def read_number(ground_truth: Any) -> None:
         raise ValueError(f"{ground_truth!r} is not a number")
 
 
-# what raises where a ground truth is of no use; math's parser takes too long for every row
+# what raises where a ground truth is of no use; math's parser itself is too slow for every row
 READERS: tuple[tuple[Callable[..., Any], Callable[[Any], Any]], ...] = (
     (gsm8k, read_number), (graded_gsm8k, read_number), (code, read_tests),
-    (ifeval, read_instructions),
+    (ifeval, read_instructions), (math, check_math_truth), (graded_math, check_math_truth),
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
-from spmdrl.rewards.runner import RewardRunner, needs_truth
+from spmdrl.rewards.runner import RewardRunner, needs_truth, takes_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
@@ -224,6 +224,7 @@ def load_dataset(
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
         needs_truth(config.reward), truth_checker(config.reward), vision, benchmark,
+        takes_truth(config.reward),
     )  # fmt: skip
 
 

@@ -619,6 +619,7 @@ def test_truths_that_the_reward_cannot_read_are_found_when_the_data_is_loaded(
         ("gsm8k", "so #### 1,000", "many", "the reward 'gsm8k': 'many' is not a number"),
         ({"openai/gsm8k": "gsm8k"}, "5", "x", "'x' is not a number"),
         (partial(graded_gsm8k, method="flexible"), "5", "x", "'x' is not a number"),
+        ("math", "so " * 999 + "#### 5", "so " * 999 + "5", "the reward 'math': .*too long"),
     ):
         wrong = {"wrong_truth": truth_checker(reward)}
         path = write(tmp_path / "t.jsonl", [row(reward_model={"ground_truth": good})])

@@ -171,6 +171,10 @@ def test_a_prompt_stands_before_both(tokenizer, topology, tmp_path, kind):
         ({"prompt": [ASKED], "chosen": "4", "rejected": "5"}, "<user>2?<assistant>4"),
         ({"prompt": "2? ", "chosen": "4", "rejected": "5"}, "2? 4"),
         ({"chosen": "2? 4", "rejected": "2? 5"}, "2? 4"),
+        (
+            {"prompt": [ASKED], "chosen": [BAD, ASKED, GOOD], "rejected": [BAD]},
+            "<user>2?<assistant>5<user>2?<assistant>4",
+        ),
     ],
 )
 def test_kinds_of_rows(tokenizer, topology, tmp_path, row, text):
@@ -222,6 +226,7 @@ def test_long_pairs_are_left_out_and_names_of_control_tokens_are_text(
         ({**ROW, "margin": float("nan")}, "'margin': found float nan"),
         ({**ROW, "margin": True}, "'margin': found bool True"),
         ({**ROW, "images": ["a.png"]}, "'images': the model sees none"),
+        ({**ROW, "image": "a.png"}, "'image': found str 'a.png', expected a column 'images'"),
         ({**ROW, "chosen": [turn("a\nb", "x"), GOOD]}, "field 'chosen', with what.*a plain name"),
     ],
 )

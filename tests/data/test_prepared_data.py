@@ -17,7 +17,14 @@ from PIL import Image
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
-from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig, SftDataConfig
+from spmdrl.config import (
+    ConfigError,
+    DataConfig,
+    MultiTurnConfig,
+    PreferenceDataConfig,
+    RolloutConfig,
+    SftDataConfig,
+)
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.preferences import PreferenceDataset
@@ -168,7 +175,8 @@ def test_aime(prepare, tmp_path, row):
 MBPP = {"task_id": 601, "text": "Write a function to add.", "code": "def add(a, b): return a + b",
         "test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import math",
         "challenge_test_list": []}  # fmt: skip
-HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''One more.'''\n",
+HUMANEVAL = {"task_id": "HumanEval/0",
+             "prompt": "def g(x):\n    return x + 1\n\ndef f(x):\n    '''One more.'''\n",
              "entry_point": "f", "canonical_solution": "    return x + 1\n",
              "test": "def check(candidate):\n    assert candidate(1) == 2\n"}  # fmt: skip
 
@@ -178,7 +186,7 @@ HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''One more.'''
     ("row", "program"),
     [
         (MBPP, MBPP["code"]),
-        (HUMANEVAL, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]),
+        (HUMANEVAL, "def f(x):\n    return g(x)"),
         ({"source_file": "x", "task_id": 2, "prompt": "Write add.", "code": "", "test_imports": [],
           "test_list": ["assert add(1, 2) == 3"]}, MBPP["code"]),
     ],
@@ -191,6 +199,13 @@ def test_programs_pass_their_published_tests(prepare, tmp_path, row, program):
         code("```python\ndef add(a, b): return 0\ndef f(x): return 0\n```", truth(got))["score"]
         == 0.0
     )
+
+
+def test_programs_without_their_tests_are_told(prepare, tmp_path):
+    for row, missing in ((MBPP, "test_list"), (HUMANEVAL, "test")):
+        path = write(tmp_path / "train.jsonl", [{k: v for k, v in row.items() if k != missing}])
+        with pytest.raises(SystemExit, match=f"line 1: no row of .*KeyError: '{missing}'"):
+            prepare("code_tests.py", path)
 
 
 def test_hh_rlhf(prepare, topology, tokenizer, tmp_path, out):
@@ -262,6 +277,7 @@ def test_every_benchmark_reads_its_published_rows_from_a_folder(topology, tokeni
     for name, row in PUBLISHED.items():
         split = BENCHMARKS[name].data.rpartition(":")[2]
         file = write(tmp_path / name / "data" / f"{split}.jsonl", [row])
+        write(tmp_path / name / "data" / f"{split}_new.jsonl", [row])
         config = benchmark_config(
             name, "", {"model": "m", "data.eval": str(tmp_path / name), "eval_samples": 3}
         )
@@ -293,6 +309,42 @@ def test_a_benchmark_that_cannot_be_asked_is_refused(name, overrides, words, tmp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=words):
         benchmark_config(name, "", overrides)
+
+
+OWN = """
+from spmdrl.config import *
+
+def search(query: str) -> str:
+    return query
+
+rollout = RolloutConfig(
+    n=4, stop=("\\n",), stop_token_ids=(1,), min_tokens=2, ignore_eos=True, kv_cache_mib=64
+)
+config = PpoConfig(
+    "m", DataConfig("a.parquet"), "math", run_dir="runs/a", tools=(search,), environment=search,
+    multi_turn=MultiTurnConfig(max_turns=3), eval_top_k=20, rollout=rollout,
+)
+"""
+
+
+def test_the_only_file_of_a_folder_may_have_any_name_but_another_splits(prepare, tmp_path):
+    row = PUBLISHED["aime24"]
+    file = write(tmp_path / "one" / "aime_2024_problems.jsonl", [row])
+    overrides = {"model": "m", "data.eval": str(tmp_path / "one")}
+    assert benchmark_config("aime24", "", overrides).data.eval == (file,)
+    assert len(prepare("aime.py", tmp_path / "one")["train"]) == 1
+    write(tmp_path / "two" / "test.jsonl", [row])
+    with pytest.raises(ConfigError, match=r"no train-\*\.parquet.*; it has test\.jsonl"):
+        benchmark_config("aime24", "", overrides | {"data.eval": str(tmp_path / "two")})
+
+
+def test_a_benchmark_takes_no_tools_and_no_ends_from_a_config(tmp_path):
+    file = tmp_path / "cfg.py"
+    file.write_text(OWN)
+    config = benchmark_config("gsm8k", str(file), {"rollout.min_tokens": 1})
+    assert (config.tools, config.environment, config.eval_top_k) == ((), None, 0)
+    assert config.multi_turn == MultiTurnConfig()
+    assert config.rollout == RolloutConfig(n=4, kv_cache_mib=64, max_tokens=2048, min_tokens=1)
 
 
 def test_instructions_are_followed_strictly_loosely_or_not():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.distributed.topology import Topology
+from spmdrl.rewards.runner import needs_truth, takes_truth
 
 USER = [{"role": "user", "content": "2+3?"}]
 FIVE = [{"role": "assistant", "content": "5"}]
@@ -73,6 +75,10 @@ PROMPTS = {
     "openrlhf keys": ({"question": "2+3?", "final": "5"},
                       {"prompt_key": "question", "ground_truth_key": "final"},
                       ("2+3?", "5", "rows", {})),
+    "a bool label and metadata of any kind": (
+        {"prompt": USER, "answer": "5", "label": True, "metadata": "{}"}, {},
+        (ASKED, "5", "rows", {}),
+    ),
     "slime": ({"prompt": USER, "label": "5", "metadata": {"rm_type": "math"}}, {},
               (ASKED, "5", "rows", {"rm_type": "math"})),
 }  # fmt: skip
@@ -99,15 +105,34 @@ def test_prompts_are_read_as_they_are(topology, tokenizer, write, name):
          "label and answer may be it: name one by data.ground_truth_key"),
         ({"input": "a", "context_messages": USER}, "field 'prompt': missing; the row has input"),
         ({"instruction": "Add.", "input": "2+3"}, "field 'prompt': missing; .* instruction"),
-        ({"prompt": USER, "label": "5", "metadata": "x"}, "field 'metadata': .*a mapping"),
+        ({"prompt": USER, "label": "5", "extra_info": "x"}, "field 'extra_info': .*a mapping"),
         ({"prompt": USER, "reward_model": {"ground_truth": "5"}}, "field 'data_source': missing"),
+        ({"prompt": USER, "label": "5", "image": "a.png"}, "'image': found .*a column 'images'"),
     ],
-    ids=["truths", "prompts", "alpaca", "metadata", "verl without a source"],
+    ids=["truths", "prompts", "alpaca", "extra_info", "verl without a source", "image"],
 )  # fmt: skip
 def test_what_is_in_doubt_is_refused_with_the_columns(topology, tokenizer, write, row, words):
     path = write(row)
     with pytest.raises(ConfigError, match=words):
         PromptDataset.load(path, tokenizer, DataConfig(path), topology)
+
+
+def test_an_optional_truth_in_doubt_is_refused_too(topology, tokenizer, tmp_path):
+    path = str(tmp_path / "train-00000-of-00002.jsonl")
+    row = {"prompt": USER, "label": "5", "answer": "so 5"}
+    Path(path).write_text(json.dumps(row) + "\n")
+    for reward, refused in (
+        (lambda response, ground_truth=None: 1.0, True),
+        (lambda response: 1.0, False),
+    ):
+        asked = {"needs_truth": needs_truth(reward), "takes_truth": takes_truth(reward)}
+        assert not asked["needs_truth"]("train")
+        if refused:
+            with pytest.raises(ConfigError, match="label and answer may be it: name one by"):
+                PromptDataset.load(path, tokenizer, DataConfig(path), topology, **asked)
+            continue
+        data = PromptDataset.load(path, tokenizer, DataConfig(path), topology, **asked)
+        assert data.data_sources == ("train",)
 
 
 # row -> what is given, and what is learnt
@@ -137,8 +162,9 @@ def test_rows_to_learn_are_read_as_they_are(topology, tokenizer, write, name):
         ({"prompt": USER, "completion": FIVE + USER + SIX}, "one turn of the assistant's"),
         ({"instruction": "Add.", "input": "2+3", "output": "5"}, "field 'prompt'"),
         ({"text": "2+3=5"}, "field 'prompt': missing; the row has text|it has text"),
+        ({"messages": USER + FIVE, "image": "a.png"}, "'image': found str 'a.png'"),
     ],
-    ids=["mixed", "turns", "alpaca", "language modelling"],
+    ids=["mixed", "turns", "alpaca", "language modelling", "image"],
 )
 def test_rows_to_learn_that_are_in_doubt_are_refused(topology, tokenizer, write, row, words):
     path = write(row)

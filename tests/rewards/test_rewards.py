@@ -1192,6 +1192,28 @@ def test_the_end_of_a_response_that_is_costly_before():
         assert (graded["score"], graded["not_compared"]) == (expected, 0.0), response
 
 
+SOLUTION = r"We compute $1+2=3$ and $\frac{1}{2}+\frac{3}{4}=\frac{5}{4}$ with $2^{10}=1024$. "
+
+
+def test_a_worked_solution_is_compared_by_its_result():
+    eggs = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs for 9 * 2 = $<<9*2=18>>18.\n#### 18"
+    table = [
+        (SOLUTION * 25 + r"Thus it is $\boxed{12}$.", "12", "1024"),
+        (r"First $\boxed{a=3}$. Then the total is $\boxed{12}$.", "12", "3"),
+        (r"We have $\int_0^3 x^2\,dx = 9$, so it is $\boxed{9}$.", "9", "3"),
+        (eggs, "18", "9"),
+        ("x" * 2000 + "\n#### 1,080", "1080", "1"),
+        (r"#### $\frac{1}{2}$", "0.5", "2"),
+    ]
+    for truth, right, wrong in table:
+        assert functions.math(rf"So \boxed{{{right}}}", truth) == 1.0, truth[:80]
+        graded = functions.graded_math(rf"So \boxed{{{wrong}}}", truth)
+        assert (graded["score"], graded["not_compared"]) == (0.0, 0.0), truth[:80]
+        functions.check_math_truth(truth)
+    with pytest.raises(ValueError, match=r"\.\.\.' would take too long .*Give the result alone"):
+        functions.check_math_truth(SOLUTION * 25)
+
+
 def test_an_equation_of_different_numbers_is_not_its_right_side():
     table = [
         (r"\boxed{1=3}", "3", 0),

@@ -810,6 +810,22 @@ def test_the_last_python_block_counts():
     assert last_block("```\nplain\n```") == "plain\n"
     assert last_block("```Python\ncut off") == "cut off"
     assert last_block("```python\n```") == ""
+    assert last_block("```py\na\n```\nOutput:\n```\n[1]\n```\nor\n```\n2") == "a\n"
+
+
+def test_a_truth_may_say_what_stands_before_the_program(strong):
+    truth = {
+        "before": "import math\ndef g(x):\n    return math.ceil(x)",
+        "assert_case": "assert f(3.5) == 4",
+    }
+    for program in (
+        "def f(x): return g(x)",
+        "from __future__ import annotations\ndef f(x): return g(x)",
+    ):
+        assert score(program, json.dumps(truth)) == (1, 1)
+        assert score(program, truth["assert_case"]) == (0, 1)
+    with pytest.raises(ValueError, match="'before': expected the text"):
+        score(program, truth | {"before": 3})
 
 
 def test_the_budget_of_a_response_is_kept(form):

@@ -4,6 +4,7 @@ the trainer.
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from spmdrl.data.reply_images import (
     keys_in,
     pictures_in,
     to_bytes,
+    with_images,
 )
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp import attention
@@ -35,7 +37,9 @@ from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.answer_codec import resume
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
-from spmdrl.rollout.multi_turn.conversation import Dialogue
+from spmdrl.rollout.multi_turn.conversation import Dialogue, said_by_environment, tool_message
+from spmdrl.rollout.multi_turn.images import ImageRules, ShownImages
+from spmdrl.rollout.multi_turn.tools import Call
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.rollout.vllm.engine import VllmEngine
 from spmdrl.training.checks.rl import check_reply_images
@@ -276,6 +280,48 @@ def test_plain_values_stay_what_they_were() -> None:
     }
     (part,) = Reply.of([pixels(0, 8, 8)]).value
     assert part["type"] == "image" and part["image"].startswith("data:image/png;base64,")
+
+
+def test_the_kind_of_an_image_is_that_of_its_bytes() -> None:
+    assert Reply.of(b"BMW 328, 1937").value == "b'BMW 328, 1937'"
+    for kind in ("bmp", "webp", "gif", "tiff", "jpeg", "png"):
+        file = io.BytesIO()
+        pixels(0, 8, 8).save(file, kind)
+        uri = Reply.of(file.getvalue()).value["image"]
+        assert uri.startswith(f"data:image/{kind};base64,"), uri[:40]
+        wrong = uri.replace(f"image/{kind}", "image/svg+xml")
+        assert with_images(wrong) == [{"type": "image", "image": uri}]
+    assert with_images("data:image/x;base64,aGk=")[0]["image"] == "data:image/x;base64,aGk="
+
+
+URI = Reply.of(png(0, 8, 8)).value["image"]
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed", "expected"),
+    [
+        ({"image": "nginx:latest"}, True, '{"image": "nginx:latest"}'),
+        ({"image": "nginx:latest", "status": "up"}, False, '{"image": "nginx:latest", "st'),
+        ({"text": "hi", "image": None}, True, '{"text": "hi", "image": null}'),
+        ({"text": "hi", "image": []}, True, '{"text": "hi", "image": []}'),
+        ({"image": URI, "video": None}, True, [{"type": "image", "image": URI}]),
+        ({"image": [URI]}, False, "Error: the tool returned an image, and the model sees none"),
+        ({"image": URI, "status": "up"}, True, "Error: the tool returned an image beside status"),
+        ({"title": "x", "icon": URI}, False, '{"title": "x", "icon": "data:image/png'),
+        ({"title": "x", "icon": URI}, True, "Error: the tool returned 'dict' beside or in place"),
+        ([{"type": "text"}, URI], True, "Error: the tool returned 'dict' beside or in place"),
+        ([{"type": "text"}, {"title": URI}], False, '[{"type": "text"}, {"title": "data:'),
+    ],
+)
+def test_a_value_without_an_image_in_its_place_stays_text(
+    model: str, value: Any, allowed: bool, expected: Any
+) -> None:
+    rules = ImageRules(vision_of(model) if allowed else None, LIMITS)
+    reply = ShownImages(rules, Completion([1], [0.0], "stop", [1])).of_tool(Reply(value))
+    content = tool_message(Call("f", {}), reply)["content"]
+    assert content == expected if isinstance(expected, list) else content.startswith(expected)
+    messages, problem = said_by_environment(Reply(value), rules)
+    assert bool(messages) != bool(problem)
 
 
 def test_an_image_elsewhere_than_at_its_place_is_told(model: str) -> None:

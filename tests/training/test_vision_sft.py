@@ -248,6 +248,12 @@ def test_what_is_wrong_is_said_with_its_row(folder, topology, change, error):
         load(folder, topology, [chat(0), row], turns="all")
 
 
+def test_strings_with_images_are_told_what_to_write(folder, topology):
+    row = {"prompt": "<image>?", "completion": "y", "images": ["see/1_0.png"]}
+    with pytest.raises(ConfigError, match="that are strings have no chat template around them"):
+        load(folder, topology, [row])
+
+
 def test_the_assistant_shows_nothing(folder, topology):
     row = chat(1)
     row["messages"][1]["content"] = [{"type": "image"}, {"type": "text", "text": "so"}]

@@ -42,9 +42,9 @@ MOST_FDS = 1 << 14  # below which it lies, however many there may be
 # how files of images begin, and their names in a data: URI; WebP's is within a RIFF
 KINDS_OF_IMAGES = (
     (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"),
-    (b"II*\x00", "tiff"), (b"MM\x00*", "tiff"),
+    (b"II*\x00", "tiff"), (b"MM\x00*", "tiff"), (b"BM", "bmp"),
 )  # fmt: skip
-IMAGE_HEADS = tuple(head for head, _ in KINDS_OF_IMAGES)
+IMAGE_HEADS = tuple(head for head, kind in KINDS_OF_IMAGES if kind != "bmp")
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # of Pillow, that a PNG keeps
 LARGEST = 1e30  # of a reward: what is larger overflows float32 on its way into a loss
 
@@ -105,7 +105,8 @@ def encoded_image(value: Any) -> bytes | None:
     if isinstance(value, bytes | bytearray):
         head = bytes(value[:12])
         is_webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
-        return bytes(value) if is_webp or head.startswith(IMAGE_HEADS) else None
+        is_bmp = head[:2] == b"BM" and head[6:10] == bytes(4)  # a word may begin with these letters
+        return bytes(value) if is_webp or is_bmp or head.startswith(IMAGE_HEADS) else None
     pillow = sys.modules.get("PIL.Image")  # there is no image of Pillow before it is imported
     if pillow is None or not isinstance(value, pillow.Image):
         return None

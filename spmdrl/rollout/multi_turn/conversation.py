@@ -22,7 +22,7 @@ from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
 from spmdrl.data.chat_labels import without_space
 from spmdrl.data.images import ImageProcessor
-from spmdrl.data.reply_images import holds_image, pictures_in, without_data
+from spmdrl.data.reply_images import pictures_in, without_data
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import name_of
@@ -33,6 +33,7 @@ from spmdrl.rollout.multi_turn.images import (
     ImageRules,
     ShownImages,
     is_content,
+    is_shown,
     said_with_images,
     texts_of,
 )
@@ -254,7 +255,7 @@ class TurnHandler:
                     message[CALLED_WITH] = plain(request.call.arguments)
                 messages.append(message)
                 continue
-            messages, problem = said_by_environment(result)
+            messages, problem = said_by_environment(result, self.by.images)
             wrong = images.problem_of(messages)
             problem = problem or (f"the environment returned {wrong}" if wrong else "")
             if problem:
@@ -295,7 +296,7 @@ def tool_message(call: Call, result: Reply) -> Message:
     """Returns what the policy reads of a call. An error's last line alone: the rest is about our
     code.
     """
-    content = result.value if holds_image(result.value) else as_text(result.value)
+    content = result.value if is_shown(result.value) else as_text(result.value)
     if result.error is not None:
         lines = result.error.strip().splitlines()
         content = f"Error: {lines[-1] if lines else 'no reason given'}"
@@ -305,12 +306,12 @@ def tool_message(call: Call, result: Reply) -> Message:
     return plain(message)  # the name and the problem may quote what the policy wrote
 
 
-def said_by_environment(result: Reply) -> tuple[list[Message], str]:
+def said_by_environment(result: Reply, rules: ImageRules) -> tuple[list[Message], str]:
     """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
     if result.error is not None:
         return [], result.error
     try:
-        value = said_with_images(result.value)
+        value = said_with_images(result.value, rules)
     except BadRow as error:
         return [], f"the environment returned {error}"
     if value is None:

@@ -11,7 +11,7 @@ from typing import Any
 from spmdrl.config import MultiTurnConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, size_of
-from spmdrl.data.reply_images import holds_image, pictures_in, with_images
+from spmdrl.data.reply_images import pictures_in, shows_image, with_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.base import Completion
@@ -29,6 +29,15 @@ class ImageRules:
     vision: ImageProcessor | None
     limits: MultiTurnConfig
     has_warned: bool = False
+
+    def allow_any(self) -> bool:
+        return self.vision is not None and self.limits.max_images > 0
+
+    def read(self, value: Any) -> Any:
+        """Returns a value with its images as parts of messages. Where none may be shown, a dict
+        that has one somewhere inside stays what it is, to be read as text. Raises BadRow.
+        """
+        return with_images(value) if self.allow_any() or shows_image(value) else value
 
     def problem_of(self, pictures: Sequence[Picture], before: int) -> str:
         """Returns what is wrong with these images, "" where nothing is. before: how many the sample
@@ -88,7 +97,7 @@ class ShownImages:
         if result.error is not None:
             return result
         try:
-            content = with_images(result.value)
+            content = self.rules.read(result.value)
         except BadRow as error:
             return Reply(None, f"the tool returned {error}")
         problem = self.problem_of([{"role": "tool", "content": content}])
@@ -105,25 +114,30 @@ class ShownImages:
         return problem
 
 
-def said_with_images(value: Any) -> Any:
+def said_with_images(value: Any, rules: ImageRules) -> Any:
     """Returns what an environment returned with its images as parts of messages. What has an image
     and is no message becomes the user's. Raises BadRow.
     """
     if isinstance(value, list) and any(isinstance(m, dict) and "role" in m for m in value):
-        return [said_in(message) for message in value]
-    found = with_images(value)
-    return [{"role": "user", "content": found}] if holds_image(found) else value
+        return [said_in(message, rules) for message in value]
+    found = rules.read(value)
+    return [{"role": "user", "content": found}] if shows_image(found) else value
 
 
-def said_in(message: Any) -> Any:
+def said_in(message: Any, rules: ImageRules) -> Any:
     if not isinstance(message, dict) or "content" not in message:
         return message
-    return {**message, "content": with_images(message["content"])}
+    return {**message, "content": rules.read(message["content"])}
 
 
 def is_content(content: Any) -> bool:
     """Whether it is a text, or parts with an image among them."""
-    return isinstance(content, str) or (isinstance(content, list) and holds_image(content))
+    return isinstance(content, str) or is_shown(content)
+
+
+def is_shown(content: Any) -> bool:
+    """Whether it is a list of parts as `with_images` returns it."""
+    return isinstance(content, list) and shows_image(content)
 
 
 def texts_of(content: Any) -> list[str]:
