@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # ---- process-wide state
 
@@ -132,6 +135,34 @@ def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     for parameter, (group, number) in part.model_param_group_index_map.items():
         settings = part.optimizer.param_groups[group]
         yield parameter, settings["params"][number], settings
+
+
+# ---- layers for multi-token prediction
+
+
+def checkpoint_mtp_layer(layer: Any) -> None:
+    """Has a MultiTokenPredictionLayer keep only tensors of its input where its activations are
+    computed again (recompute_granularity "full").
+
+    0.16.1 gives its PackedSeqParams to an autograd function that saves tensors alone, which raises
+    TypeError (NVIDIA/Megatron-LM issue 3643). Replaces _checkpointed_forward, and hands on as
+    TransformerBlock does.
+    """
+    layer._checkpointed_forward = partial(_checkpointed_forward, layer.config)
+
+
+def _checkpointed_forward(config: Any, forward: Callable[..., Any], **inputs: Any) -> Any:
+    from megatron.core import tensor_parallel
+
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in inputs.items() if name not in tensors}
+
+    def compute(*values: Any) -> Any:
+        return forward(**dict(zip(tensors, values, strict=True)), **others)
+
+    return tensor_parallel.checkpoint(
+        compute, config.distribute_saved_activations, *tensors.values()
+    )
 
 
 # ---- replay of experts

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, require
 from spmdrl.engines.fsdp.classifier import is_classifier
+from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.inputs import Inputs
 from spmdrl.engines.megatron.layout import layer_types, padded_vocab
@@ -77,6 +78,8 @@ def add_mtp_layers(chunk: Any, hf_config: PreTrainedConfig, num: int, spec_of: A
         chunk.config, MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num),
         vp_stage=chunk.vp_stage, pg_collection=chunk.pg_collection,
     )  # fmt: skip
+    for layer in chunk.mtp.layers:
+        compat.checkpoint_mtp_layer(layer)
 
 
 class TokenEmbeddings:

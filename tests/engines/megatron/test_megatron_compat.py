@@ -214,3 +214,42 @@ def test_megatron_still_replays_experts_by_router_replay() -> None:
     assert torch.equal(choice(), scores.topk(1).indices)
     assert compat.router_replays(nn.Linear(1, 1)) == []
     assert RouterReplay.global_router_replay_instances == []
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_megatron_still_cannot_checkpoint_a_layer_that_is_given_packed_sequences(
+    mended: bool,
+) -> None:
+    """Of multi-token prediction: when the first case passes, checkpoint_mtp_layer can go."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    class Layer(MultiTokenPredictionLayer):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.config = SimpleNamespace(
+                fp8=None, recompute_method="uniform", recompute_num_layers=1,
+                distribute_saved_activations=False,
+            )  # fmt: skip
+
+    layer, seen = Layer(), []
+
+    def forward(
+        hidden_states: torch.Tensor, context: None, packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        seen.append((context, packed_seq_params.max_seqlen_q))
+        return hidden_states**2
+
+    states = torch.tensor([1.0, 3.0], requires_grad=True)
+    inputs = {
+        "hidden_states": states, "context": None,
+        "packed_seq_params": PackedSeqParams(max_seqlen_q=7),
+    }  # fmt: skip
+    if not mended:
+        with pytest.raises(TypeError, match="save_for_backward"):
+            layer._checkpointed_forward(forward, **inputs)
+        return
+    compat.checkpoint_mtp_layer(layer)
+    layer._checkpointed_forward(forward, **inputs).sum().backward()
+    assert seen == [(None, 7)] * 2  # a second time for the gradient
+    assert states.grad is not None and states.grad.tolist() == [2.0, 6.0]

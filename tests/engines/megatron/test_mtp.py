@@ -32,7 +32,8 @@ FIELDS = {
 }  # fmt: skip
 LAYOUTS = {
     "deepseek_v3": {"tensor_parallel": 2, "sequence_parallel": True},
-    "glm4_moe": {"pipeline_parallel": 2}, "qwen3_5_text": {"tensor_parallel": 2},
+    "glm4_moe": {"pipeline_parallel": 2, "activation_checkpointing": True},
+    "qwen3_5_text": {"tensor_parallel": 2, "activation_checkpointing": True},
 }  # fmt: skip
 
 
