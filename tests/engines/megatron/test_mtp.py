@@ -97,7 +97,7 @@ def trained_on(topology: Any, folder: Path, families: list[str], weight: float) 
         metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
         named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
         if weight and topology.world > 1:
-            saved(actor, topology, Path(folder) / family, Path(folder) / f"saved_{family}")
+            saved(actor, topology, Path(folder) / f"saved_{family}")
             other = build_engine("policy", str(Path(folder) / family), config, ranks)
             other.load(Path(folder) / f"saved_{family}" / "actor")
             again = {n: t.clone() for n, t in other.named_weights(torch.float32, 1 << 20)}
@@ -110,14 +110,15 @@ def trained_on(topology: Any, folder: Path, families: list[str], weight: float) 
     return found
 
 
-def saved(actor: Any, topology: Any, model: Path, folder: Path) -> None:
+def saved(actor: Any, topology: Any, folder: Path) -> None:
+    """A checkpoint, of which an export needs no files of the model that the run started from."""
     aside = folder.with_name(folder.name + "_aside")
     first = topology.rank == 0
     if first:
         Path(aside, "actor").mkdir(parents=True)
         for part in actor.pretrained:
             part.save_pretrained(aside / "hf")
-        Path(aside, "run.json").write_text(json.dumps({"model": str(model)}))
+        Path(aside, "run.json").write_text(json.dumps({"model": "moved"}))
     torch.distributed.barrier()
     actor.save(aside / "actor")
     torch.distributed.barrier()
