@@ -47,15 +47,18 @@ def is_mtp(name: str, config: PreTrainedConfig) -> bool:
 
 
 def has_mtp_tensors(folder: Path, config: PreTrainedConfig) -> bool:
-    """Says whether the safetensors files of a folder have tensors of such layers."""
-    if Path(folder, INDEX).is_file():
-        names = json.loads(Path(folder, INDEX).read_text())["weight_map"].keys()
-        return any(is_mtp(name, config) for name in names)
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            if any(is_mtp(name, config) for name in file.keys()):  # noqa: SIM118  it is no mapping
-                return True
-    return False
+    """Says whether the safetensors files of a folder have tensors of such layers: True too where
+    there are no files, which is for others to say.
+    """
+    single, index = Path(folder, "model.safetensors"), Path(folder, INDEX)
+    if single.is_file():  # before an index, as transformers reads
+        with safe_open(single, "pt") as file:
+            names = list(file.keys())
+    elif index.is_file():
+        names = list(json.loads(index.read_text())["weight_map"])
+    else:
+        return True
+    return any(is_mtp(name, config) for name in names)
 
 
 def copies_beside(names: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:

@@ -107,6 +107,33 @@ def test_megatron_still_says_where_a_distributed_optimizers_shards_are() -> None
         assert torch.equal(shard, parameter.flatten()) and settings["lr"] == 0.5
 
 
+def test_megatron_still_clips_some_of_a_distributed_optimizers_gradients_by_their_norm() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from spmdrl.engines.megatron.parts import build_optimizer, trained
+
+    patches.install()
+    with cpu_shim.scope():
+        config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+        chunk = trained(nn.Linear(3, 2), config, first=True)
+        optimizer = build_optimizer([chunk], config, OptimConfig(weight_decay=0.0), clips=False)
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(1.0)
+        optimizer.prepare_grads()
+        (part,) = compat.optimizer_parts(optimizer)
+        bias, weight = sorted((shard for _, shard, _ in compat.own_shards(part)), key=len)
+        with compat.without_gradients([weight]):
+            assert optimizer.get_grad_norm() == pytest.approx(2**0.5)
+        compat.clip_gradients([bias], 0.5, 2**0.5)
+        compat.clip_gradients([], 0.5, 2.0)
+        assert optimizer.prepare_grads() is False  # its step begins so, and keeps what was scaled
+        assert float(bias.grad.norm()) == pytest.approx(0.5)
+        assert weight.grad.tolist() == [1.0] * 6
+        optimizer.step()
+        assert weight.grad.tolist() == [1.0] * 6
+
+
 def test_megatron_still_knows_a_checkpoint_by_its_metadata_file(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from spmdrl.checkpoint.format import commit, digest
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.engines.hf_export import export
 from spmdrl.engines.megatron.mtp import check_mtp
+from spmdrl.hub.safetensors_files import INDEX
 
 WEIGHT = 0.3
+CLIP_NORM = 0.01  # below the norms of both, which are clipped apart
 TOKENS = {"vocab_size": len(CHARS), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}
 FIELDS = {
     "deepseek_v3": {"num_nextn_predict_layers": 2}, "glm4_moe": {"num_nextn_predict_layers": 1},
@@ -32,7 +35,7 @@ FIELDS = {
 }  # fmt: skip
 LAYOUTS = {
     "deepseek_v3": {"tensor_parallel": 2, "sequence_parallel": True},
-    "glm4_moe": {"pipeline_parallel": 2, "activation_checkpointing": True},
+    "glm4_moe": {"pipeline_parallel": 2, "virtual_pipeline": 2, "activation_checkpointing": True},
     "qwen3_5_text": {"tensor_parallel": 2, "activation_checkpointing": True},
 }  # fmt: skip
 
@@ -88,7 +91,7 @@ def trained_on(topology: Any, folder: Path, families: list[str], weight: float) 
         layout = LAYOUTS[family] if topology.world > 1 else {}
         config = dataclasses.replace(
             CONFIG, engine="megatron", mtp_loss_scaling_factor=weight,
-            optim=dataclasses.replace(CONFIG.optim, clip_norm=1e9), **layout,
+            optim=dataclasses.replace(CONFIG.optim, clip_norm=CLIP_NORM), **layout,
         )  # fmt: skip
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", str(Path(folder) / family), config, ranks)
@@ -220,13 +223,18 @@ def test_the_layers_learn_and_the_policy_is_as_without_them(models, tmp_path):
             assert found[1]["mtp_loss"] < first - 0.01, family
             for got, other in zip(found, plain_metrics, strict=True):
                 assert got["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6), family
-            assert found[0]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-4)
+            for name in ("grad_norm", "mtp_grad_norm"):
+                assert found[0][name] == pytest.approx(metrics[0][name], rel=1e-4), (family, name)
+                assert found[0][name] > CLIP_NORM, (family, name)
         files = load_file(models / family / "model.safetensors")
         copies = {
             n for n in files if is_ahead(n) and n.endswith(("embed_tokens.weight", "head.weight"))
         }
         assert alone.keys() == many.keys() == files.keys() - copies, family
         assert plain.keys() == {name for name in alone if not is_ahead(name)}, family
+        assert "mtp_grad_norm" not in plain_metrics[0], family
+        norms = [[step["grad_norm"] for step in found] for found in (metrics, plain_metrics)]
+        assert norms[0] == norms[1], family
         for name, tensor in plain.items():
             assert torch.equal(tensor, alone[name]), (family, name)
         for name, tensor in alone.items():
@@ -261,6 +269,15 @@ def test_what_cannot_be_trained_is_refused(models):
     ):
         with pytest.raises(ConfigError, match=said):
             check_mtp(name, dataclasses.replace(role, **changed), model)
+    without = models / "without"
+    shutil.copytree(model, without)
+    files = load_file(without / "model.safetensors")
+    save_file({n: t for n, t in files.items() if not is_ahead(n)}, without / "model.safetensors")
+    with pytest.raises(ConfigError, match="its files have none"):
+        check_mtp("actor", role, str(without))
+    Path(without, "model.safetensors").unlink()
+    Path(without, INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(files, "gone")}))
+    check_mtp("actor", role, str(without))  # by the index
     config = json.loads(Path(model, "config.json").read_text())
     Path(model, "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     try:
