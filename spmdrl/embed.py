@@ -232,7 +232,9 @@ def check_use(config: PpoConfig) -> None:
         config.actor.optim == OptimConfig(),
         "actor.optim has no effect: the optimizer and its schedule are the host's",
     )
-    for name in ("activation_checkpointing", "model", "ema", "lora"):
+    for name in (
+        "activation_checkpointing", "model", "ema", "lora", "mtp_loss_scaling_factor",
+    ):  # fmt: skip
         require(
             getattr(config.actor, name) in (False, None, getattr(TrainConfig(), name)),
             f"actor.{name} has no effect: the model is the host's",

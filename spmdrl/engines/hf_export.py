@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from spmdrl.engines.stored_dtype import DTYPES, name_dtype, stored_dtype
 from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.download import local_model
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.hub.mtp_layers import MtpTensors, is_mtp, num_mtp_layers
+from spmdrl.hub.mtp_layers import MtpTensors, copies_beside, is_mtp, num_mtp_layers
 from spmdrl.hub.safetensors_files import SafetensorsFile, TensorSpec, files_of, write_index
 from spmdrl.weights.checkpoint_names import (
     Parts,
@@ -76,19 +76,20 @@ def export(
     check_folders(checkpoint, out, writers.rank == 0)
     adapted, hf = read_base(Path(checkpoint, "actor")) is not None, Path(checkpoint, "hf")
     config = load_hf_config(str(hf))
-    mtp = None if without_mtp else mtp_tensors(checkpoint, config, base)
+    chosen = DTYPES[dtype] if dtype else stored_dtype(config, str(hf))
+    whole = [(source, chosen) for source in sources_of(checkpoint, "actor", ema, base)]
+    sources = [pair for pair in whole if not (without_mtp and of_mtp(pair[0], config))]
+    trained, mtp = any(of_mtp(source, config) for source, _ in whole), None
+    if not without_mtp:
+        names = [name for source, _ in sources for name in source.shapes]
+        copies, mtp = beside(names, config, lambda: mtp_tensors(checkpoint, config, base))
+        sources += mtp_sources(mtp, copies, sources, chosen)
     if base and not adapted and mtp is None:
         raise ConfigError(f"--base: {checkpoint} holds a whole model, which needs no base")
-    chosen = DTYPES[dtype] if dtype else stored_dtype(config, str(hf))
-    sources = [(source, chosen) for source in sources_of(checkpoint, "actor", ema, base)]
-    trained = [(source, own) for source, own in sources if of_mtp(source, config)]
-    if without_mtp:
-        sources = [pair for pair in sources if pair not in trained]
-    if mtp is not None:
-        sources += mtp_sources(mtp, sources, chosen)
-        if writers.rank == 0:
-            model = base or trained_model(checkpoint)
-            logger.info("%s", TRAINED_MTP if trained else told_of_mtp(mtp, model, chosen))
+    if writers.rank == 0 and trained:
+        logger.info("%s", LEFT_OUT_MTP if without_mtp else TRAINED_MTP)
+    elif writers.rank == 0 and mtp is not None:
+        logger.info("%s", told_of_mtp(mtp, base or trained_model(checkpoint), chosen))
     writers.wait()  # all have found `out` free
     out.mkdir(parents=True, exist_ok=True)
     write_sources(sources, config.model_type, is_tied(config), out, writers)
@@ -225,14 +226,33 @@ def in_parts(
 # ---- multi-token prediction layers
 
 TRAINED_MTP = "the multi-token prediction layers are those that the run has trained"
+LEFT_OUT_MTP = "--without_mtp leaves out the multi-token prediction layers that the run has trained"
 
 
 def of_mtp(source: WeightSource, config: PreTrainedConfig) -> bool:
     return any(is_mtp(name, config) for name in source.shapes)
 
 
+def beside(
+    names: Collection[str], config: PreTrainedConfig, stored: Callable[[], MtpTensors | None]
+) -> tuple[Mapping[str, str], MtpTensors | None]:
+    """Returns what is written of these layers beside the tensors `names`: the copies of these, with
+    what each is a copy of; and files that hold the layers, None where the run has trained them or
+    there are none. stored: opens the files.
+
+    Layers that were trained take nothing of files, which may name it in another way: of Qwen3.5's
+    mixtures all experts in one tensor.
+    """
+    if any(is_mtp(name, config) for name in names):
+        copies, mtp = copies_beside(names, config), None
+    else:
+        mtp = stored()
+        copies = {} if mtp is None else mtp.copies
+    return {copy: own for copy, own in copies.items() if own in names}, mtp
+
+
 def mtp_tensors(checkpoint: Path, config: PreTrainedConfig, base: str) -> MtpTensors | None:
-    """None where the model has none."""
+    """Opens the files of layers that were not trained; None where the model has none."""
     if not num_mtp_layers(config) or is_classifier(config):
         return None
     model = base or trained_model(checkpoint)
@@ -257,14 +277,14 @@ def trained_model(checkpoint: Path) -> str:
 
 
 def mtp_sources(
-    mtp: MtpTensors, sources: list[tuple[WeightSource, torch.dtype]], dtype: torch.dtype
-) -> list[tuple[WeightSource, torch.dtype]]:
-    """Returns what is written beside `sources`, which have these layers where they were trained: as
-    it stands in the files, and the copies of the embedding and the head anew.
+    mtp: MtpTensors | None, copies: Mapping[str, str],
+    sources: list[tuple[WeightSource, torch.dtype]], dtype: torch.dtype,
+) -> list[tuple[WeightSource, torch.dtype]]:  # fmt: skip
+    """Returns what is written beside `sources`: the layers as they stand in the files, and the
+    copies of the embedding and the head anew. mtp and copies: see `beside`.
     """
     of = {name: source for source, _ in sources for name in source.shapes}
-    copies = {name: own for name, own in mtp.copies.items() if own in of}
-    found = kept_sources(mtp, dtype, {*of, *copies})
+    found = [] if mtp is None else kept_sources(mtp, dtype, copies)
     for name, own in copies.items():
 
         def read(name: str = name, own: str = own) -> Iterator[tuple[str, Tensor]]:
@@ -284,14 +304,14 @@ def with_copies(
 
 
 def kept_sources(
-    mtp: MtpTensors, dtype: torch.dtype, trained: Container[str] = ()
+    mtp: MtpTensors, dtype: torch.dtype, copies: Container[str]
 ) -> list[tuple[WeightSource, torch.dtype]]:
-    """They are written as they are; those that are quantised in `dtype`. trained: names of tensors
+    """They are written as they are; those that are quantised in `dtype`. copies: names of tensors
     that come from elsewhere.
     """
     found = []
     for name, shape in mtp.shapes.items():
-        if name in trained:
+        if name in copies:
             continue
         source = WeightSource({name: shape}, lambda name=name: iter([(name, mtp.read(name))]))  # type: ignore[misc]
         found.append((source, dtype if name in mtp.quantized else mtp.dtype(name)))
@@ -346,17 +366,16 @@ def write_sources(
 
 def write_weights(
     named: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype, out: Path, mtp: MtpTensors | None = None,
+    dtype: torch.dtype, out: Path, copies: Mapping[str, str], mtp: MtpTensors | None,
 ) -> None:  # fmt: skip
     """Writes tensors in the order in which they come, of which one is in memory at a time, beside
     the config.json that is in `out`, in the published form of its type. shapes: of all of them, as
-    they come. mtp: layers for multi-token prediction, which are written behind them but where
-    `shapes` has them: as they are, those that are quantised in `dtype`.
+    they come. copies and mtp: of layers for multi-token prediction, see `beside`; what is of files
+    is written behind the others as it is, and what is quantised in `dtype`.
     """
     config = json.loads(Path(out, CONFIG).read_text())
     kind, tied = config["model_type"], config.get("tie_word_embeddings", False)
-    copies = {} if mtp is None else {c: own for c, own in mtp.copies.items() if own in shapes}
-    kept = [] if mtp is None else kept_sources(mtp, dtype, {*shapes, *copies})
+    kept = [] if mtp is None else kept_sources(mtp, dtype, copies)
     dtypes = {name: own for source, own in kept for name in source.shapes}
     every = dict(shapes) | {name: shapes[own] for name, own in copies.items()}
     every |= {n: shape for source, _ in kept for n, shape in source.shapes.items()}

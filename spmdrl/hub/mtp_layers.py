@@ -7,7 +7,10 @@ out of the models that it builds. An export takes them from the folder that the 
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from spmdrl.hub.quantized_weights import Part, Quantized, quantized_weights
+from spmdrl.hub.safetensors_files import INDEX
 from spmdrl.hub.transformers_compat import checkpoint_files
 
 # by the end of a name in such a layer: what of the model it is a copy of (arXiv 2412.19437, 2.2)
@@ -40,6 +44,30 @@ def is_mtp(name: str, config: PreTrainedConfig) -> bool:
     return bool(APART.match(name)) or (
         layer is not None and int(layer[1]) >= text.num_hidden_layers
     )
+
+
+def has_mtp_tensors(folder: Path, config: PreTrainedConfig) -> bool:
+    """Says whether the safetensors files of a folder have tensors of such layers: True too where
+    there are no files, which is for others to say.
+    """
+    single, index = Path(folder, "model.safetensors"), Path(folder, INDEX)
+    if single.is_file():  # before an index, as transformers reads
+        with safe_open(single, "pt") as file:
+            names = list(file.keys())
+    elif index.is_file():
+        names = list(json.loads(index.read_text())["weight_map"])
+    else:
+        return True
+    return any(is_mtp(name, config) for name in names)
+
+
+def copies_beside(names: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the copies of the model's own tensors that published files have in each of such
+    layers under model.layers, with the names of what they are copies of. names: what is trained.
+    """
+    layers = {re.match(r"(model\.layers\.\d+)\.", name) for name in names if is_mtp(name, config)}
+    found = sorted({layer[1] for layer in layers if layer is not None})
+    return {layer + end: own for layer in found for end, own in COPIES.items()}
 
 
 class MtpTensors:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import (
+    ConfigError,
     DataConfig,
     PreferenceDataConfig,
     SftDataConfig,
@@ -34,7 +36,7 @@ from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology, train_degrees
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.engines.build import build_engine
-from spmdrl.engines.hf_export import write_weights
+from spmdrl.engines.hf_export import beside, write_weights
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer, vocab_size_of
 from spmdrl.hub.mtp_layers import MtpTensors, num_mtp_layers
@@ -285,8 +287,24 @@ def export(
     for part in (config, *others, run.tokenizer):
         part.save_pretrained(out)
     has_mtp = run.task.kind == "policy" and num_mtp_layers(config) > 0
-    mtp = MtpTensors(run.config.model, load_hf_config(run.config.model)) if has_mtp else None
-    write_weights(gathered, shapes, DTYPES.get(run.config.out_dtype or "", config.dtype), out, mtp)
+    copies, mtp = beside(shapes, config, lambda: stored_mtp(run) if has_mtp else None)
+    dtype = DTYPES.get(run.config.out_dtype or "", config.dtype)
+    write_weights(gathered, shapes, dtype, out, copies, mtp)
+
+
+def stored_mtp(run: SupervisedRun) -> MtpTensors | None:
+    """Opens the files that have the model's layers for multi-token prediction. Where they cannot be
+    opened any more it says so and returns None: what was trained is written without them.
+    """
+    model = run.config.model
+    try:
+        return MtpTensors(model, load_hf_config(model))
+    except (OSError, SafetensorError, ConfigError) as error:
+        PROGRESS.line(
+            f"spmdrl: the model is written without its multi-token prediction layers, which stand "
+            f"in {model}: {error}. python -m spmdrl.export --base writes a checkpoint with them"
+        )
+        return None
 
 
 def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) -> None:

@@ -25,8 +25,9 @@ from spmdrl.checkpoint.format import commit, digest
 from spmdrl.cli import hub_names
 from spmdrl.config import ConfigError, TrainConfig
 from spmdrl.engines import hf_export
-from spmdrl.engines.hf_export import Writers, export, mtp_tensors
+from spmdrl.engines.hf_export import Writers, beside, export, kept_sources, mtp_tensors
 from spmdrl.hub.hf_folder import load_hf_config
+from spmdrl.hub.mtp_layers import MtpTensors
 from spmdrl.hub.safetensors_files import INDEX, SafetensorsFile, TensorSpec, files_of
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +185,35 @@ def test_where_the_layers_are_not_there_it_is_said_what_to_do(made, tmp_path):
     assert not load_file(tmp_path / "without/model.safetensors").keys() & mtp
     with pytest.raises(ConfigError, match="already holds a model"):
         export(folder / "fsdp", tmp_path / "out", without_mtp=True)
+
+
+def test_nothing_of_files_stands_beside_layers_that_were_trained(tmp_path):
+    """Which may have the experts of a layer as one tensor, where training names each."""
+    model = {}
+    for family, fields in (
+        ("qwen3_5_moe_text", {"mtp_num_hidden_layers": 1}),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    ):
+        tiny.save_model(family, tmp_path / family)
+        file = tmp_path / family / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        model[family] = load_hf_config(str(tmp_path / family))
+    qwen, deepseek = model["qwen3_5_moe_text"], model["deepseek_v3"]
+    stacked = {f"mtp.layers.0.mlp.experts.{n}": torch.ones(2, 3) for n in ("gate_up_proj", "down")}
+    save_file(stacked, tmp_path / "qwen3_5_moe_text/model.safetensors")
+    own = ["model.embed_tokens.weight", "lm_head.weight"]
+    found = MtpTensors(str(tmp_path / "qwen3_5_moe_text"), qwen)
+    copies, kept = beside(own, qwen, lambda: found)
+    assert copies == {} and kept is found
+    names = [name for source, _ in kept_sources(found, torch.float32, copies) for name in source[0]]
+    assert sorted(names) == sorted(stacked)
+    each = [f"mtp.layers.0.mlp.experts.{n}.gate_proj.weight" for n in range(2)]
+    assert beside([*own, *each], qwen, lambda: found) == ({}, None)
+    layer = f"model.layers.{deepseek.num_hidden_layers}."
+    trained = [*own, "model.layers.0.input_layernorm.weight", f"{layer}enorm.weight"]
+    assert beside(trained, deepseek, lambda: found) == (
+        {f"{layer}embed_tokens.weight": own[0], f"{layer}shared_head.head.weight": own[1]}, None,
+    )  # fmt: skip
 
 
 def test_the_layers_are_had_by_a_hubs_name(tmp_path, monkeypatch):

@@ -295,7 +295,7 @@ def export(topology: Topology, model: str) -> dict[str, float]:
     for part in actor.pretrained:
         part.save_pretrained(out)
     shapes = {name: held.shape for name, held in actor.named_shards().items()}
-    write_weights(actor.named_weights(torch.float32, 1 << 20), shapes, torch.float32, out)
+    write_weights(actor.named_weights(torch.float32, 1 << 20), shapes, torch.float32, out, {}, None)
     hf = load_model(model, dtype=torch.float32).state_dict()
     back = auto.from_pretrained(out, dtype=torch.float32).state_dict()
     wrong = [name for name in hf if not torch.equal(hf[name], back[name])]

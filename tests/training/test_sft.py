@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spmdrl.data.packing import sequence_work
-from spmdrl.training.supervised import share_of
+from spmdrl.training.supervised import share_of, stored_mtp
 
 
 def test_ranks_are_given_equal_work():
@@ -35,3 +35,13 @@ def imbalance(rows, shares) -> float:
     lens = torch.from_numpy(rows.measured.num_tokens)
     loads = [float(sequence_work(lens[share]).sum()) for share in shares]
     return max(loads) * len(loads) / sum(loads)
+
+
+def test_a_run_ends_with_its_model_where_the_files_of_untrained_layers_are_gone(capsys):
+    """Those for multi-token prediction."""
+    run = SimpleNamespace(config=SimpleNamespace(model="/no/such/model"))
+    assert stored_mtp(run) is None
+    said = capsys.readouterr()
+    assert "without its multi-token prediction layers, which stand in /no/such/model: " in (
+        said.out + said.err
+    )

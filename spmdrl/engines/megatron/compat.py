@@ -8,10 +8,14 @@ functions, after cpu_shim.install().
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # ---- process-wide state
 
@@ -132,6 +136,62 @@ def own_shards(part: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     for parameter, (group, number) in part.model_param_group_index_map.items():
         settings = part.optimizer.param_groups[group]
         yield parameter, settings["params"][number], settings
+
+
+def clip_gradients(shards: list[Any], clip_norm: float, norm: float) -> None:
+    """Scales the gradients of an optimizer's float32 shards, whose norm this is, to clip_norm where
+    it is larger, as the optimizer's own step does. Calls clip_grad_by_total_norm_fp32 of
+    optimizer.clip_grads.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    if shards:  # Apex's kernel takes no empty list
+        clip_grad_by_total_norm_fp32(shards, clip_norm, norm)
+
+
+@contextmanager
+def without_gradients(shards: list[Any]) -> Iterator[None]:
+    """Meanwhile an optimizer's get_grad_norm leaves out these of its float32 shards, which are no
+    leaves where they are parts of the model's own weights.
+    """
+    before = [shard.grad for shard in shards]
+    for shard in shards:
+        shard.grad = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*\.grad attribute of a Tensor")
+            yield
+    finally:
+        for shard, grad in zip(shards, before, strict=True):
+            shard.grad = grad
+
+
+# ---- layers for multi-token prediction
+
+
+def checkpoint_mtp_layer(layer: Any) -> None:
+    """Has a MultiTokenPredictionLayer keep only tensors of its input where its activations are
+    computed again (recompute_granularity "full").
+
+    0.16.1 gives its PackedSeqParams to an autograd function that saves tensors alone, which raises
+    TypeError (NVIDIA/Megatron-LM issue 3643). Replaces _checkpointed_forward, and hands on as
+    TransformerBlock does.
+    """
+    layer._checkpointed_forward = partial(_checkpointed_forward, layer.config)
+
+
+def _checkpointed_forward(config: Any, forward: Callable[..., Any], **inputs: Any) -> Any:
+    from megatron.core import tensor_parallel
+
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in inputs.items() if name not in tensors}
+
+    def compute(*values: Any) -> Any:
+        return forward(**dict(zip(tensors, values, strict=True)), **others)
+
+    return tensor_parallel.checkpoint(
+        compute, config.distribute_saved_activations, *tensors.values()
+    )
 
 
 # ---- replay of experts

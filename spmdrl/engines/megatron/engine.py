@@ -35,7 +35,7 @@ from spmdrl.engines.fsdp.lora import save_adapter
 from spmdrl.engines.fsdp.model import require_given
 from spmdrl.engines.host_copies import HostCopies
 from spmdrl.engines.lr_schedule import learning_rate
-from spmdrl.engines.megatron import lora
+from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.mtp import mtp_logprobs
 from spmdrl.engines.megatron.parts import Parts
@@ -142,9 +142,12 @@ class MegatronEngine:
             self.run(self._on_device(parts), loss, forward_only=False)
             totals = self._totals(sums)
             lr = self._learning_rate()
-            grad_norm = self._step(totals["loss_sum"])
+            losses = {"loss": totals.pop("loss_sum")}
+            if "mtp_loss" in totals:
+                losses["mtp_loss"] = totals.pop("mtp_loss") / float(num_tokens)
+            norms = self._step(losses)
         self.num_updates += 1
-        result = {"loss": totals.pop("loss_sum"), "grad_norm": grad_norm, "lr": lr}
+        result = {**losses, **norms, "lr": lr}
         for name, total in totals.items():
             result[name] = total if name.endswith("_max") else total / float(num_tokens)
         return result
@@ -173,17 +176,21 @@ class MegatronEngine:
             param_group["lr"] = lr
         return lr
 
-    def _step(self, loss_sum: float) -> float:
-        """Clips and steps; returns the gradient norm before. FloatingPointError changes nothing."""
+    def _step(self, losses: dict[str, float]) -> dict[str, float]:
+        """Clips and steps; returns the gradient norms before. FloatingPointError changes nothing.
+
+        losses: by name, for what is said where one of them or a norm is not finite.
+        """
         optimizer, parts = self.parts.optimizer, self.parts
         assert optimizer is not None
         overflow = optimizer.prepare_grads()
-        grad_norm = float(optimizer.get_grad_norm() or 0.0)
-        if overflow or not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+        norms = self._clipped_apart() if parts.num_mtp_layers else {"grad_norm": self._grad_norm()}
+        measured = losses | norms
+        said = ", ".join(f"{name} {value}" for name, value in measured.items())
+        if overflow or not all(map(math.isfinite, measured.values())):
             parts.zero_grad()
             raise FloatingPointError(
-                f"update {self.num_updates + 1}: loss {loss_sum}, gradient norm {grad_norm}; "
-                "the weights are unchanged"
+                f"update {self.num_updates + 1}: {said}; the weights are unchanged"
             )
         # its own step: optimizers such as LayerWiseDistributedOptimizer do more in it than the
         # parts that MegatronOptimizer names (it gathers what each rank has updated)
@@ -191,13 +198,30 @@ class MegatronEngine:
         if not stepped:
             raise RuntimeError(
                 f"update {self.num_updates + 1}: {type(optimizer).__name__}.step() says that it "
-                f"changed nothing, at loss {loss_sum} and gradient norm {grad_norm}"
+                f"changed nothing, at {said}"
             )
         parts.gather_weights()
         parts.zero_grad()
         if parts.average is not None:
             parts.average.update()
-        return grad_norm
+        return norms
+
+    def _grad_norm(self) -> float:
+        return float(self.parts.optimizer.get_grad_norm() or 0.0)
+
+    def _clipped_apart(self) -> dict[str, float]:
+        """Clips the policy, and the layers for multi-token prediction, each by its own norm.
+
+        Returns these norms. So the policy is clipped as without the layers. The optimizer's own
+        step does not clip. Collective.
+        """
+        norms, clip_norm = {}, self.config.optim.clip_norm
+        mtp, others = self.parts.optimizer_shards()
+        for name, own, rest in (("grad_norm", others, mtp), ("mtp_grad_norm", mtp, others)):
+            with compat.without_gradients(rest):
+                norms[name] = self._grad_norm()
+            compat.clip_gradients(own, clip_norm, norms[name])
+        return norms
 
     def _totals(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Returns the totals of all micro-batches, on every rank: the last stage sums, the others

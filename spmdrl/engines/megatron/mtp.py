@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from transformers import PreTrainedConfig
 
 from spmdrl.config import TrainConfig, require
 from spmdrl.engines.fsdp.classifier import is_classifier
+from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.inputs import Inputs
 from spmdrl.engines.megatron.layout import layer_types, padded_vocab
 from spmdrl.hub.hf_folder import load_hf_config
-from spmdrl.hub.mtp_layers import num_mtp_layers
+from spmdrl.hub.mtp_layers import has_mtp_tensors, num_mtp_layers
 
 
 def check_mtp(name: str, role: TrainConfig, model: str) -> None:
@@ -43,6 +45,11 @@ def check_mtp(name: str, role: TrainConfig, model: str) -> None:
         num > 0 and not is_classifier(hf),
         f"{said}: {model!r} has no layers for multi-token prediction (num_nextn_predict_layers or "
         "mtp_num_hidden_layers in its config.json); leave it 0",
+    )
+    require(
+        not Path(model).is_dir() or has_mtp_tensors(Path(model), hf),
+        f"{said}: config.json of {model!r} names layers for multi-token prediction, but its files "
+        "have none (exported with --without_mtp?): leave it 0",
     )
     require(
         family is not None and (family.most is None or num <= family.most),
@@ -77,6 +84,8 @@ def add_mtp_layers(chunk: Any, hf_config: PreTrainedConfig, num: int, spec_of: A
         chunk.config, MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * num),
         vp_stage=chunk.vp_stage, pg_collection=chunk.pg_collection,
     )  # fmt: skip
+    for layer in chunk.mtp.layers:
+        compat.checkpoint_mtp_layer(layer)
 
 
 class TokenEmbeddings:

@@ -201,6 +201,18 @@ class Parts:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def optimizer_shards(self) -> tuple[list[Any], list[Any]]:
+        """Returns the float32 shards that the optimizer has on this rank: of the layers for
+        multi-token prediction, and of all others.
+        """
+        blocks = [chunk.mtp for chunk in self.raw if getattr(chunk, "mtp", None) is not None]
+        ahead = {id(parameter) for block in blocks for parameter in block.parameters()}
+        mtp, others = [], []
+        for part in compat.optimizer_parts(self.optimizer):
+            for parameter, shard, _ in compat.own_shards(part):
+                (mtp if id(parameter) in ahead else others).append(shard)
+        return mtp, others
+
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -367,7 +379,7 @@ def build_parts(
                 chunk.requires_grad_(False)
         else:
             chunks = [trained(chunk, mega, first=i == 0) for i, chunk in enumerate(chunks)]
-            optimizer = build_optimizer(chunks, mega, config.optim)
+            optimizer = build_optimizer(chunks, mega, config.optim, clips=not num_mtp)
             if config.optim.name == "muon":
                 use_muon(optimizer, chunks, hf_config, config.optim, DTYPES[config.dtype])
             average = Average.start(optimizer, chunks, config.ema) if config.ema else None
@@ -417,14 +429,16 @@ def trained(chunk: Any, mega: Any, first: bool) -> Any:
     return DistributedDataParallel(mega, settings, chunk, disable_bucketing=not first)
 
 
-def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig) -> Any:
-    """AdamW; weight decay on matrices only, as in fsdp.build_optimizer."""
+def build_optimizer(chunks: list[Any], mega: Any, optim: OptimConfig, clips: bool = True) -> Any:
+    """AdamW; weight decay on matrices only, as in fsdp.build_optimizer. clips: whether its step
+    clips gradients; the engine does where parameters are clipped apart.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     settings = OptimizerConfig(
         optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay,
         adam_beta1=optim.betas[0], adam_beta2=optim.betas[1], adam_eps=optim.eps,
-        clip_grad=optim.clip_norm, bf16=mega.params_dtype == torch.bfloat16,
+        clip_grad=optim.clip_norm if clips else 0.0, bf16=mega.params_dtype == torch.bfloat16,
         params_dtype=mega.params_dtype, use_distributed_optimizer=True,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, chunks)

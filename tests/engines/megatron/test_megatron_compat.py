@@ -107,6 +107,33 @@ def test_megatron_still_says_where_a_distributed_optimizers_shards_are() -> None
         assert torch.equal(shard, parameter.flatten()) and settings["lr"] == 0.5
 
 
+def test_megatron_still_clips_some_of_a_distributed_optimizers_gradients_by_their_norm() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from spmdrl.engines.megatron.parts import build_optimizer, trained
+
+    patches.install()
+    with cpu_shim.scope():
+        config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+        chunk = trained(nn.Linear(3, 2), config, first=True)
+        optimizer = build_optimizer([chunk], config, OptimConfig(weight_decay=0.0), clips=False)
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(1.0)
+        optimizer.prepare_grads()
+        (part,) = compat.optimizer_parts(optimizer)
+        bias, weight = sorted((shard for _, shard, _ in compat.own_shards(part)), key=len)
+        with compat.without_gradients([weight]):
+            assert optimizer.get_grad_norm() == pytest.approx(2**0.5)
+        compat.clip_gradients([bias], 0.5, 2**0.5)
+        compat.clip_gradients([], 0.5, 2.0)
+        assert optimizer.prepare_grads() is False  # its step begins so, and keeps what was scaled
+        assert float(bias.grad.norm()) == pytest.approx(0.5)
+        assert weight.grad.tolist() == [1.0] * 6
+        optimizer.step()
+        assert weight.grad.tolist() == [1.0] * 6
+
+
 def test_megatron_still_knows_a_checkpoint_by_its_metadata_file(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
@@ -214,3 +241,42 @@ def test_megatron_still_replays_experts_by_router_replay() -> None:
     assert torch.equal(choice(), scores.topk(1).indices)
     assert compat.router_replays(nn.Linear(1, 1)) == []
     assert RouterReplay.global_router_replay_instances == []
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_megatron_still_cannot_checkpoint_a_layer_that_is_given_packed_sequences(
+    mended: bool,
+) -> None:
+    """Of multi-token prediction: when the first case passes, checkpoint_mtp_layer can go."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    class Layer(MultiTokenPredictionLayer):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.config = SimpleNamespace(
+                fp8=None, recompute_method="uniform", recompute_num_layers=1,
+                distribute_saved_activations=False,
+            )  # fmt: skip
+
+    layer, seen = Layer(), []
+
+    def forward(
+        hidden_states: torch.Tensor, context: None, packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        seen.append((context, packed_seq_params.max_seqlen_q))
+        return hidden_states**2
+
+    states = torch.tensor([1.0, 3.0], requires_grad=True)
+    inputs = {
+        "hidden_states": states, "context": None,
+        "packed_seq_params": PackedSeqParams(max_seqlen_q=7),
+    }  # fmt: skip
+    if not mended:
+        with pytest.raises(TypeError, match="save_for_backward"):
+            layer._checkpointed_forward(forward, **inputs)
+        return
+    compat.checkpoint_mtp_layer(layer)
+    layer._checkpointed_forward(forward, **inputs).sum().backward()
+    assert seen == [(None, 7)] * 2  # a second time for the gradient
+    assert states.grad is not None and states.grad.tolist() == [2.0, 6.0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,26 @@ from spmdrl.checkpoint.format import commit, digest
 from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.engines.hf_export import export
 from spmdrl.engines.megatron.mtp import check_mtp
+from spmdrl.hub.safetensors_files import INDEX
 
 WEIGHT = 0.3
+CLIP_NORM = 0.01  # below the norms of both, which are clipped apart
 TOKENS = {"vocab_size": len(CHARS), "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}
 FIELDS = {
     "deepseek_v3": {"num_nextn_predict_layers": 2}, "glm4_moe": {"num_nextn_predict_layers": 1},
     "qwen3_5_text": {"mtp_num_hidden_layers": 1},
 }  # fmt: skip
-LAYOUTS = {
-    "deepseek_v3": {"tensor_parallel": 2, "sequence_parallel": True},
-    "glm4_moe": {"pipeline_parallel": 2}, "qwen3_5_text": {"tensor_parallel": 2},
-}  # fmt: skip
+Cases = list[tuple[str, dict[str, Any]]]  # families in layouts
+ALONE: Cases = [(family, {}) for family in FIELDS]
+ON_TWO_RANKS: Cases = [
+    ("deepseek_v3", {"tensor_parallel": 2, "sequence_parallel": True}),
+    (
+        "glm4_moe",
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "activation_checkpointing": True},
+    ),
+    ("qwen3_5_text", {"tensor_parallel": 2, "activation_checkpointing": True}),
+    ("glm4_moe", {"context_parallel": 2, "activation_checkpointing": True}),  # not saved
+]
 
 
 def mtp_files(family: str, files: dict[str, Tensor], hidden: int) -> dict[str, Tensor]:
@@ -75,19 +85,20 @@ def models(tmp_path_factory: Any) -> Path:
     return folder
 
 
-def trained_on(topology: Any, folder: Path, families: list[str], weight: float) -> list[Any]:
-    """Two updates of each family; what they say, all weights then, and a checkpoint of them."""
+def trained_on(topology: Any, folder: Path, cases: Cases, weight: float) -> list[Any]:
+    """Two updates of each case; what they say, all weights then, and a checkpoint of a family's
+    first.
+    """
     from spmdrl.algo.objectives import policy_objective
     from spmdrl.config import AlgoConfig
     from spmdrl.distributed.topology import Topology, train_degrees
     from spmdrl.engines.build import build_engine
 
     found = []
-    for family in families:
-        layout = LAYOUTS[family] if topology.world > 1 else {}
+    for number, (family, layout) in enumerate(cases):
         config = dataclasses.replace(
             CONFIG, engine="megatron", mtp_loss_scaling_factor=weight,
-            optim=dataclasses.replace(CONFIG.optim, clip_norm=1e9), **layout,
+            optim=dataclasses.replace(CONFIG.optim, clip_norm=CLIP_NORM), **layout,
         )  # fmt: skip
         ranks = Topology.build(topology.device, **train_degrees(config))
         actor = build_engine("policy", str(Path(folder) / family), config, ranks)
@@ -95,8 +106,8 @@ def trained_on(topology: Any, folder: Path, families: list[str], weight: float) 
         batch = on_data_ranks(ranks, whole_batch())
         metrics = [actor.update(batch, loss, temperature=0.8) for _ in range(2)]
         named = {n: t.clone() for n, t in actor.named_weights(torch.float32, 1 << 20)}
-        if weight and topology.world > 1:
-            saved(actor, topology, Path(folder) / family, Path(folder) / f"saved_{family}")
+        if topology.world > 1 and number < len(FIELDS):
+            saved(actor, topology, Path(folder) / f"saved_{family}")
             other = build_engine("policy", str(Path(folder) / family), config, ranks)
             other.load(Path(folder) / f"saved_{family}" / "actor")
             again = {n: t.clone() for n, t in other.named_weights(torch.float32, 1 << 20)}
@@ -109,14 +120,15 @@ def trained_on(topology: Any, folder: Path, families: list[str], weight: float) 
     return found
 
 
-def saved(actor: Any, topology: Any, model: Path, folder: Path) -> None:
+def saved(actor: Any, topology: Any, folder: Path) -> None:
+    """A checkpoint, of which an export needs no files of the model that the run started from."""
     aside = folder.with_name(folder.name + "_aside")
     first = topology.rank == 0
     if first:
         Path(aside, "actor").mkdir(parents=True)
         for part in actor.pretrained:
             part.save_pretrained(aside / "hf")
-        Path(aside, "run.json").write_text(json.dumps({"model": str(model)}))
+        Path(aside, "run.json").write_text(json.dumps({"model": "moved"}))
     torch.distributed.barrier()
     actor.save(aside / "actor")
     torch.distributed.barrier()
@@ -204,27 +216,33 @@ def is_ahead(name: str) -> bool:
 @pytest.mark.ranks
 @pytest.mark.megatron
 def test_the_layers_learn_and_the_policy_is_as_without_them(models, tmp_path):
-    families = [*FIELDS]
     without, one = run_calls(
-        1, [(trained_on, (models, families, 0.0)), (trained_on, (models, families, WEIGHT))], 200
+        1, [(trained_on, (models, ALONE, 0.0)), (trained_on, (models, ALONE, WEIGHT))], 200
     )
-    two = run_ranks(2, trained_on, models, families, WEIGHT, timeout_s=200)
-    for number, family in enumerate(families):
-        (plain_metrics, plain), (metrics, alone) = without[0][number], one[0][number]
+    two = run_ranks(2, trained_on, models, ON_TWO_RANKS, WEIGHT, timeout_s=200)
+    losses = {family: plain_loss(models, family) for family in FIELDS}
+    for number, (family, _) in enumerate(ON_TWO_RANKS):
+        itself = [*FIELDS].index(family)
+        (plain_metrics, plain), (metrics, alone) = without[0][itself], one[0][itself]
         many = {n: t for rank in two for n, t in rank[number][1].items()}
-        first = plain_loss(models, family)
+        first = losses[family]
         for found in (metrics, *(rank[number][0] for rank in two)):
             assert found[0]["mtp_loss"] == pytest.approx(first, rel=1e-5), family
             assert found[1]["mtp_loss"] < first - 0.01, family
             for got, other in zip(found, plain_metrics, strict=True):
                 assert got["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6), family
-            assert found[0]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-4)
+            for name in ("grad_norm", "mtp_grad_norm"):
+                assert found[0][name] == pytest.approx(metrics[0][name], rel=1e-4), (family, name)
+                assert found[0][name] > CLIP_NORM, (family, name)
         files = load_file(models / family / "model.safetensors")
         copies = {
             n for n in files if is_ahead(n) and n.endswith(("embed_tokens.weight", "head.weight"))
         }
         assert alone.keys() == many.keys() == files.keys() - copies, family
         assert plain.keys() == {name for name in alone if not is_ahead(name)}, family
+        assert "mtp_grad_norm" not in plain_metrics[0], family
+        norms = [[step["grad_norm"] for step in found] for found in (metrics, plain_metrics)]
+        assert norms[0] == norms[1], family
         for name, tensor in plain.items():
             assert torch.equal(tensor, alone[name]), (family, name)
         for name, tensor in alone.items():
@@ -234,6 +252,8 @@ def test_the_layers_learn_and_the_policy_is_as_without_them(models, tmp_path):
         # a router's bias is not trained, and an expert may have been given no token
         unused = (".e_score_correction_bias", ".experts.")
         assert all(any(part in name for part in unused) for name in still), still
+        if number >= len(FIELDS):
+            continue
         export(models / f"saved_{family}", tmp_path / family, dtype="float32")
         out = load_file(tmp_path / family / "model.safetensors")
         assert out.keys() == files.keys(), family
@@ -259,6 +279,15 @@ def test_what_cannot_be_trained_is_refused(models):
     ):
         with pytest.raises(ConfigError, match=said):
             check_mtp(name, dataclasses.replace(role, **changed), model)
+    without = models / "without"
+    shutil.copytree(model, without)
+    files = load_file(without / "model.safetensors")
+    save_file({n: t for n, t in files.items() if not is_ahead(n)}, without / "model.safetensors")
+    with pytest.raises(ConfigError, match="its files have none"):
+        check_mtp("actor", role, str(without))
+    Path(without, "model.safetensors").unlink()
+    Path(without, INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(files, "gone")}))
+    check_mtp("actor", role, str(without))  # by the index
     config = json.loads(Path(model, "config.json").read_text())
     Path(model, "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     try:
