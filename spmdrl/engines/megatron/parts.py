@@ -207,7 +207,8 @@ class Parts:
         """
         blocks = [chunk.mtp for chunk in self.raw if getattr(chunk, "mtp", None) is not None]
         ahead = {id(parameter) for block in blocks for parameter in block.parameters()}
-        mtp, others = [], []
+        mtp: list[Any] = []
+        others: list[Any] = []
         for part in compat.optimizer_parts(self.optimizer):
             for parameter, shard, _ in compat.own_shards(part):
                 (mtp if id(parameter) in ahead else others).append(shard)
