@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,21 +176,20 @@ def checkpoint_mtp_layer(layer: Any) -> None:
     TypeError (NVIDIA/Megatron-LM issue 3643). Replaces _checkpointed_forward, and hands on as
     TransformerBlock does.
     """
-    layer._checkpointed_forward = partial(_checkpointed_forward, layer.config)
-
-
-def _checkpointed_forward(config: Any, forward: Callable[..., Any], **inputs: Any) -> Any:
     from megatron.core import tensor_parallel
 
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in inputs.items() if name not in tensors}
+    keeps_parts: bool = layer.config.distribute_saved_activations
 
-    def compute(*values: Any) -> Any:
-        return forward(**dict(zip(tensors, values, strict=True)), **others)
+    def checkpointed(forward: Callable[..., Any], **inputs: Any) -> Any:
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in inputs.items() if name not in tensors}
 
-    return tensor_parallel.checkpoint(
-        compute, config.distribute_saved_activations, *tensors.values()
-    )
+        def compute(*values: Any) -> Any:
+            return forward(**dict(zip(tensors, values, strict=True)), **others)
+
+        return tensor_parallel.checkpoint(compute, keeps_parts, *tensors.values())
+
+    layer._checkpointed_forward = checkpointed
 
 
 # ---- replay of experts
