@@ -112,11 +112,13 @@ def records_in(folder: Path) -> dict[str, str]:
 def groups_that_end() -> Iterator[None]:
     """Ends the process groups that are made meanwhile. A group of gloo has a thread that wakes up a
     hundred times a second, so a test that makes many engines one after the other would be slow.
+    Collective over all ranks.
     """
     from torch.distributed import distributed_c10d as c10d
 
     before = set(c10d._world.pg_map)
     yield
+    c10d.barrier()
     for group in [group for group in c10d._world.pg_map if group not in before]:
         c10d.destroy_process_group(group)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import groups_that_end, run_ranks
 from tiny_models import save_qwen3, save_tokenizer
 from training_batches import CONFIG, LENS, whole_batch
 
@@ -104,16 +104,20 @@ def results_on(topology, models, cases):
     None on ranks outside."""
     found = []
     for case in cases:
-        engine = engine_of(topology, models, case)
-        if engine is None:
-            found.append(None)
-            continue
-        batch = whole_batch().select(share_of(engine))
-        looks = case[1] == "policy"
-        looked = engine.logprobs(batch, 0.8, True) if looks else [engine.values(batch)]
-        metrics = updated(engine, case[1], 2)
-        found.append((share_of(engine), list(looked), metrics, weights_of(engine)))
+        with groups_that_end():
+            found.append(result_on(topology, models, case))
     return found
+
+
+def result_on(topology, models, case):
+    engine = engine_of(topology, models, case)
+    if engine is None:
+        return None
+    batch = whole_batch().select(share_of(engine))
+    looks = case[1] == "policy"
+    looked = engine.logprobs(batch, 0.8, True) if looks else [engine.values(batch)]
+    metrics = updated(engine, case[1], 2)
+    return share_of(engine), list(looked), metrics, weights_of(engine)
 
 
 FIRST = {"num_layers_in_first_pipeline_stage": 3}

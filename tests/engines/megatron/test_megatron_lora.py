@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_megatron_models
 import torch
-from ranks import run_calls, run_ranks
+from ranks import groups_that_end, run_calls, run_ranks
 from safetensors.torch import load_file
 from test_megatron_engine import (
     engine_of,
@@ -79,20 +79,22 @@ def results_on(topology, models, cases):
     metrics, and all weights before them, then, and as a moving average."""
     found = []
     for case in cases:
-        engine = engine_of(topology, models, case)
-        if engine is None:
-            found.append(None)
-            continue
-        batch = whole_batch().select(share_of(engine))
-        start = weights_of(engine)
-        metrics = [engine.update(batch, loss_of(case[1]), temperature=0.8) for _ in range(2)]
-        looked = []
-        if case[1] == "policy":
-            looked = [e.logprobs(batch, 0.8).logprobs for e in (engine, engine.base())]
-        found.append(
-            (share_of(engine), looked, metrics, start, weights_of(engine), average_of(engine))
-        )
+        with groups_that_end():
+            found.append(result_on(topology, models, case))
     return found
+
+
+def result_on(topology, models, case):
+    engine = engine_of(topology, models, case)
+    if engine is None:
+        return None
+    batch = whole_batch().select(share_of(engine))
+    start = weights_of(engine)
+    metrics = [engine.update(batch, loss_of(case[1]), temperature=0.8) for _ in range(2)]
+    looked = []
+    if case[1] == "policy":
+        looked = [e.logprobs(batch, 0.8).logprobs for e in (engine, engine.base())]
+    return share_of(engine), looked, metrics, start, weights_of(engine), average_of(engine)
 
 
 # ---- saved, resumed, exported
