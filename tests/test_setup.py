@@ -96,7 +96,9 @@ def test_one_line_switches_a_config_to_megatron(path: Path, model: Path) -> None
     if isinstance(value, SftConfig):
         check_sft(replace(value, model=str(model)), 2)
         return
-    settings: dict[str, Any] = {"model": str(model)}
+    # the model here sees no images
+    replies = replace(value.multi_turn, max_images=0, max_image_tokens=1024)
+    settings: dict[str, Any] = {"model": str(model), "multi_turn": replies}
     for name in ("ref", "critic", "prm"):
         if getattr(value, name) is not None:
             role = getattr(value, name)
