@@ -140,7 +140,7 @@ def test_a_checkpoint_gives_what_the_run_gave(folder, trained):
     counts = [len(rows_of(folder / "run_eval" / row["samples"])) for row in (sampled, greedy)]
     assert counts == [40, 10]
     assert sorted(path.name for path in folder.joinpath("run_eval").iterdir()) == [
-        "config.py", "lock", "metrics.jsonl", "samples",
+        "config.py", "items", "lock", "metrics.jsonl", "samples",
     ]  # fmt: skip
     assert sorted(folder.joinpath("run").rglob("*")) == before
 
