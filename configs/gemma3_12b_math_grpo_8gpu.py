@@ -4,52 +4,18 @@ python examples/data/math_problems.py --out runs/math
 python -m spmdrl.launch --nproc-per-node 8 -m spmdrl.ppo \\
     --config configs/gemma3_12b_math_grpo_8gpu.py
 
-The language model is trained without its tower. The model is gated: set HF_TOKEN. Planned, not run.
+Made from its sibling for Llama 3.1 8B. The language model is trained without its tower. The model
+is gated: set HF_TOKEN. Planned, not run.
 """
 
-from spmdrl.config import (
-    AlgoConfig,
-    CheckpointConfig,
-    DataConfig,
-    OptimConfig,
-    PpoConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from dataclasses import replace
 
-config = PpoConfig(
+from llama3_8b_math_grpo_8gpu import config as llama3_8b
+
+config = replace(
+    llama3_8b,
     model="google/gemma-3-12b-it",
     run_dir="runs/math/gemma3_12b_grpo",
-    data=DataConfig(
-        train="runs/math/train.parquet",
-        eval="runs/math/test.parquet",
-        prompts_per_step=128,
-        max_prompt_tokens=1024,
-        max_eval_prompts=500,
-    ),
-    reward="math",
-    rewards=RewardConfig(workers=4, timeout_s=15.0),
-    steps=200,
-    eval_every=20,
-    algo=AlgoConfig(
-        advantage="grpo",
-        # more room upwards keeps the entropy from collapsing (DAPO, arXiv 2503.14476)
-        loss_args={"clip_low": 0.2, "clip_high": 0.28},
-        mini_batches=2,
-    ),
-    rollout=RolloutConfig(
-        n=8,
-        max_tokens=4096,
-        max_num_seqs=256,
-        tensor_parallel=2,
-        gpu_memory_utilization=0.5,
-    ),
-    actor=TrainConfig(
-        offload_optimizer=True,
-        micro_batch_tokens=8192,
-        activation_checkpointing=True,
-        optim=OptimConfig(lr=1e-6, weight_decay=0.01, warmup_steps=10),
-    ),
-    checkpoint=CheckpointConfig(every_steps=50, keep=2),
+    rollout=replace(llama3_8b.rollout, tensor_parallel=2),
+    actor=replace(llama3_8b.actor, micro_batch_tokens=8192),
 )

@@ -14,8 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
@@ -24,16 +22,8 @@ from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
 from spmdrl.data.table_files import Files
-from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import graded_gsm8k
 from spmdrl.rewards.truths import truth_checker
-
-
-@pytest.fixture(scope="module")
-def topology() -> Topology:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Topology.build(torch.device("cpu"), dp=-1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 from chat_tokenizers import KINDS, saved
 
 from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig, SftDataConfig
 from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
-from spmdrl.distributed.topology import Topology
 
 ROLES = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,13 +38,6 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [call("add", a=2, b=
 TOLD = {"role": "tool", "name": "add", "tool_call_id": "c1", "content": "5"}
 THOUGHT = {"role": "assistant", "content": "It is 5.", "reasoning_content": "two and three"}
 CHAT = [*ASKED, CALLED, TOLD, THOUGHT]
-
-
-@pytest.fixture(scope="module")
-def topology():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Topology.build(torch.device("cpu"), dp=-1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_models import save_qwen3, save_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -39,13 +37,6 @@ from spmdrl.engines.micro_batches import cut
 from spmdrl.training.checks.supervised import check_reward_training
 from spmdrl.training.supervised import name_padding
 from spmdrl.types import Batch
-
-
-@pytest.fixture(scope="module")
-def topology() -> Iterator[Topology]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Topology.build(torch.device("cpu"), dp=-1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 from PIL import Image
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
@@ -30,7 +28,6 @@ from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
-from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import gsm8k, math
 from spmdrl.rewards.code import code
 from spmdrl.rewards.instructions import ifeval
@@ -40,13 +37,6 @@ from spmdrl.training.logs.items import interval
 ROOT = Path(__file__).parents[2]
 REAL_GSM8K = ROOT.parent / "shared/data/gsm8k"
 ANSWER = "He has 2*600 = <<2*600=1200>>1,200.\n#### 1,200"
-
-
-@pytest.fixture(scope="module")
-def topology() -> Topology:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Topology.build(torch.device("cpu"), dp=-1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

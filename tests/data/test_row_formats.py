@@ -9,8 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
@@ -18,19 +16,11 @@ from spmdrl.config import ConfigError, DataConfig, PreferenceDataConfig, SftData
 from spmdrl.data.preferences import PreferenceDataset
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.sft import SftDataset
-from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.runner import needs_truth, takes_truth
 
 USER = [{"role": "user", "content": "2+3?"}]
 FIVE = [{"role": "assistant", "content": "5"}]
 SIX = [{"role": "assistant", "content": "6"}]
-
-
-@pytest.fixture(scope="module")
-def topology() -> Topology:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Topology.build(torch.device("cpu"), dp=-1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
