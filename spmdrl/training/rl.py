@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from spmdrl.training.push_weights import push_weights, take_weights
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.step import train_step
-from spmdrl.types import Sample
+from spmdrl.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -186,17 +187,26 @@ def show_samples(run: RlRun, name: str, samples: list[Sample]) -> None:
     if config.log_samples == 0:
         return
     path = Path(run.runtime.run_dir, "samples", f"{name}.jsonl")
-    held_out = {prompt.id: prompt for _, prompt in run.held_out}
-    prompt_of = held_out.__getitem__ if name.startswith("eval_") else run.prompts.by_id
     detail = SampleDetail(
         replies=has_replies(config),
         tokenizer=run.roles.tokenizer,
         num_samples=config.log_samples,
         num_tokens=config.log_sample_tokens,
-        prompt_of=None if run.prompts.vision is None else prompt_of,
+        prompt_of=prompts_with_images(run, name),
     )
     with run.roles.phases("log samples", run.roles.sampling):
         write_samples(path, samples, config.log_samples, run.roles.sampling, detail)
+
+
+def prompts_with_images(run: RlRun, name: str) -> Callable[[int], Prompt] | None:
+    """Returns what finds a prompt of samples/<name>.jsonl by its id; None where no prompt has
+    images.
+    """
+    if run.prompts.vision is None:
+        return None
+    if not name.startswith("eval_"):
+        return run.prompts.by_id
+    return {prompt.id: prompt for _, prompt in run.held_out}.__getitem__
 
 
 def show_trained(run: RlRun, step: int, batches: TrainBatches) -> None:
