@@ -54,8 +54,9 @@ def code(
     are for a test, `total_s` for all of them; a test that it leaves no time for has not passed.
     Raises ValueError for a ground truth that is none of these, SandboxError where ours failed.
     """
-    kind, tests = read_tests(ground_truth)
-    program = with_head(head_of(ground_truth), last_block(response))
+    truth = parsed(ground_truth)
+    kind, tests = read_tests(truth)
+    program = with_head(head_of(truth), last_block(response))
     results: list[Result] = []
     if program is not None:
         results = run_tests(program, kind, [given for given, _ in tests], limits, total_s)
@@ -105,9 +106,8 @@ def last_block(response: str) -> str | None:
     return response[slice(*found)] if found else None
 
 
-def head_of(ground_truth: Any) -> str:
+def head_of(truth: Any) -> str:
     """Returns what the program begins with, "" where the ground truth says nothing of it."""
-    truth = parsed(ground_truth)
     return (truth.get("before") or "") if isinstance(truth, dict) else ""
 
 
@@ -123,7 +123,9 @@ def with_head(head: str, program: str | None) -> str | None:
 
 
 def parsed(ground_truth: Any) -> Any:
-    """Raises ValueError for a text that begins as JSON and is none."""
+    """Returns a ground truth with what it has as JSON read. Raises ValueError for a text that
+    begins as JSON and is none.
+    """
     is_json = isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "[")
     return json.loads(ground_truth) if is_json else ground_truth
 
