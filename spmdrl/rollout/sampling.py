@@ -11,7 +11,8 @@ from typing import Any
 from spmdrl.config import PpoConfig, RolloutConfig
 from spmdrl.rollout.answer_codec import resume, share
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
-from spmdrl.rollout.multi_turn.conversation import Dialogue, messages_of, replies_of, turns_of
+from spmdrl.rollout.multi_turn.conversation import Dialogue, messages_of, replies_of
+from spmdrl.rollout.multi_turn.reply_encoder import turns_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.scheduler_messages import StopCondition
 from spmdrl.types import Prompt, Sample

@@ -30,7 +30,8 @@ from spmdrl.rewards.runner import RewardRunner, needs_truth, takes_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
-from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies, prompts_of
+from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
+from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner

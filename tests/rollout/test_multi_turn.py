@@ -50,10 +50,9 @@ from spmdrl.rollout.multi_turn.conversation import (
     Dialogue,
     TurnHandler,
     messages_of,
-    prompts_of,
     replies_of,
-    turns_of,
 )
+from spmdrl.rollout.multi_turn.reply_encoder import prompts_of, turns_of
 from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.checks.rl import check_turns

@@ -1,0 +1,179 @@
+"""Replies as tokens: what the chat template writes between two turns of the policy's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from spmdrl.config import ConfigError, DataConfig, PpoConfig
+from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
+from spmdrl.data.chat_labels import without_space
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.reply_images import pictures_in, without_data
+from spmdrl.data.table_files import BadRow
+from spmdrl.rollout.base import NOT_CHOSEN, Completion
+from spmdrl.rollout.multi_turn.images import texts_of
+from spmdrl.rollout.multi_turn.tools import Toolbox
+from spmdrl.types import Message
+
+logger = logging.getLogger(__name__)
+
+CUT = "\n... (cut) ...\n"  # in place of the middle of a long message
+SPOKEN = "spmdrlspoken"  # stands for what the policy said, where a template writes a reply
+
+
+class ReplyEncoder:
+    """Messages as the tokens that the chat template writes between two turns of the policy's.
+
+    Raises ConfigError for a template that cannot write them.
+    """
+
+    def __init__(
+        self, config: PpoConfig, tokenizer: Any, vision: ImageProcessor | None = None
+    ) -> None:  # fmt: skip
+        self.vision = vision
+        data = prompts_of(config)
+        if data.control_tokens == "error":  # of the data; what a tool says cannot be refused
+            data = replace(data, control_tokens="escape")
+        self.encoder = Encoder(
+            tokenizer, data, config.rollout.max_tokens, all_added=True,
+            image_text=vision.family.text if vision is not None else None,
+        )  # fmt: skip
+        plain = Encoder(tokenizer, data, config.rollout.max_tokens)
+        self.ends = plain.control_ids  # what a turn may have ended with
+        self.most = config.multi_turn.max_reply_tokens
+        roles = ["tool"] * bool(config.tools) + ["user"] * (config.environment is not None)
+        for role in roles:
+            try:
+                self.ids([{"role": role, "name": "x", "content": "x"}])
+            except BadRow as error:
+                raise ConfigError(f"the chat template cannot write a reply: {error}") from error
+        self.end = self.end_of_turn()
+        if config.tools and not self.shows_tools():
+            logger.warning(
+                "the chat template does not show tools to the model: describe them in the data's "
+                "prompts, or give the model's folder a template that does"
+            )
+
+    def encode(self, messages: list[Message], last: int) -> tuple[list[Message], list[int]]:
+        """(the messages as they are said, their tokens behind the token `last`). Raises BadRow.
+
+        The template ends the policy's turn, unless that has ended itself: with the same token, or
+        with another that the model has for it.
+        """
+        said = [{**m, "content": self.short_content(m["content"])} for m in messages]
+        ids = self.ids(said)
+        if ids and last in self.ends and ids[0] in (last, self.end):
+            ids = ids[1:]  # the turn has ended itself
+        if not ids:
+            raise BadRow("it has no tokens, so two turns would be one")
+        return said, ids
+
+    def ids(self, messages: list[Message]) -> list[int]:
+        """Returns the tokens from the end of a turn to the start of the next. Raises BadRow."""
+        pictures = pictures_in(messages)
+        messages = [{**m, "content": without_data(m["content"])} for m in messages]
+        ids = self.ids_of_text(messages)
+        if not pictures:
+            return ids
+        assert self.vision is not None
+        return self.vision.placed(ids, pictures)
+
+    def ids_of_text(self, messages: list[Message]) -> list[int]:
+        """The same, with a single token in the place of an image."""
+        marked, names = self.encoder.marked(messages, "reply")
+        behind = self.behind(marked)
+        written = without_space(behind)
+        for message in marked:
+            texts = texts_of(message["content"])
+            # as it is, and as some write what tools say
+            forms = [(text, json.dumps(text, ensure_ascii=False)[1:-1]) for text in texts]
+            if not all(any(without_space(form) in written for form in both) for both in forms):
+                raise BadRow(
+                    f"the chat template leaves out, changes or moves a message of the role "
+                    f"{message['role']!r} that follows on the assistant's"
+                )
+        if names:
+            return self.encoder.unmarked(behind, names).ids
+        return self.encoder.encode(behind, special=False)
+
+    def behind(self, messages: list[Message], asks: bool = True) -> str:
+        """Returns what the template writes behind what the policy says. Raises BadRow."""
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
+        given = self.encoder.config.chat_template_kwargs
+        text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
+        if self.encoder.image_text is not None:
+            text = text.replace(*self.encoder.image_text)
+        _, spoken, behind = text.partition(SPOKEN)
+        if not spoken:
+            raise BadRow("it changes or leaves out what the assistant said before")
+        return behind
+
+    def end_of_turn(self) -> int | None:
+        """The control token that the template writes there; None: it writes none."""
+        ids = self.encoder.encode(self.behind([], asks=False), special=False)
+        return ids[0] if ids and ids[0] in self.ends else None
+
+    def shows_tools(self) -> bool:
+        encoder, chat = self.encoder, [{"role": "user", "content": "x"}]
+        given = encoder.config.chat_template_kwargs
+        without = {name: value for name, value in given.items() if name != "tools"}
+        with_tools, plain = (
+            render_chat(chat, encoder.tokenizer, each) for each in (given, without)
+        )
+        return with_tools != plain
+
+    def short_content(self, content: Any) -> Any:
+        """Shortens a message's text, or each text beside its images."""
+        if isinstance(content, str):
+            return self.shortened(content)
+        return [
+            {**part, "text": self.shortened(part["text"])} if part["type"] == "text" else part
+            for part in content
+        ]
+
+    def shortened(self, text: str) -> str:
+        most = CHARS_PER_TOKEN * self.most
+        start, end = (text[:most], text[-most:]) if len(text) > 2 * most else (text, text)
+        head = self.encoder.encode(start, special=False, literal=True)
+        if start == text and len(head) <= self.most:
+            return text
+        tail = head if start == text else self.encoder.encode(end, special=False, literal=True)
+        half = max(self.most // 2, 1)
+        return self.encoder.spell(head[:half]) + CUT + self.encoder.spell(tail[-half:])
+
+    def spoken(self, ids: list[int]) -> str:
+        """A turn as it was said, without the control token that ended it."""
+        end = -1 if ids[-1] in self.ends else len(ids)
+        return self.encoder.spell(ids[:end])
+
+    def texts(self, answer: Completion) -> list[str]:
+        """Returns the text of each turn of an answer."""
+        tokenizer: Any = self.encoder.tokenizer
+        return tokenizer.batch_decode(turns_of(answer), skip_special_tokens=True)
+
+
+def prompts_of(config: PpoConfig) -> DataConfig:
+    """config.data, its prompts with the tools in them. Raises ConfigError."""
+    if not config.tools:
+        return config.data
+    given = config.data.chat_template_kwargs
+    if "tools" in given:
+        raise ConfigError(
+            "data.chat_template_kwargs has 'tools', and so has the config: name them once"
+        )
+    return replace(
+        config.data, chat_template_kwargs={**given, "tools": Toolbox(config.tools).schemas}
+    )
+
+
+def turns_of(answer: Completion) -> list[list[int]]:
+    """The tokens of each turn of the policy's."""
+    if not answer.replies:
+        return [answer.token_ids]
+    pairs = zip(answer.token_ids, answer.versions, strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[1] != NOT_CHOSEN)
+    return [[token for token, _ in run] for chosen, run in runs if chosen]
