@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_calls
+from ranks import groups_that_end, run_calls
 from training_batches import with_shared_prompts
 
 from spmdrl.config import ConfigError, LoraConfig, OptimConfig, TrainConfig
@@ -76,34 +76,39 @@ def results_on(topology: Any, model: str, cases: list[tuple[str, ...]], seed: in
     """Of each case two updates' metrics, the logprobs of this rank's sequences, the average. On one
     rank no prompt is shared.
     """
-    from spmdrl.algo.objectives import policy_objective
-    from spmdrl.config import AlgoConfig
-    from spmdrl.distributed.topology import Topology, train_degrees
-    from spmdrl.engines.fsdp.engine import FsdpEngine
-
     whole, results = whole_batch(seed), []
     for case in cases:
         config = config_of(case)
         if topology.world == 1:
             config = replace(config, shared_prefix=False)
-        ranks = Topology.build(topology.device, **train_degrees(config))
-        engine = FsdpEngine("policy", model, config, ranks)
-        engine.offload()
-        mine: list[int] = []
-        if ranks.rank in ranks.data_ranks:
-            first = ranks.data_ranks.index(ranks.rank)
-            mine = list(range(first, len(LENS), len(ranks.data_ranks)))
-        batch = whole.select(mine)
-        engine.onload()
-        loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
-        metrics = [engine.update(batch, loss_fn, 0.8) for _ in range(2)]
-        looked = engine.logprobs(batch, 0.8).logprobs
-        found = {int(s): part for s, part in zip(mine, looked.split(batch.seq_lens.tolist()),
-                                                 strict=True)}  # fmt: skip
-        average = dict(engine.named_average(torch.float32, 1 << 20)) if config.ema else {}
-        engine.offload()
-        results.append((metrics, found, {n: t.clone() for n, t in average.items()}))
+        with groups_that_end():
+            results.append(result_on(topology, model, config, whole))
     return results
+
+
+def result_on(topology: Any, model: str, config: TrainConfig, whole: Batch) -> Any:
+    from spmdrl.algo.objectives import policy_objective
+    from spmdrl.config import AlgoConfig
+    from spmdrl.distributed.topology import Topology, train_degrees
+    from spmdrl.engines.fsdp.engine import FsdpEngine
+
+    ranks = Topology.build(topology.device, **train_degrees(config))
+    engine = FsdpEngine("policy", model, config, ranks)
+    engine.offload()
+    mine: list[int] = []
+    if ranks.rank in ranks.data_ranks:
+        first = ranks.data_ranks.index(ranks.rank)
+        mine = list(range(first, len(LENS), len(ranks.data_ranks)))
+    batch = whole.select(mine)
+    engine.onload()
+    loss_fn = policy_objective(AlgoConfig(entropy_coef=0.01))
+    metrics = [engine.update(batch, loss_fn, 0.8) for _ in range(2)]
+    looked = engine.logprobs(batch, 0.8).logprobs
+    parts = looked.split(batch.seq_lens.tolist())
+    found = {int(s): part for s, part in zip(mine, parts, strict=True)}
+    average = dict(engine.named_average(torch.float32, 1 << 20)) if config.ema else {}
+    engine.offload()
+    return metrics, found, {n: t.clone() for n, t in average.items()}
 
 
 @pytest.fixture(scope="module")
