@@ -107,7 +107,10 @@ class Trainer:
     """Row shards in float32, which `move` puts elsewhere."""
 
     def __init__(self, topology: Any) -> None:
+        from transformers import Qwen3Config
+
         g = torch.Generator().manual_seed(12)
+        self.pretrained = [Qwen3Config()]
         self.mesh = topology.mesh["fsdp"]
         self.full: dict[str, Tensor] = {}
         self.weights: dict[str, Any] = {}

@@ -73,7 +73,7 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     before = base(ids).logits
     adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
-    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=3e-5)
     assert (before - merged(ids).logits).abs().max() > 1e-3
 
 

@@ -260,7 +260,7 @@ def test_eos_behind_strings_is_noted_for_whoever_scores(folder):
     for model, want in ((out, "2+2=5<eos>"), (folder / "eos_exported", "2+2=5<eos>"),
                         (folder / "out_alone", "2+2=5")):  # fmt: skip
         scorer = RewardModel(RewardModelConfig(str(model)), None, tokenizer)
-        assert tokenizer.decode(scorer.encode(sample)) == want
+        assert tokenizer.decode(scorer.encode(sample).token_ids) == want
     learn(folder, 1, "eos_on", *strings, "--model", "out_eos")
     assert json.loads((folder / "out_eos_on/config.json").read_text())["append_eos"] is True
     learn(folder, 1, "eos_off", *strings, "--model", "out_eos", "--data.append_eos", "False")

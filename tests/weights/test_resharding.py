@@ -57,6 +57,7 @@ class Trainer:
 
         self.model = load_hf(Path(folder))
         fully_shard(self.model, mesh=topology.mesh["dp", "fsdp"])
+        self.pretrained = [self.model.config]
 
     def named_shards(self) -> dict[str, Any]:
         from spmdrl.weights.checkpoint_names import checkpoint_parts
@@ -315,6 +316,8 @@ def test_what_goes_to_an_fp8_engine_is_the_whole_matrix_quantised(
 
 def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
     """(bytes by which the process grew at its fullest, bytes of a bucket) of each case's push."""
+    from transformers import Qwen3Config
+
     from spmdrl.config import WeightsConfig
     from spmdrl.distributed.topology import Topology
     from spmdrl.training import weight_sync as sync
@@ -333,6 +336,7 @@ def memory_on(topology: Any, cases: list[tuple]) -> list[tuple[int, int]]:
                 weight = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
                 self.model.register_parameter(f"w{i}", weight)
             self.ranks = ranks
+            self.pretrained = [Qwen3Config()]
 
         def named_shards(self) -> dict[str, Any]:
             from torch.distributed.tensor import DTensor, Shard
