@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig, require
@@ -94,7 +95,7 @@ def build_optimizer(
     """
     everything = list(weights.values())
     if config.name == "adamw":
-        return Optimizer(config.name, weights, [adamw(everything, config)])
+        return Optimizer(config.name, weights, [adamw_of(everything, config)])
     if config.name == "adamw8bit":
         return Optimizer(config.name, weights, [adamw_8bit(everything, config)])
     matrices = [(p, hidden[name]) for name, p in weights.items() if name in hidden]
@@ -103,15 +104,40 @@ def build_optimizer(
     if matrices:
         parts.append(Muon(matrices, config.lr, config.muon_momentum, config.weight_decay, compute))
     if rest:
-        parts.append(adamw(rest, config))
+        parts.append(adamw_of(rest, config))
     return Optimizer(config.name, weights, parts)
 
 
-def adamw(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW on the shards that this rank holds.
+
+    A weight's step needs no other weight, so a DTensor has nothing to add to it. It would look for a
+    sharding of each operation on each shape, for seconds in a process's first step, and ask Python
+    before each one later.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            adamw(
+                [local(p) for p in params],
+                [local(p.grad) for p in params],
+                *([local(state[key]) for state in states] for key in MOMENTS),
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"] for state in states],
+                foreach=False,  # it would hold the weights' sizes once more
+                amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+
+
+def adamw_of(params: list[Tensor], config: OptimConfig) -> torch.optim.Optimizer:
     groups = decay_groups(params, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     for p in params:  # what the first step would make
-        moments = {key: torch.zeros_like(p, requires_grad=False) for key in MOMENTS}
+        moments = {key: like_shard(torch.zeros_like(local(p)), p, p.shape) for key in MOMENTS}
         optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
     return optimizer
 
@@ -190,7 +216,8 @@ def like_shard(held: Tensor, p: Tensor, shape: torch.Size) -> Tensor:
     whole = DTensor.from_local(
         held, p.device_mesh, p.placements, run_check=False, shape=shape, stride=tuple(stride)
     )
-    return whole.to(held.device)  # what is offloaded was taken to the mesh's device just now
+    # what is offloaded was taken to the mesh's device just now
+    return whole if whole.device == held.device else whole.to(held.device)
 
 
 def state_bytes(model: PreTrainedModel, parts: Parts, name: str) -> float:

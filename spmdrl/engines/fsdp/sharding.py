@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.experts import expert_modules
@@ -108,26 +108,19 @@ def set_replica_sync(module: nn.Module, last: bool) -> None:
     module.set_requires_all_reduce(last)
 
 
-def full_norm(norm: Tensor) -> Tensor:
-    """A plain tensor of a norm that may be a DTensor."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
 def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) -> Tensor:
-    """Clips gradients to a norm over all parameters, which it returns. Collective.
+    """Clips gradients to a norm over all parameters, which it returns, as clip_grad_norm_ of torch
+    does. Collective.
 
-    torch's function takes parameters of one mesh, and experts have their own. All are sharded over
-    the ranks of a copy, so their norm is made of those of each rank's shards.
+    All are sharded over the ranks of a copy, so the norm is made of those of each rank's shards.
+    torch's function takes parameters of one mesh, and experts have their own; and DTensor would
+    look for a sharding of each operation on each shape, for seconds in a process's first update.
     """
-    if topology.experts is None:
-        return full_norm(clip_grad_norm_(params, most))
     shards = [local(p.grad) for p in params if p.grad is not None]
     square = get_total_norm(shards).square().to(topology.device)
     dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
     norm = square.sqrt()
-    meshes: dict[Any, list[Tensor]] = {}
-    for p in params:
-        meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    for some in meshes.values():
-        clip_grads_with_norm_(some, most, norm)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    for shard in shards:
+        shard.mul_(factor.to(shard.device))
     return norm
