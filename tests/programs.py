@@ -212,9 +212,12 @@ def run_rank(
 
 
 def pids_of(launcher: int) -> list[int]:
-    """The ranks' processes in rank order: the children of torchrun, which has no others."""
-    children = psutil.Process(launcher).children()
-    return sorted(c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE)
+    """The ranks' processes in rank order: the children of torchrun, which has no others, in the
+    order of their start. Their numbers are no order: after the largest there is, small ones follow.
+    """
+    lists = Path(f"/proc/{launcher}/task").glob("*/children")
+    children = [psutil.Process(int(pid)) for found in lists for pid in found.read_text().split()]
+    return [c.pid for c in children if c.status() != psutil.STATUS_ZOMBIE]
 
 
 def finish(proc: BaseProcess, folder: Path, timeout_s: float) -> Done:
