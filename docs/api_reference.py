@@ -55,6 +55,15 @@ API = (
         },
     ),
     Section(
+        "For reward functions and tools",
+        "A judge in words asks a server with the messages of a sample; a tool with a state makes it "
+        "anew from them. See [vision.md](../vision.md), [multi_turn.md](../multi_turn.md).",
+        {
+            "spmdrl.rewards.judge": "openai_messages",
+            "spmdrl.rewards.workers.stateful_tools": "rebuild",
+        },
+    ),
+    Section(
         "Trackers of your own",
         "An object in `trackers`; see [trackers.md](../trackers.md).",
         {"spmdrl.config": "Tracker"},

@@ -5,16 +5,20 @@ engines return. In names `<>` stands for what only a run knows.
 """
 
 import ast
+import dataclasses
 import importlib
 import re
 import sys
 import textwrap
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from metric_pages import DOCS, PAGES, metric_rows
+from metric_pages import DOCS, PAGES, metric_rows, without_a_row
+
+from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "spmdrl"
@@ -222,3 +226,47 @@ def test_the_reference_says_what_each_name_and_method_is(reference: Any) -> None
     for part in ("finish_reason: str", "load_weights(weights: Iterable", "sum of that distribution"):
         assert part in text
     assert "--checkpoint`: a folder" in reference.programs_page()
+
+
+# ---- fields and metrics that pages name
+
+CONFIGS = (PpoConfig, SftConfig, RewardTrainingConfig)
+OPTIONS = ("algo.loss_args.", "algo.advantage_args.")  # whose keys are of a loss or an estimator
+OTHERS = {"migration"}  # its names are of other trainers, too
+# of verl; a column of verl's data; what MLflow calls a metric
+NO_FIELDS = {"actor.use_prefix_grouper", "reward_model.ground_truth"}
+NO_METRIC = {"eval/best_at_4"}
+KINDS = {name.split("/")[0] for name in documented()}  # what metrics begin with
+
+
+def fields_of(kind: type, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields of a config, and of the configs in it."""
+    for name, hint in typing.get_type_hints(kind).items():
+        yield prefix + name
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from fields_of(part, f"{prefix}{name}.")
+
+
+def code_in(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", page.read_text())
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_a_field_or_a_metric_that_a_page_names_exists(page: Path) -> None:
+    fields = {name for config in CONFIGS for name in fields_of(config)}
+    sections = {name.split(".")[0] for name in fields if "." in name}
+    named = [re.match(r"(?:--)?((\w+)\.[a-z][\w.]*\w)(?=$|[ =])", code) for code in code_in(page)]
+    dotted = {found[1] for found in named if found and found[2] in sections}
+    files = {name for name in dotted if name.endswith((".md", ".py", ".json"))}
+    unknown = {n for n in dotted - files - fields - NO_FIELDS if not n.startswith(OPTIONS)}
+    assert page.stem in OTHERS or sorted(unknown) == []
+    metrics = {code for code in code_in(page) if re.fullmatch(r"[a-z]+/[a-z][a-z0-9_@]+", code)}
+    of_metrics = {name for name in metrics if name.split("/")[0] in KINDS}
+    assert without_a_row(of_metrics - NO_METRIC) == set()
+
+
+def test_every_config_is_a_recipe() -> None:
+    text = (DOCS / "recipes.md").read_text()
+    configs = [path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.py")]
+    assert [name for name in sorted(configs) if f"| `{name}` |" not in text] == []
