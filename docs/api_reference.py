@@ -35,8 +35,8 @@ class Section(NamedTuple):
 API = (
     Section(
         "Config files",
-        "A config file defines `config`, one of these values. Their fields have pages of their own: "
-        "[PpoConfig](ppo.md), [SftConfig](sft.md), [RewardTrainingConfig](reward_model.md).",
+        "A config file defines `config`, one of these values. Their fields have pages of their "
+        "own: [PpoConfig](ppo.md), [SftConfig](sft.md), [RewardTrainingConfig](reward_model.md).",
         {"spmdrl.config": "PpoConfig SftConfig RewardTrainingConfig ConfigError"},
     ),
     Section(
@@ -47,7 +47,8 @@ API = (
     Section(
         "Losses and estimators of your own",
         "A function in `algo.policy_loss`, `algo.advantage`, `algo.aggregation` or "
-        "`algo.kl_estimator`. [custom_functions.md](../custom_functions.md) has an example of each.",
+        "`algo.kl_estimator`. [custom_functions.md](../custom_functions.md) has an example of "
+        "each.",
         {
             "spmdrl.algo.losses": "PolicyLoss advantages_of ratio_of sequence_mean trained_mask",
             "spmdrl.algo.advantages": "Estimator Outcomes Tokens centred group_sum reinforce",
@@ -56,8 +57,8 @@ API = (
     ),
     Section(
         "For reward functions and tools",
-        "A judge in words asks a server with the messages of a sample; a tool with a state makes it "
-        "anew from them. See [vision.md](../vision.md), [multi_turn.md](../multi_turn.md).",
+        "A judge in words asks a server with the messages of a sample; a tool with a state makes "
+        "it anew from them. See [vision.md](../vision.md), [multi_turn.md](../multi_turn.md).",
         {
             "spmdrl.rewards.judge": "openai_messages",
             "spmdrl.rewards.workers.stateful_tools": "rebuild",
@@ -87,8 +88,8 @@ API = (
     ),
     Section(
         "Rollout engines",
-        "The protocol that an engine has; [CONTRIBUTING.md](../CONTRIBUTING.md) says where a new one "
-        "is registered.",
+        "The protocol that an engine has; [CONTRIBUTING.md](../CONTRIBUTING.md) says where a new "
+        "one is registered.",
         {
             "spmdrl.rollout.base": "RolloutEngine Request Completion SamplingParams WeightMismatch",
             "spmdrl.rollout.spec": "EngineSpec EngineBuilder",
@@ -108,8 +109,8 @@ INTRODUCTION = """# What can be imported
 
 Most runs import `spmdrl.config` and nothing else. Functions that spmdrl calls need no import: a
 reward function, a tool and an environment are plain functions whose parameters are found by name
-([rewards.md](../rewards.md), [multi_turn.md](../multi_turn.md)). Modules that are not on this page are
-the inside of the programs; [CONTRIBUTING.md](../CONTRIBUTING.md) says how they are read.
+([rewards.md](../rewards.md), [multi_turn.md](../multi_turn.md)). Modules that are not on this page
+are the inside of the programs; [CONTRIBUTING.md](../CONTRIBUTING.md) says how they are read.
 """
 
 

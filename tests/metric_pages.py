@@ -1,4 +1,4 @@
-"""What docs/metrics.md and docs/metrics_run.md say of metrics: their rows, and which metric has none."""
+"""The rows of docs/metrics.md and docs/metrics_run.md, and which metrics have none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_SOURCES = "` *"  # behind the name of a metric that is there for each data so
 
 
 def metric_rows() -> list[list[str]]:
-    """The cells of every row: the metric's name, unit, meaning, when it is there, a healthy value."""
+    """The cells of every row: name, unit, meaning, when the metric is there, a healthy value."""
     rows = [line.strip("|").split("|") for line in table_lines()]
     return [[row[0].split("`")[1], *(cell.strip() for cell in row[1:])] for row in rows]
 

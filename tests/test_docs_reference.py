@@ -36,7 +36,9 @@ def pattern_of(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [pattern_of(part) if isinstance(part, ast.Constant) else "<>" for part in node.values]
+        parts = [
+            pattern_of(part) if isinstance(part, ast.Constant) else "<>" for part in node.values
+        ]
         return "".join(filter(None, parts))
     return None
 
@@ -116,7 +118,9 @@ def of_evaluation() -> set[str]:
     """What collect.evaluate picks of a step's metrics, and what several answers say."""
     of_samples = keys_of("training/logs/metrics.py", "sample_metrics", "count_replies")
     picked = {name for name in of_samples if name.startswith(("reward/", "turns/", "tools/"))}
-    of_steps = {f"reward/{name}" for name in ("mean", "std", "overlong_penalty", "turns", "outcome")}
+    of_steps = {
+        f"reward/{name}" for name in ("mean", "std", "overlong_penalty", "turns", "outcome")
+    }
     several = keys_of("algo/pass_at_k.py", "mean_over", "numbers_of") | {"pass@<>"}
     return {"reward", "response/mean_tokens", *(picked - of_steps), *several}
 
@@ -223,7 +227,11 @@ def test_the_reference_says_what_each_name_and_method_is(reference: Any) -> None
             for name in names.split():
                 assert len(reference.entry(module, name)) > 6, f"{module}.{name} has no docstring"
     text = reference.api_page()
-    for part in ("finish_reason: str", "load_weights(weights: Iterable", "sum of that distribution"):
+    for part in (
+        "finish_reason: str",
+        "load_weights(weights: Iterable",
+        "sum of that distribution",
+    ):
         assert part in text
     assert "--checkpoint`: a folder" in reference.programs_page()
 
