@@ -2,7 +2,7 @@
 
 The first page is README.md, so that the two cannot differ. CONTRIBUTING.md and CHANGELOG.md are
 those of the repository's top. The reference has every field of a config with its default and its
-comment, as `--help` prints them.
+comment, as `--help` prints them, and what can be imported (api_reference.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from api_reference import api_page, programs_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -24,6 +25,7 @@ SOURCES = "https://github.com/spmdrl/spmdrl/blob/main/"
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the made pages to the site's files."""
     pages = {f"reference/{program}.md": reference(program) for program in REFERENCES}
+    pages |= {"reference/api.md": api_page(), "reference/programs.md": programs_page()}
     for name, page in (
         ("README.md", "index.md"),
         ("CONTRIBUTING.md", None),

@@ -154,8 +154,8 @@ class Batch:
     loss_weights: Tensor | None = None  # (num_tokens,) float32
     # (num_tokens,) float32: the loss mask less what a rollout correction rejected
     kept_mask: Tensor | None = None
-    policy_weights: Tensor | None = None  # (num_tokens,) float32, on the policy loss alone:
-    # rollout correction times the top-entropy mask
+    # (num_tokens,) float32, on the policy loss alone: rollout correction times the top-entropy mask
+    policy_weights: Tensor | None = None
     nll_weights: Tensor | None = None  # (num_tokens,) float32, of the positive-example NLL
     # (num_tokens,) float32: 1 on the tokens that clip_cov or kl_cov acts on
     selected_mask: Tensor | None = None

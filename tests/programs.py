@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+from metric_pages import without_a_row
 from ranks import (
     SERVER,
     become,
@@ -294,6 +295,7 @@ def wait_for(folder: Path, text: str, proc: BaseProcess, timeout_s: float = 120)
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    """Rows of metrics.jsonl without what a clock measured."""
+    """Rows of metrics.jsonl without what a clock measured. Each metric is in docs/metrics.md."""
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
+    assert not without_a_row(set().union(*rows))
     return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]

@@ -38,6 +38,8 @@ def test_the_site_has_every_page_and_finds_every_field(site: Path) -> None:
         "tensor_parallel",
         "out_dtype",
         "micro_batch_tokens",
+        "push_to_hub",  # of spmdrl.export
+        "num_waiting",  # of RolloutEngine
     ):
         assert field in text
     assert "<svg" in (site / "pictures/one_step.svg").read_text()

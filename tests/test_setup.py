@@ -168,6 +168,16 @@ def test_picture_of_a_step_has_its_lines_in_their_order() -> None:
     assert drawn == names
 
 
+@pytest.mark.parametrize("name", ["memory_of_step", "micro_batches"])
+def test_picture_says_what_its_script_draws_now(name: str, tmp_path: Path) -> None:
+    script = load_module(f"docs/pictures/{name}.py")
+    script.__file__ = str(tmp_path / "now.py")
+    script.main()
+    now, kept = Path(tmp_path, "now.svg"), ROOT / f"docs/pictures/{name}.svg"
+    said, drawn = (re.findall(r">([^<>]+)</text>", path.read_text()) for path in (kept, now))
+    assert said == drawn and len(said) > 20
+
+
 # A recorded run: three steps, evaluated before the first and after the last.
 METRICS = [
     {"step": 0, "eval/reward": 0.25},

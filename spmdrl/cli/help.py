@@ -79,7 +79,8 @@ def field_lines(kind: type) -> list[str]:
     comments: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
-            own = comments_of(base)
+            names = {field.name for field in dataclasses.fields(base)}
+            own = comments_in(inspect.getsource(base), names)
             comments |= {name: own.get(name) or comments.get(name, "") for name in own}
     lines = []
     for field in dataclasses.fields(kind):
@@ -89,12 +90,11 @@ def field_lines(kind: type) -> list[str]:
     return lines
 
 
-def comments_of(kind: type) -> dict[str, str]:
-    """Returns the comments of the fields that stand in the source of this class."""
-    names = {field.name for field in dataclasses.fields(kind)}
+def comments_in(source: str, names: set[str]) -> dict[str, str]:
+    """Returns the comments of the fields of these names that stand in the source of a class."""
     found: dict[str, str] = {}
     above = ""
-    for row in inspect.getsource(kind).splitlines():
+    for row in source.splitlines():
         code, _, comment = row.strip().partition("# ")
         if (name := code.partition(":")[0]) in names:
             found[name], above = f"{above} {comment}".strip(), ""

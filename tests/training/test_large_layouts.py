@@ -88,6 +88,8 @@ def test_grpo_with_vllm_fits(folder, name, model, ranks, held, data):
     assert gradients == pytest.approx(2 * weights, rel=0.01)
     assert adam == pytest.approx(12 * (experts / data[0] + dense / data[1]) / 2**30, rel=0.01)
     peak = float(re.findall(r"peak +([\d.]+) of 80.0 GiB", said)[0])
+    recipes = (ROOT / "docs/recipes.md").read_text()
+    assert re.search(rf"^\| `configs/{name}.py`.* {peak:.1f} \|$", recipes, re.M), peak
     assert peak < 80 - 6.5, said  # less what is kept for CUDA, NCCL and fragmentation
     assert f"{ranks // (32 if '671' in line else 8)} vllm engines" in said
 

@@ -18,6 +18,7 @@ from spmdrl.training.checks.memory_plan import memory_plan
 from spmdrl.training.checks.rl import require_sound
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
 PUBLISHED = SHAPES | {
     "Qwen3-4B": SHAPES["Qwen3-8B"] | {
         "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True,
@@ -80,6 +81,9 @@ def test_it_is_sound_and_fits(name, model, tmp_path):
     (said,) = re.findall(r"actor .*?([\d,.]+)M parameters", "\n".join(plan.lines))
     assert float(said.replace(",", "")) == pytest.approx(RUNS[name, model], rel=1e-3)
     assert plan.too_much == 0
+    peak = f"{plan.fullest.peak.total:.1f} in {plan.fullest.peak.name}"
+    row = rf"^\| `configs/{name}.py` \|.*\| {ranks} \|.*\| {peak} \|$"
+    assert re.search(row, RECIPES.read_text(), re.M), peak
     text = path.read_text()
     assert f"configs/{name}.py" in text and f"{ranks} GPUs" in text.replace("two nodes of 8", "16")
 
