@@ -397,8 +397,8 @@ class ProfileConfig:
 
 
 class Tracker(Protocol):
-    """Where a run is shown. An object of your own in `trackers` has these methods, or some of them
-    where its class inherits this one. They are called on the first rank alone.
+    """A place where a run is shown. An object of your own in `trackers` has these methods, or some
+    of them where its class inherits this one. They are called on the first rank alone.
     """
 
     def open(self, run_dir: Path, options: Mapping[str, Any], done: int) -> None:

@@ -69,7 +69,7 @@ def boxed(row: Row) -> Task:
 
 
 def mbpp(row: Row) -> Task:
-    """Of the configs `full` (text, test_setup_code) and `sanitized` (prompt, test_imports)."""
+    """Reads the configs `full` (text, test_setup_code) and `sanitized` (prompt, test_imports)."""
     asked = row.get("text") or row["prompt"]
     setup = "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]).strip()
     tests = "\n".join(row["test_list"])
@@ -78,8 +78,8 @@ def mbpp(row: Row) -> Task:
 
 
 def humaneval(row: Row) -> Task:
-    """What stands before the function, imports and helpers, is a part of every answer, as in
-    OpenAI's evaluation, in which an answer goes on where the prompt ends.
+    """Puts what stands before the function, imports and helpers, before every answer, as OpenAI's
+    evaluation does, in which an answer goes on where the prompt ends.
     """
     prompt = f"Complete this function. {FENCED}\n\n```python\n{row['prompt'].rstrip()}\n```"
     begin = re.search(rf"^def {re.escape(row['entry_point'])}\(", row["prompt"], re.MULTILINE)

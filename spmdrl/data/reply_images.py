@@ -30,7 +30,7 @@ EXPECTED = "an image of Pillow, the bytes of its file or a data: URI"
 
 
 class ImageTokens(Protocol):
-    """What is known of an image's tokens: images.ImageProcessor."""
+    """The tokens of an image, as images.ImageProcessor knows them."""
 
     token_id: int
 
@@ -59,7 +59,9 @@ def with_images(value: Any) -> Any:
 
 
 def is_table(value: Any) -> bool:
-    """Whether it is a dict with an image under "image", as verl's tools return it, and no part."""
+    """Says whether it is a dict with an image under "image", as verl's tools return it, and no
+    part.
+    """
     return isinstance(value, dict) and not is_part(value) and holds_image(value.get("image"))
 
 
@@ -77,8 +79,8 @@ def without_nones(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def shows_image(value: Any) -> bool:
-    """Whether it is an image, or has one where `with_images` looks for it. A dict that only holds
-    one somewhere else shows none.
+    """Says whether it is an image, or has one where `with_images` looks for it. A dict that only
+    holds one somewhere else shows none.
     """
     each = value if isinstance(value, list) else [value]
     return any(is_uri(one) or is_image(one) or is_table(one) for one in each)
@@ -99,8 +101,8 @@ def is_part(value: Any) -> bool:
 
 
 def is_image(value: Any) -> bool:
-    """Whether it is a part of a message that is an image. One without its image stands for one of
-    the prompt's.
+    """Says whether it is a part of a message that is an image. One without its image stands for one
+    of the prompt's.
     """
     found = isinstance(value, dict) and value.get("type") in IMAGE_TYPES
     return found and any(value.get(key) is not None for key in HAVE_IT)

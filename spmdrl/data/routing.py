@@ -1,4 +1,4 @@
-"""Which experts the tokens of a batch were sent to, where the rollout engine says so."""
+"""The experts that the tokens of a batch were sent to, where the rollout engine says so."""
 
 from __future__ import annotations
 

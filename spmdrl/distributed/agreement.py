@@ -1,4 +1,5 @@
-"""What ranks tell each other along a tree: the least of their numbers, objects for the first rank.
+"""Words that ranks pass each other along a tree: the least of their numbers, objects for the first
+rank.
 
 Rank r talks to r without its lowest set bit, its parent, and to its children r + 1, r + 2, r + 4,
 ..., as long as these are below r's own lowest bit and below the size of the group:

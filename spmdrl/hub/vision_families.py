@@ -1,4 +1,5 @@
-"""How each family of models sees images: the tokens that one becomes, and what a tower is given.
+"""Declares how each family of models sees images: the tokens that one becomes, and what a tower is
+given.
 
 A family's chat template writes a mark for an image, mostly one token. Its tower makes vectors of an
 image's pixels, which stand in the row at tokens of one id, config.image_token_id. What differs

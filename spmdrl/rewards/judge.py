@@ -1,4 +1,4 @@
-"""What a judge is sent: a chat with its images, in the form of OpenAI's servers.
+"""The request to a judge: a chat with its images, in the form of OpenAI's servers.
 
 Reward functions call this in their worker processes: standard library only.
 """

@@ -1,4 +1,5 @@
-"""What engines call the weights of a checkpoint, and the forms in which they keep some of them.
+"""Names that engines give to the weights of a checkpoint, and the forms in which they keep some of
+them.
 
 weight_check.py looks here for the parameter that must hold a weight. Where an engine computes with
 a weight when it loads it, what it must hold is worked out here again, not by the engine's loader.

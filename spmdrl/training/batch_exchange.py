@@ -89,7 +89,7 @@ class P2PChannel:
 
 
 def sendable(values: Tensor) -> Tensor:
-    """The same memory in a dtype that gloo sends, which int16 is not."""
+    """Views the memory in a dtype that gloo sends, which int16 is not."""
     return values.view(torch.uint8) if values.dtype == torch.int16 else values
 
 

@@ -75,7 +75,7 @@ class PushRound:
 
     @property
     def rounded(self) -> list[Weight]:
-        """Those that go in the engine's dtype, or quantised."""
+        """Lists the weights that go in the engine's dtype, or quantised."""
         exact = {weight.name for weight in self.as_they_are}
         return [weight for weight in self.weights if weight.name not in exact]
 

@@ -11,7 +11,7 @@ PIECE_BYTES = 1 << 20
 
 
 class FileState(NamedTuple):
-    """What tells that a file was changed."""
+    """Signs by which a changed file is known."""
 
     inode: int
     size: int

@@ -35,7 +35,7 @@ Key = tuple[str, str, str]  # prompt id, group, sample
 
 
 class RowInfo(NamedTuple):
-    """What is kept of a line."""
+    """A line of samples/ as the index keeps it."""
 
     offset: int
     prompt_id: int
@@ -183,5 +183,7 @@ def read_trained(path: str, state: FileState) -> tuple[dict[Key, Row], int]:
 
 
 def key_of(row: Row) -> Key:
-    """What tells a sample of a file from the others, as text: it may be of any type."""
+    """Returns the fields that tell a sample of a file from the others, as text: they may be of any
+    type.
+    """
     return str(row.get("prompt_id")), str(row.get("group")), str(row.get("sample"))

@@ -115,7 +115,9 @@ class Cost(NamedTuple):
 
 @dataclass
 class Division:
-    """How many engines gather from each other, and what each has to share out of each class."""
+    """The number of engines that gather from each other, and what each has to share out of each
+    class.
+    """
 
     block: int
     shares: dict[WeightClass, Shares]

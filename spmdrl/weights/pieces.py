@@ -119,9 +119,9 @@ class Load(NamedTuple):
 
 
 class Senders:
-    """Which ranks hold which of a weight's parts. Replicas send to different receivers: of those
-    that do not hold a part themselves, engine e is sent it by the replica number e modulo their
-    count.
+    """Knows which ranks hold which of a weight's parts. Replicas send to different receivers: of
+    those that do not hold a part themselves, engine e is sent it by the replica number e modulo
+    their count.
     """
 
     def __init__(self, ranks: Sequence[Sequence[int]], engines: Engines) -> None:

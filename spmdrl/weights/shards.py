@@ -131,7 +131,7 @@ class TensorSource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the full weight."""
+        """The shape of the full weight."""
         ...
 
     @property

@@ -64,12 +64,12 @@ class Packing:
 
     @cached_property
     def in_chunks(self) -> dict[int, Packing]:
-        """By length of a chunk: `chunked` of it, made once for all layers."""
+        """Keeps `chunked` by length of a chunk, made once for all layers."""
         return {}
 
     def chunked(self, size: int) -> Packing:
-        """The same row for attention within chunks: a token sees those of its own `size` tokens of
-        the sequence, counted from the sequence's begin. Shared prefixes cannot be chunked.
+        """Returns the row for attention within chunks: a token sees those of its own `size` tokens
+        of the sequence, counted from the sequence's begin. Shared prefixes cannot be chunked.
         """
         if int(self.seq_lens.max()) <= size:
             return self
@@ -83,7 +83,7 @@ class Packing:
 
     @cached_property
     def looking_back(self) -> Packing:
-        """The same row where every token sees those before it alone."""
+        """Returns the row where every token sees those before it alone."""
         return Packing(self.seq_lens, self.device, self.team, self.prefixes)
 
     @cached_property
@@ -165,8 +165,8 @@ class PaddedGroup:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # of these, by sliding window
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Which keys a query sees: (num_seqs, 1, length, length) bool, or (length, length); None
-        where it sees all before it.
+        """Says which keys a query sees: (num_seqs, 1, length, length) bool, or (length, length);
+        None where it sees all before it.
         """
         device = self.slots.device
         if self.images is None:

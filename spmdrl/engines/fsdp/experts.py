@@ -93,7 +93,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh, compiled: bool) -> None:
 
 
 class Route(NamedTuple):
-    """Where the rows of a rank go. A row is a token for one of its experts: there are num_tokens x
+    """The way of a rank's rows. A row is a token for one of its experts: there are num_tokens x
     top_k of them, token by token.
     """
 

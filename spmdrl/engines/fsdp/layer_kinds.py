@@ -1,4 +1,4 @@
-"""What a model's kinds of layers allow: a prefix that is computed once, tokens that ranks share."""
+"""Limits of a model's kinds of layers: a prefix that is computed once, tokens that ranks share."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ def build_optimizer(
 class AdamW(torch.optim.AdamW):
     """torch's AdamW on the shards that this rank holds.
 
-    A weight's step needs no other weight, so a DTensor has nothing to add to it. It would look for a
-    sharding of each operation on each shape, for seconds in a process's first step, and ask Python
-    before each one later.
+    A weight's step needs no other weight, so a DTensor has nothing to add to it. It would look for
+    a sharding of each operation on each shape, for seconds in a process's first step, and ask
+    Python before each one later.
     """
 
     @torch.no_grad()

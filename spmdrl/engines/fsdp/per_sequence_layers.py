@@ -170,8 +170,8 @@ def output_of(outputs: Any) -> Tensor:
 
 
 class LayerPacking:
-    """Where the sequences of a layer's row are. It is read anew in each pass of the layer, so also
-    where a checkpointed layer is computed once more in the backward pass.
+    """Remembers where the sequences of a layer's row are. It is read anew in each pass of the
+    layer, so also where a checkpointed layer is computed once more in the backward pass.
     """
 
     packing: Packing | None = None

@@ -126,7 +126,7 @@ def logprobs_one_by_one(model: Any, sequences: list[Tensor]) -> Tensor:
 
 
 def logprobs_packed(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """The same of one packed row."""
+    """Computes them of one packed row."""
     lens = torch.tensor([len(tokens) for tokens in sequences])
     row = torch.cat(sequences)
     positions = torch.cat([torch.arange(int(n)) for n in lens]).to(row.device)

@@ -133,7 +133,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Qkv:
-    """For each query group the rows of its queries, its key and its value; between queries and key
+    """Rows by query group: those of its queries, its key and its value; between queries and key
     those of the queries' gates, if there are any.
 
     With more tensor ranks than groups a group lies on several ranks, cut anywhere.

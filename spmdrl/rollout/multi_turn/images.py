@@ -131,12 +131,12 @@ def said_in(message: Any, rules: ImageRules) -> Any:
 
 
 def is_content(content: Any) -> bool:
-    """Whether it is a text, or parts with an image among them."""
+    """Says whether it is a text, or parts with an image among them."""
     return isinstance(content, str) or is_shown(content)
 
 
 def is_shown(content: Any) -> bool:
-    """Whether it is a list of parts as `with_images` returns it."""
+    """Says whether it is a list of parts as `with_images` returns it."""
     return isinstance(content, list) and shows_image(content)
 
 

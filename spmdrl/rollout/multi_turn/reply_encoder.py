@@ -83,7 +83,7 @@ class ReplyEncoder:
         return self.vision.placed(ids, pictures)
 
     def ids_of_text(self, messages: list[Message]) -> list[int]:
-        """The same, with a single token in the place of an image."""
+        """Encodes messages with a single token in the place of an image."""
         marked, names = self.encoder.marked(messages, "reply")
         behind = self.behind(marked)
         written = without_space(behind)

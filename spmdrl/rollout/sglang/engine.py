@@ -391,7 +391,7 @@ def engine_args(
 
 
 def bytes_per_token(hf: Any, config: RolloutConfig) -> int:
-    """Of keys and values in one rank's part of the KV cache."""
+    """Counts the bytes of a token's keys and values in one rank's part of the KV cache."""
     text = hf.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     local = -(-kv_heads_of(hf) // config.tensor_parallel)

@@ -147,7 +147,7 @@ def remedies(config: RunConfig, world: int, plan: MemoryPlan, planner: Planner) 
 
 
 def best_values(found: list[Proposal]) -> list[Proposal]:
-    """Of the values of a field the first that is enough, else the one that leaves the least."""
+    """Chooses of each field the first value that is enough, else the one that lacks the least."""
     by_field: dict[str, list[Proposal]] = {}
     for proposal in found:
         by_field.setdefault(proposal.text.partition("=")[0], []).append(proposal)

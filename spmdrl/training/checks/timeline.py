@@ -1,4 +1,4 @@
-"""What is in a rank's memory in each phase of a step, part by part; the peak is the largest sum.
+"""The parts of a rank's memory in each phase of a step; the peak is the largest sum.
 
 What is asleep or offloaded is counted as that: on a GPU it is on the host or nowhere. On a CPU
 all of it is in the same memory, and only vLLM's KV cache is given back.

@@ -1,4 +1,4 @@
-"""What an evaluation says of each prompt, and how sure its mean is."""
+"""Results of an evaluation for each prompt, and how sure its mean is."""
 
 from __future__ import annotations
 

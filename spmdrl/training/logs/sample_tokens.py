@@ -1,4 +1,4 @@
-"""What samples/ says of single tokens: their texts, and numbers in the same order.
+"""Single tokens in samples/: their texts, and numbers in the same order.
 
 `step_N.jsonl` has the texts and the rollout engine's log-probabilities, which are known when a
 sample is scored. `step_N_trained.jsonl` has what the actor's ranks compute later of the same

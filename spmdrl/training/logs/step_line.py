@@ -137,7 +137,7 @@ def fitted(
 
 
 def choices(parts: int, fields: int, phases: int) -> Iterator[tuple[int, int, int]]:
-    """How many parts, fields and phases a line may have, the longest line first."""
+    """Yields how many parts, fields and phases a line may have, the longest line first."""
     first_part = min(parts, 1)
     yield from ((parts, fields, count) for count in range(phases, 0, -1))
     yield from ((count, fields, min(phases, 1)) for count in range(parts - 1, 0, -1))
