@@ -385,7 +385,7 @@ def build_parts(
         optimizer, adapters, average = None, None, None
         if config.lora is not None and not frozen:
             adapters = lora.add_adapters(
-                chunks, model, hf_config, config, topology, load_weights, kind
+                chunks, model, seeing, config, topology, load_weights, kind
             )
         if frozen:
             for chunk in chunks:

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from spmdrl.config import TrainConfig, require
 from spmdrl.data.images import BatchImages
 from spmdrl.engines.fsdp.activations import use_checkpointing
 from spmdrl.engines.fsdp.model import without_noise
@@ -27,16 +26,6 @@ from spmdrl.engines.megatron.inputs import Inputs, SequenceSplit
 from spmdrl.engines.megatron.layout import has_trained_tower
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.hub.transformers_compat import set_attention_name
-
-
-def check_tower(name: str, role: TrainConfig, hf_config: PreTrainedConfig) -> None:
-    """Raises ConfigError for what engine megatron does not do beside a tower for images."""
-    if has_trained_tower(hf_config):
-        require(
-            role.lora is None,
-            f"{name}.lora with {name}.engine='megatron': no adapters beside a tower for images "
-            f"({hf_config.model_type!r}); use engine 'fsdp'",
-        )
 
 
 def add_tower(

@@ -40,7 +40,6 @@ from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.mtp import check_mtp
 from spmdrl.engines.megatron.muon import check_matrices
 from spmdrl.engines.megatron.parts import degrees_of
-from spmdrl.engines.megatron.vision import check_tower
 from spmdrl.engines.stored_dtype import DTYPES
 from spmdrl.hub.hf_folder import (
     keep_tower,
@@ -120,10 +119,9 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
     text = language_part(hf)
     try:
         check_layout(text, degrees_of(role), num_ranks)
-        check_tower(name, role, hf)
         check_scores(text, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
-            check_adaptable(text, role.lora)
+            check_adaptable(hf, role.lora, role.freeze_vision)
         check_mtp(name, role, model)
         if role.optim.name == "muon":
             check_matrices(text)
