@@ -33,7 +33,6 @@ from spmdrl.engines.megatron.hf_mapping import TOWER, pieces
 from spmdrl.engines.megatron.splits import HfSlice, Stacked
 from spmdrl.weights.boxes import Box, numel, sizes, view, whole
 
-
 TOWER_LAYERS = f"{TOWER}blocks."
 
 

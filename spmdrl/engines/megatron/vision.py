@@ -41,9 +41,10 @@ def add_tower(
         return
     config = copy.deepcopy(hf_config.vision_config)
     set_attention_name(config, "sdpa")
-    kind = type(meta_model(hf_config).base_model.visual)
+    shell: Any = meta_model(hf_config).base_model
     with torch.device(torch.cuda.current_device()), no_init_weights():  # see cpu_shim.scope
-        tower = kind(config)
+        tower = type(shell.visual)(config)
+    parameter: Any
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(chunk.config.params_dtype).zero_()
         parameter.sequence_parallel = chunk.config.sequence_parallel
