@@ -14,7 +14,7 @@ from tiny_models import save_qwen_vl
 from training_batches import CONFIG, on_data_ranks
 from vision_checks import logprobs_alone, packed, prompts_of, vision_of
 
-from spmdrl.config import LoraConfig, TrainConfig
+from spmdrl.config import ConfigError, LoraConfig, TrainConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.weights.boxes import view, whole
 
@@ -175,6 +175,31 @@ def test_updates_are_fsdps(models: Path, updated: Any, case: str) -> None:
         assert not is_left or torch.equal(tensor, start[name]), name
     moved = [name in start and not torch.equal(weights[name], start[name]) for name in weights]
     assert sum(moved) >= 14  # the matrices of two layers
+
+
+def test_what_has_no_tower_there_is_refused(models: Path) -> None:
+    """By the checks of every start and of --dry-run."""
+    from spmdrl.hub.hf_folder import load_hf_config
+    from spmdrl.training.checks.common import check_megatron, check_vision
+    from spmdrl.training.checks.memory import memory_of
+
+    role, model = dataclasses.replace(CONFIG, engine="megatron"), str(models / "qwen2_5_vl")
+    check_vision(load_hf_config(model), {"actor": role})
+    with pytest.raises(ConfigError, match="heads, and 2 % 4 = 2; it may be 1, 2"):
+        check_megatron("actor", dataclasses.replace(role, tensor_parallel=4), model, 4)
+    with pytest.raises(ConfigError, match="is given no adapters: set freeze_vision=True"):
+        check_megatron("actor", dataclasses.replace(role, lora=LoraConfig()), model, 1)
+    check_megatron("actor", dataclasses.replace(role, **LORA), model, 1)
+    other = str(save_qwen_vl(models / "qwen3_vl", "qwen3_vl"))
+    with pytest.raises(ConfigError, match="actor.engine='megatron': not with 'qwen3_vl'"):
+        check_vision(load_hf_config(other), {"actor": role})
+    with pytest.raises(ConfigError, match="no mapping for architecture 'qwen3_vl'"):
+        check_megatron("actor", role, other, 1)
+    files = load_file(Path(model, "model.safetensors"))
+    tower = sum(t.numel() for name, t in files.items() if name.startswith("visual."))
+    whole_one = sum(tensor.numel() for tensor in files.values())
+    planned = memory_of("actor", dataclasses.replace(role, **TP), model, 2).weights * 2**28
+    assert planned == pytest.approx(tower + (whole_one - tower) / 2, rel=1e-3)
 
 
 # ---- transformers, and other layouts
