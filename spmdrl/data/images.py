@@ -357,16 +357,16 @@ class BatchImages:
                 batch.reply_images[start + first] = key_of(picture)
 
     def share_replies(
-        self, batch: Batch, group: dist.ProcessGroup, device: torch.device
-    ) -> None:  # fmt: skip
-        """Gives the images of its replies, which the group's first rank has, to the others.
+        self, batch: Batch, group: dist.ProcessGroup, device: torch.device, source: int = 0
+    ) -> None:
+        """Gives the images of its replies, which the group's rank `source` has, to the others.
         Collective over the group.
         """
         if batch.reply_images is None:
             return
         keys = keys_in(batch.reply_images)
-        sent = to_bytes(self.replies, keys) if dist.get_rank(group) == 0 else None
-        self.replies |= from_bytes(broadcast_object(sent, group, device=device))
+        sent = to_bytes(self.replies, keys) if dist.get_rank(group) == source else None
+        self.replies |= from_bytes(broadcast_object(sent, group, source, device))
 
     def scene(self, batch: Batch) -> ImageInputs:
         """A batch without images gets the smallest one, which no token stands for: the tower's

@@ -89,7 +89,12 @@ def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
     kept = sees_images(whole) and whole.name_or_path in WITH_TOWER
     if text is whole or kept or not has_language_model(text):
         return whole
-    text = copy.deepcopy(text)
+    return text_config(whole)
+
+
+def text_config(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the language model inside, with what only the whole config says."""
+    text: Any = copy.deepcopy(whole.get_text_config())
     text.name_or_path, text.tie_word_embeddings = whole.name_or_path, whole.tie_word_embeddings
     text.dtype = text.dtype or whole.dtype
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

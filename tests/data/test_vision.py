@@ -19,7 +19,7 @@ from tiny_models import png, save_qwen_vl
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vision_checks import logprobs_alone, logprobs_packed, packed, prompts_of, vision_of
 
-from spmdrl.config import ConfigError, DataConfig, RolloutConfig, TrainConfig
+from spmdrl.config import ConfigError, DataConfig, RolloutConfig
 from spmdrl.data import pictures
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor, num_bytes, rope_positions
 from spmdrl.data.pictures import open_picture, pictures_of, size_of
@@ -27,7 +27,6 @@ from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.model import build_model
-from spmdrl.engines.megatron.engine import MegatronEngine
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.rollout.base import Request, SamplingParams
 from spmdrl.rollout.hf.engine import HfEngine
@@ -425,17 +424,3 @@ def test_the_largest_image_is_what_memory_is_measured_with(models: dict[str, str
     item = processor.get_dummy_mm_inputs({"image": 1}, cache=None)["mm_kwargs"]["image"][0]
     assert item["pixel_values"].data.shape == (64, 96)
     assert processor.info.get_mm_max_tokens_per_item(200, {"image": 1}) == {"image": 16}
-
-
-def test_megatron_says_that_it_sees_no_images(models: dict[str, str], topology: Topology) -> None:
-    parts: Any = SimpleNamespace(pretrained=[])
-    engine = MegatronEngine(parts, TrainConfig(engine="megatron"), topology)
-    batch_images = BatchImages(vision_of(models["qwen2_vl"]), lambda id: pytest.fail("looked"))
-    batch: Any = None
-    for call in (
-        lambda: engine.logprobs(batch, 1.0, images=batch_images),
-        lambda: engine.values(batch, batch_images),
-        lambda: engine.update(batch, lambda *_: pytest.fail("ran"), 1.0, batch_images),
-    ):
-        with pytest.raises(ConfigError, match=r"'megatron' has no models that see images: use"):
-            call()

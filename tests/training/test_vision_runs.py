@@ -212,6 +212,31 @@ def test_images_of_replies_are_what_the_trainer_sees_on_any_ranks(folder):
     assert named and all(Path(folder, "shown_apart/samples", name).is_file() for name in named)
 
 
+@pytest.mark.megatron
+def test_megatron_sees_the_images_of_prompts_and_replies_and_its_model_is_exported(folder):
+    """In two pipeline stages: the last is given the sequences, the first has the tower."""
+    from spmdrl.engines.hf_export import export
+
+    Path(folder, "show.py").write_text(SHOWN.replace("{tests!r}", repr(str(ROOT / "tests"))))
+    (row,) = run_task(
+        folder, "stages", 2, "--config", "show.py", "--data.eval", "None", "--weights.check",
+        "True", "--checkpoint.every_steps", "1", "--steps", "1", "--actor.engine", "megatron",
+        "--actor.pipeline_parallel", "2",
+    )  # fmt: skip
+    assert row["actor/logprob_diff_max"] < 1e-5 and row["reward/invalid"] == 0
+    assert row["turns/mean"] == 3 and row["actor/grad_norm"] > 0
+    export(folder / "stages/checkpoints/step_00000001", folder / "staged")
+    start, end = (load_file(folder / name / "model.safetensors") for name in ("model", "staged"))
+    assert start.keys() == end.keys()
+    assert sum(not torch.equal(start[name], end[name]) for name in start) > 0.9 * len(start)
+    assert AutoImageProcessor.from_pretrained(folder / "staged").patch_size == 4
+    hf, found = AutoModelForImageTextToText.from_pretrained(
+        folder / "staged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(found.values())
+    assert torch.equal(hf.model.visual.merger.mlp[0].weight, end["visual.merger.mlp.0.weight"])
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [

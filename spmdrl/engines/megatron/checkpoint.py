@@ -34,12 +34,13 @@ from spmdrl.engines.host_copies import HostCopies, StagedShards
 from spmdrl.engines.megatron import compat, ema
 from spmdrl.engines.megatron import cpu_shim as mcore_cpu
 from spmdrl.engines.megatron.hf_mapping import pieces
-from spmdrl.engines.megatron.layout import Degrees
+from spmdrl.engines.megatron.layout import Degrees, language_part
 from spmdrl.engines.megatron.lora import stored_name, trained_parts
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.parts import Parts, parallel_sizes, set_hyperparameters
 from spmdrl.engines.megatron.splits import HfSlice
+from spmdrl.engines.megatron.vision import add_tower
 from spmdrl.engines.stored_tensors import StoredTensors, WeightSource
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.weights.boxes import view, whole
@@ -182,8 +183,9 @@ def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list
     of a bfloat16. A model without memory, which nothing cuts, says where each one lies.
     """
     common, stored = read_common(folder), StoredTensors(folder)
-    hf_config = load_hf_config(str(hf_folder))
-    kind: Literal["policy", "reward"] = "reward" if is_classifier(hf_config) else "policy"
+    seeing = load_hf_config(str(hf_folder))
+    kind: Literal["policy", "reward"] = "reward" if is_classifier(seeing) else "policy"
+    hf_config = language_part(seeing)
     mcore_cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -194,6 +196,7 @@ def weight_sources(folder: Path, hf_folder: Path, average: bool = False) -> list
         with state.active(), mcore_cpu.without_memory():
             mega = transformer_config(hf_config, Degrees(), torch.float32)
             (chunk,) = build_chunks(hf_config, mega, kind, common.get(MTP, 0))
+            add_tower(chunk, seeing)
             entries = chunk.sharded_state_dict(
                 metadata=layout_metadata() | (common.get("content_metadata") or {})
             )

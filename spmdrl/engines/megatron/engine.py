@@ -25,7 +25,7 @@ from spmdrl_kernels.lm_head import lm_head_logprobs
 from torch import Tensor
 
 from spmdrl.checkpoint.format import Staged
-from spmdrl.config import ConfigError, TrainConfig
+from spmdrl.config import TrainConfig
 from spmdrl.data.images import BatchImages
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.progress import PROGRESS
@@ -39,6 +39,7 @@ from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.inputs import Inputs, inputs_of
 from spmdrl.engines.megatron.mtp import mtp_logprobs
 from spmdrl.engines.megatron.parts import Parts
+from spmdrl.engines.megatron.vision import embedded, rotary_positions
 from spmdrl.engines.micro_batches import (
     MicroBatch,
     add_metrics,
@@ -77,30 +78,29 @@ class MegatronEngine:
         self, batch: Batch, temperature: float, pi_squared: bool = False,
         images: BatchImages | None = None,
     ) -> PolicyStats:  # fmt: skip
-        refuse_images(images)
         columns = 3 if pi_squared else 2
         look = partial(self.policy, temperature=temperature, pi_squared=pi_squared)
-        return PolicyStats(*self._per_token(batch, columns, look))
+        return PolicyStats(*self._per_token(batch, columns, look, images))
 
     def values(self, batch: Batch, images: BatchImages | None = None) -> Tensor:
-        refuse_images(images)
-        return self._per_token(batch, 1, self.value)[0]
+        return self._per_token(batch, 1, self.value, images)[0]
 
     @torch.no_grad()
     def _per_token(
-        self, own: Batch, columns: int, look: Callable[[Inputs, Tensor], tuple[Tensor, ...]]
-    ) -> Tensor:
+        self, own: Batch, columns: int, look: Callable[[Inputs, Tensor], tuple[Tensor, ...]],
+        images: BatchImages | None,
+    ) -> Tensor:  # fmt: skip
         """(columns, num_tokens) float32 on the CPU."""
         result = torch.zeros(columns, own.num_tokens)
         off = lora.adapters_off(self.parts.raw) if self.without_adapters else nullcontext()
         with self.parts.state.active(), off:
-            batch = self.shared(own)
+            batch = self.shared(own, images)
             parts = self._micro_batches(batch)
 
             def stats(inputs: Inputs, hidden: Tensor) -> Tensor:
                 return torch.stack(look(inputs, hidden)[:columns]).cpu()
 
-            found = self.run(self._on_device(parts), stats, forward_only=True)
+            found = self.run(self._on_device(parts), stats, forward_only=True, images=images)
         if own.num_tokens:  # this is the rank that asked
             for mb, values in zip(parts, found, strict=True):
                 rows = token_rows(own, mb.seqs)
@@ -112,7 +112,6 @@ class MegatronEngine:
     def update(
         self, batch: Batch, loss_fn: LossFn, temperature: float, images: BatchImages | None = None
     ) -> dict[str, float]:
-        refuse_images(images)
         assert self.parts.optimizer is not None, "a frozen engine is not trained"
         num_tokens = batch.loss_mask.sum(dtype=torch.float64)
         dist.all_reduce(num_tokens, group=self.topology.group)
@@ -135,11 +134,11 @@ class MegatronEngine:
             return value + self.config.mtp_loss_scaling_factor * ahead / float(num_tokens)
 
         with self.parts.state.active():
-            parts = self._micro_batches(self.shared(batch))
+            parts = self._micro_batches(self.shared(batch, images))
             self.parts.zero_grad()
             if self.parts.mtp_embeddings is not None:
                 self.parts.mtp_embeddings.refresh()
-            self.run(self._on_device(parts), loss, forward_only=False)
+            self.run(self._on_device(parts), loss, forward_only=False, images=images)
             totals = self._totals(sums)
             lr = self._learning_rate()
             losses = {"loss": totals.pop("loss_sum")}
@@ -236,7 +235,7 @@ class MegatronEngine:
 
     def run(
         self, micro_batches: list[Batch], finish: Callable[[Inputs, Tensor], Tensor],
-        forward_only: bool,
+        forward_only: bool, images: BatchImages | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """Drives Megatron's schedule; finish(inputs, hidden states) is called on the last stage.
 
@@ -261,7 +260,11 @@ class MegatronEngine:
             now = next(batches)
             mask = causal_mask(now.token_ids) if now.packed is None else None
             with self._replaying(chunk, now, forward_only):
-                out = chunk(now.token_ids, now.positions, mask, packed_seq_params=now.packed)
+                out = chunk(
+                    now.token_ids, self._positions(now, images), mask,
+                    decoder_input=embedded(chunk, now, images, parts.cut),
+                    packed_seq_params=now.packed,
+                )  # fmt: skip
             return out, partial(close, now)
 
         every = [iter(inputs) for _ in parts.chunks]
@@ -280,6 +283,10 @@ class MegatronEngine:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _positions(self, inputs: Inputs, images: BatchImages | None) -> Tensor:
+        multimodal = self.parts.config.mrope_section
+        return rotary_positions(inputs, images) if multimodal else inputs.positions
 
     def _replaying(
         self, chunk: Any, inputs: Inputs, forward_only: bool
@@ -356,10 +363,14 @@ class MegatronEngine:
         padded = parts.cut.form == "padded"
         return cut(batch, budget, self.topology, multiple, padded, units)
 
-    def shared(self, batch: Batch) -> Batch:
-        """Returns, on all ranks of this model-parallel group, what its data rank was given."""
+    def shared(self, batch: Batch, images: BatchImages | None = None) -> Batch:
+        """Returns, on all ranks of this model-parallel group, what its data rank was given; the
+        images of replies go the same way.
+        """
         for group, source in self.parts.groups.sharing:
             batch = broadcast_batch(batch, group, source, self.topology.device)
+            if images is not None:
+                images.share_replies(batch, group, self.topology.device, source)
         return batch
 
     # ---- weights and memory
@@ -439,16 +450,6 @@ class MegatronEngine:
 
         with self.at_hand(), self.parts.state.active():
             self.num_updates = megatron_checkpoint.load(self.parts, folder, self.topology)
-
-
-def refuse_images(images: BatchImages | None) -> None:
-    if images is not None:
-        raise unsupported("models that see images")
-
-
-def unsupported(what: str) -> ConfigError:
-    """training/checks/ refuses such a config before anything is built."""
-    return ConfigError(f"engine='megatron' has no {what}: use engine='fsdp'")
 
 
 def causal_mask(token_ids: Tensor) -> Tensor:

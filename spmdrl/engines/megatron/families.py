@@ -64,6 +64,9 @@ class Family:
     embedding_scale: Callable[[Any], float] | None = None  # what embeddings are multiplied by
     clamped_swiglu: Callable[[Any], Settings] | None = None  # alpha and limit, of experts
     mtp: MtpNames | None = None  # layers for multi-token prediction; None: they are not trained
+    # it is the language model beside a tower for images (vision.py): tokens have positions in time,
+    # height and width, of which each part of a head is rotated by one
+    beside_tower: bool = False
 
     @property
     def is_custom(self) -> bool:
@@ -296,6 +299,11 @@ def shared_expert(hf: Any) -> Settings:
     }  # fmt: skip
 
 
+def multimodal(hf: Any) -> Settings:
+    """Qwen2-VL (arXiv 2409.12191): how many frequencies are of the time, the height, the width."""
+    return {"add_qkv_bias": True, "mrope_section": list(hf.rope_parameters["mrope_section"])}
+
+
 def gpt_oss(hf: Any) -> Settings:
     """Every linear layer has a bias, the router's too. The experts' activation is a module of ours
     (model.layer_spec), for which megatron-core's switch is named after TransformerEngine.
@@ -314,6 +322,12 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     ),
     "qwen2": Family(
         LLAMA | QKV_BIAS, SILU | WINDOWS, lambda hf: {"add_qkv_bias": True}
+    ),
+    "qwen2_vl_text": Family(
+        LLAMA | QKV_BIAS, SILU | WINDOWS, multimodal, beside_tower=True
+    ),
+    "qwen2_5_vl_text": Family(
+        LLAMA | QKV_BIAS, SILU | WINDOWS, multimodal, beside_tower=True
     ),
     "qwen3": Family(
         LLAMA | QK_NORM, SILU | WINDOWS | {"head_dim": ANY, "attention_bias": (False,)},

@@ -56,6 +56,7 @@ def pieces(chunk: Any, hf_config: PreTrainedConfig) -> Iterator[tuple[str, Tenso
 
 Found = TypeVar("Found")
 WHOLE = DimensionSplit(1, 0)
+TOWER = "visual."  # what names of a tower for images begin with
 HEADS = {*ValueHead.names.values(), *RewardHead.names.values()}
 VOCABULARY = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -134,6 +135,8 @@ def _outside_layers(
     head = getattr(chunk, "output_layer", None)
     if isinstance(head, ValueHead) and name.startswith("output_layer."):
         where = _known(head.names, name.removeprefix("output_layer."))
+    elif name.startswith(TOWER):  # whole on every rank that has it, by transformers' own names
+        where = name
     elif name == "decoder.final_layernorm.weight":
         where = "model.norm.weight"
     else:
@@ -167,7 +170,7 @@ class Folder:
     """The tensors of a checkpoint folder, read part by part; those in FP8 blocks as float32.
 
     Of files that have a tower for images or sounds as well, the language model's have the names
-    that they have in a model without one.
+    that they have in a model without one, and a tower's begin with "visual.".
     """
 
     def __init__(self, folder: str | Path, hf_config: PreTrainedConfig | None = None) -> None:
@@ -187,7 +190,7 @@ class Folder:
             raise ConfigError(
                 f"model: {folder} has neither model.safetensors nor model.safetensors.index.json"
             )
-        self.stored = {language_key(name) or name: name for name in there}  # as the files name it
+        self.stored = {own_key(name): name for name in there}  # as the files name it
         self.files = {name: there[stored] for name, stored in self.stored.items()}
 
     def _index(self, index: Path) -> dict[str, str]:
@@ -281,6 +284,13 @@ class Folder:
             hint = "; is tie_word_embeddings missing in config.json?" if "lm_head" in name else ""
             raise ConfigError(f"model: {self.folder} has no tensor {name}{hint}")
         return stacked, (int(expert[2]),), shape, box
+
+
+def own_key(name: str) -> str:
+    """Returns how `pieces` names what files have under `name`."""
+    if name.startswith(f"model.{TOWER}"):
+        return name.removeprefix("model.")
+    return language_key(name) or name
 
 
 @torch.no_grad()

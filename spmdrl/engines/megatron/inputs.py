@@ -48,6 +48,9 @@ class Inputs:
     )
     # (tokens that this rank's routers are given, num_moe_layers, top_k), as in Batch
     routed_experts: Tensor | None = None
+    # packed: positions in the row of all tokens, before it is cut over context ranks, (tokens,)
+    row_positions: Tensor | None = None
+    row_places: Tensor | None = None  # packed: (num_tokens,) int64, where in it each token is
 
 
 def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
@@ -78,6 +81,7 @@ def inputs_of(batch: Batch, cut: SequenceSplit) -> Inputs:
         batch, row[held_here][None], positions.to(device)[held_here][None],
         _params(room, cut, device), chosen, chosen_here.to(device), states[chosen_here].to(device),
         local[place], _experts(batch, place.to(device), held_here, size, cut),
+        positions.to(device), place.to(device),
     )  # fmt: skip
 
 

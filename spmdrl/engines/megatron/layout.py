@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spmdrl.config import ConfigError, require
 from spmdrl.engines.megatron.families import ANY, COMMON_FIELDS, FAMILIES, Settings
 from spmdrl.engines.megatron.splits import Stacked
+from spmdrl.hub.hf_folder import sees_images, text_config
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_TRIED = 100_000  # as divisors, for an error's text
@@ -37,6 +38,17 @@ class Degrees:
     sequence: bool = False  # activations between layers are cut over the tensor ranks too
     first_stage: int | None = None  # layers of the first pipeline rank; None: as many as others
     last_stage: int | None = None
+
+
+def has_trained_tower(hf_config: PreTrainedConfig) -> bool:
+    """Says whether it is the config of a model that sees images whose tower is built here too."""
+    family = FAMILIES.get(hf_config.get_text_config().model_type)
+    return sees_images(hf_config) and family is not None and family.beside_tower
+
+
+def language_part(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns what megatron-core builds: of a model with a tower the language model's config."""
+    return text_config(hf_config) if has_trained_tower(hf_config) else hf_config
 
 
 def check_architecture(hf_config: PreTrainedConfig) -> None:

@@ -44,6 +44,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
 )
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.layout import has_trained_tower, language_part
 from spmdrl.engines.megatron.splits import HfSlice, tensor_names
 from spmdrl.hub.hf_folder import meta_model
 from spmdrl.weights.boxes import Box, sizes
@@ -51,6 +52,7 @@ from spmdrl.weights.checkpoint_names import ADAPTER
 from spmdrl.weights.shards import Derived, Shards
 
 Runs = list[tuple[tuple[int, int], list[int]]]
+BESIDE_TOWER = "model.language_model."  # where a module has what checkpoints have in "model."
 BY_ROWS, BY_COLUMNS, UNCUT = "rows", "columns", "uncut"
 
 
@@ -196,9 +198,16 @@ def runs_of(held: Iterable[HfSlice], weight: Tensor) -> Runs:
 # ---- what is known before anything is built
 
 
-def check_adaptable(hf_config: PreTrainedConfig, lora: LoraConfig) -> None:
+def check_adaptable(
+    hf_config: PreTrainedConfig, lora: LoraConfig, freeze_vision: bool = False
+) -> None:
     """Raises ConfigError where a layer to be adapted is no linear layer of megatron-core."""
-    names = FAMILIES[hf_config.model_type].names
+    if has_trained_tower(hf_config) and not freeze_vision:
+        raise ConfigError(
+            f"lora with engine megatron: a tower for images ({hf_config.model_type}) is given no "
+            "adapters: set freeze_vision=True, which leaves it as it is, or use engine fsdp"
+        )
+    names = FAMILIES[language_part(hf_config).model_type].names
     linear = [
         split for name, split in names.items()
         if re.search(r"\.(linear_\w+|in_proj|out_proj)\.weight$", name) and "{expert}" not in name
@@ -207,7 +216,7 @@ def check_adaptable(hf_config: PreTrainedConfig, lora: LoraConfig) -> None:
         f".{text.replace('{}', letter).removesuffix('.weight')}"
         for split in linear for text in tensor_names(split) for letter in "qkv"
     }  # fmt: skip
-    for layer in target_layers(meta_model(hf_config), lora):
+    for layer in target_layers(meta_model(hf_config), lora, freeze_vision):
         if not layer.endswith(tuple(ends)):
             raise ConfigError(
                 f"lora.target_modules: {layer} is no linear layer in megatron-core: name others, "
@@ -224,11 +233,13 @@ def add_adapters(
     topology: Topology, load_weights: bool, kind: str,
 ) -> Adapters:  # fmt: skip
     """Freezes the chunks but for a value head, and gives the layers that config.lora names their
-    adapters, with their initial values. Collective over the topology. Raises ConfigError.
+    adapters, with their initial values. hf_config: of the whole model. Collective over the
+    topology. Raises ConfigError.
     """
     lora = config.lora
     assert lora is not None
-    layers = target_layers(meta_model(hf_config), lora)
+    layers = target_layers(meta_model(hf_config), lora, config.freeze_vision)
+    hf_config = language_part(hf_config)
     given = given_tensors(lora)
     for chunk in chunks:
         for name, p in chunk.named_parameters():
@@ -247,7 +258,7 @@ def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set
     held: dict[str, dict[str, list[HfSlice]]] = {}  # by linear layer and Hugging Face layer
     for name, _, parts in pieces(chunk, hf_config):
         for piece in parts:
-            layer = piece.name.removesuffix(".weight")
+            layer = module_name(hf_config, piece.name).removesuffix(".weight")
             if layer in layers and piece.name.endswith(".weight"):
                 held.setdefault(name, {}).setdefault(layer, []).append(piece)
     everyone: list[Any] = [None] * chunk.pg_collection.tp.size()
@@ -263,6 +274,13 @@ def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set
                 (_, columns) = piece.box
                 mine.setdefault(layer, [piece._replace(box=((0, 0), columns))])
         put(chunk, name, mine, lora)
+
+
+def module_name(hf_config: PreTrainedConfig, name: str) -> str:
+    """Returns what transformers' module calls a tensor of a checkpoint; adapters are named so."""
+    if not FAMILIES[hf_config.model_type].beside_tower:
+        return name
+    return re.sub(r"^model\.", BESIDE_TOWER, name)
 
 
 def put(chunk: Any, name: str, held: Mapping[str, list[HfSlice]], lora: LoraConfig) -> None:
@@ -419,7 +437,7 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
             if not pair.b:  # this rank has no row of the layer
                 continue
             if merged:
-                name = f"{pair.layer}.weight"
+                name = f"{pair.layer}.weight".replace(BESIDE_TOWER, "model.", 1)
                 made_of[name] = Merged(base[name], pair, adapters.scale)
             else:
                 made_of[pair.layer + ADAPTER[1]] = ScaledB(pair, adapters.scale)

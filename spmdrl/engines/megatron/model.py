@@ -163,7 +163,8 @@ def build_chunks(
             config, TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm),
             vocab_size=padded_vocab(hf, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings, pre_process=first, post_process=last,
-            parallel_output=True, position_embedding_type="rope", vp_stage=stage,
+            parallel_output=True, vp_stage=stage,
+            position_embedding_type="mrope" if config.mrope_section else "rope",
             rotary_percent=rope_factor(hf),
             share_embeddings_and_output_weights=hf.tie_word_embeddings and kind == "policy",
         )  # fmt: skip
@@ -264,6 +265,8 @@ def _set_rope(chunk: Any, hf_config: PreTrainedConfig) -> None:
             kinds = len(rope_kinds(hf_config))  # end to end, see _own_rotary
             assert len(frequencies) == kinds * len(rotary.inv_freq)
             rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+            if chunk.config.mrope_section:
+                rotary.cp_group = None  # the angles of all tokens; attention takes this rank's
 
 
 def _finish(chunk: Any, hf_config: Any) -> None:

@@ -24,7 +24,7 @@ from spmdrl.engines.fsdp.classifier import is_classifier
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
 from spmdrl.engines.megatron.inputs import Inputs
-from spmdrl.engines.megatron.layout import layer_types, padded_vocab
+from spmdrl.engines.megatron.layout import language_part, layer_types, padded_vocab
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.mtp_layers import has_mtp_tensors, num_mtp_layers
 
@@ -35,7 +35,7 @@ def check_mtp(name: str, role: TrainConfig, model: str) -> None:
         return
     hf = load_hf_config(model)
     said = f"{name}.mtp_loss_scaling_factor={role.mtp_loss_scaling_factor:g}"
-    family, num = FAMILIES[hf.model_type].mtp, num_mtp_layers(hf)
+    family, num = FAMILIES[language_part(hf).model_type].mtp, num_mtp_layers(hf)
     require(role.mtp_loss_scaling_factor > 0, f"{said} is to be 0 or above")
     require(
         name == "actor",

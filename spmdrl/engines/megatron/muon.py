@@ -29,9 +29,11 @@ from spmdrl.config import ConfigError, OptimConfig
 from spmdrl.engines.fsdp.muon import RMS, orthogonal
 from spmdrl.engines.megatron import compat
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.hf_mapping import TOWER, pieces
 from spmdrl.engines.megatron.splits import HfSlice, Stacked
 from spmdrl.weights.boxes import Box, numel, sizes, view, whole
+
+TOWER_LAYERS = f"{TOWER}blocks."
 
 
 @dataclass
@@ -163,7 +165,7 @@ def matrices_of(chunk: Any, hf_config: PreTrainedConfig) -> list[Matrix]:
     dense: list[tuple[str, Any, list[HfSlice]]] = []
     experts: list[tuple[str, Any, list[HfSlice]]] = []
     for name, parameter, held in pieces(chunk, hf_config):
-        if ".layers." in name and parameter.ndim == 2:
+        if (".layers." in name or name.startswith(TOWER_LAYERS)) and parameter.ndim == 2:
             (experts if ".local_experts." in name else dense).append((name, parameter, held))
     return [*shared(dense, groups.tp), *shared(experts, groups.expt_tp)]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from spmdrl.config import OptimConfig, TrainConfig, checkpointing_of
+from spmdrl.data.images import ProcessorFiles
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.fsdp.classifier import classifier_config, is_classifier
 from spmdrl.engines.fsdp.lora import Adapters
@@ -23,12 +24,21 @@ from spmdrl.engines.megatron import compat, lora
 from spmdrl.engines.megatron.ema import Average
 from spmdrl.engines.megatron.hf_mapping import load_pretrained, pieces
 from spmdrl.engines.megatron.inputs import SequenceSplit
-from spmdrl.engines.megatron.layout import OPTIONS, Degrees, check_layout, moe_layers, softcap
+from spmdrl.engines.megatron.layout import (
+    OPTIONS,
+    Degrees,
+    check_layout,
+    has_trained_tower,
+    language_part,
+    moe_layers,
+    softcap,
+)
 from spmdrl.engines.megatron.model import build_chunks, transformer_config
 from spmdrl.engines.megatron.mtp import TokenEmbeddings
 from spmdrl.engines.megatron.muon import use_muon
 from spmdrl.engines.megatron.parallel_state import RoleState
 from spmdrl.engines.megatron.router_replay import ReplayedRouters
+from spmdrl.engines.megatron.vision import add_tower
 from spmdrl.engines.stored_dtype import DTYPES, as_stored, stored_dtype
 from spmdrl.hub.hf_folder import load_hf_config
 from spmdrl.hub.mtp_layers import num_mtp_layers
@@ -351,6 +361,7 @@ def build_parts(
     Raises ConfigError where the model or the layout cannot be had.
     """
     hf_config = classifier_config(model) if kind == "reward" else load_hf_config(model)
+    seeing, hf_config = hf_config, language_part(hf_config)
     degrees = degrees_of(config)
     check_layout(hf_config, degrees, topology.world)
     state = RoleState.build(topology, **parallel_sizes(degrees))
@@ -364,6 +375,7 @@ def build_parts(
             recompute=recompute, **({"moe_enable_routing_replay": True} if replays else {}),
         )  # fmt: skip
         chunks = build_chunks(hf_config, mega, kind, num_mtp)  # type: ignore[arg-type]
+        add_tower(chunks[0], seeing, recompute, config.freeze_vision)
         ahead = TokenEmbeddings(chunks, hf_config) if num_mtp else None
         if chunks[0].pre_process:
             freeze_padding(chunks[0].embedding.word_embeddings, hf_config)
@@ -373,7 +385,7 @@ def build_parts(
         optimizer, adapters, average = None, None, None
         if config.lora is not None and not frozen:
             adapters = lora.add_adapters(
-                chunks, model, hf_config, config, topology, load_weights, kind
+                chunks, model, seeing, config, topology, load_weights, kind
             )
         if frozen:
             for chunk in chunks:
@@ -392,11 +404,12 @@ def build_parts(
         groups.tensor.rank() if degrees.sequence else 0,
     )  # fmt: skip
     routers = ReplayedRouters(chunks, moe_layers(hf_config), recompute is True) if replays else None
-    saved = as_stored(hf_config, stored_dtype(load_hf_config(model), model))
-    generation = generation_config(model) if kind != "reward" else []
+    saved = as_stored(seeing, stored_dtype(load_hf_config(model), model))
+    beside: list[Any] = [*generation_config(model)] if kind != "reward" else []
+    beside += [ProcessorFiles(model)] if has_trained_tower(seeing) else []
     return Parts(
         kind, chunks, optimizer, state, groups, cut, hf_config,
-        [saved, *generation], dp_size, adapters=adapters, average=average,
+        [saved, *beside], dp_size, adapters=adapters, average=average,
         optim=None if frozen else config.optim, routers=routers, mtp_embeddings=ahead,
         num_mtp_layers=num_mtp,
     )  # fmt: skip

@@ -30,7 +30,12 @@ from spmdrl.engines.fsdp.layer_kinds import check_tokens_shared, prefix_obstacle
 from spmdrl.engines.fsdp.optimizers import check_optimizer
 from spmdrl.engines.fsdp.trial import CannotShrink
 from spmdrl.engines.fsdp.ulysses import check_ulysses
-from spmdrl.engines.megatron.layout import check_layout, check_scores
+from spmdrl.engines.megatron.layout import (
+    check_layout,
+    check_scores,
+    has_trained_tower,
+    language_part,
+)
 from spmdrl.engines.megatron.lora import check_adaptable
 from spmdrl.engines.megatron.mtp import check_mtp
 from spmdrl.engines.megatron.muon import check_matrices
@@ -111,14 +116,15 @@ def check_megatron(name: str, role: TrainConfig, model: str, num_ranks: int) -> 
         f"{name}.engine='megatron' reads weights in floating point, in FP8 blocks or in MXFP4, and "
         f"{model!r} has quant_method={how!r}: convert it to bfloat16 first",
     )
+    text = language_part(hf)
     try:
-        check_layout(hf, degrees_of(role), num_ranks)
-        check_scores(hf, role.context_parallel, DTYPES[role.dtype])
+        check_layout(text, degrees_of(role), num_ranks)
+        check_scores(text, role.context_parallel, DTYPES[role.dtype])
         if role.lora is not None:
-            check_adaptable(hf, role.lora)
+            check_adaptable(hf, role.lora, role.freeze_vision)
         check_mtp(name, role, model)
         if role.optim.name == "muon":
-            check_matrices(hf)
+            check_matrices(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
 
@@ -254,7 +260,7 @@ def check_vision(
     wanted = dict(others or {})
     for name, role in roles.items():
         wanted |= {
-            f"{name}.engine='megatron'": role.engine == "megatron",
+            f"{name}.engine='megatron'": role.engine == "megatron" and not has_trained_tower(hf),
             f"{name}.compile": role.compile,
             f"{name}.kernels='liger'": role.kernels == "liger",
         }  # fmt: skip

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from spmdrl.config import TrainConfig, checkpointing_of
-from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.megatron.layout import num_experts, stage_layers
 from spmdrl.engines.megatron.parts import degrees_of
 from spmdrl.engines.stored_dtype import DTYPES
@@ -210,7 +209,7 @@ def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
     """Tensor parallelism cuts all but the router and what latent attention projects down.
 
     Tied, and with several stages, both the first and the last stage have the embedding. Layers for
-    multi-token prediction that are trained are on the last.
+    multi-token prediction that are trained are on the last, a tower for images whole on the first.
     under_way: of 1F1B, and of interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
     """
     stages, chunks, tensor = role.pipeline_parallel, role.virtual_pipeline, role.tensor_parallel
@@ -226,6 +225,7 @@ def pipeline_stages(role: TrainConfig, shape: ModelShape) -> list[Stage]:
             for part in range(3)
         )
         cut += len(more) * 2 * shape.text.hidden_size**2
+        whole += sum(map(parameters_in, shape.towers)) if is_first else 0
         ends = shape.matrices if is_first and is_last else int(is_first or is_last)
         after = stages - rank - 1
         found.append(Stage(
@@ -260,7 +260,7 @@ def layer_parameters(shape: ModelShape, number: int) -> tuple[int, int, int]:
     if getattr(text, "kv_lora_rank", None):
         down = text.kv_lora_rank + text.qk_rope_head_dim + (text.q_lora_rank or 0)
         whole += text.hidden_size * down
-    return parameters_in(decoder_layers(shape.shell)[number]) - whole - experts, whole, experts
+    return parameters_in(shape.language_layers[number]) - whole - experts, whole, experts
 
 
 def megatron_memory(

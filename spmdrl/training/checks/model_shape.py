@@ -17,7 +17,7 @@ from spmdrl.engines.fsdp.experts import expert_modules
 from spmdrl.engines.fsdp.lora import adapter_count
 from spmdrl.engines.fsdp.model import decoder_layers
 from spmdrl.engines.fsdp.optimizers import state_bytes
-from spmdrl.hub.hf_folder import load_hf_config, meta_model
+from spmdrl.hub.hf_folder import load_hf_config, meta_model, sees_images, towers
 from spmdrl.weights.checkpoint_names import checkpoint_parts
 
 
@@ -40,6 +40,17 @@ class ModelShape:
     def text(self) -> Any:
         """The config of the language model, without that of a vision tower."""
         return self.hf.get_text_config()
+
+    @property
+    def towers(self) -> list[nn.Module]:
+        """Returns what the model has beside its language model."""
+        return towers(self.shell) if sees_images(self.hf) else []
+
+    @property
+    def language_layers(self) -> list[nn.Module]:
+        """Returns the layers of the language model."""
+        others = {module for tower in self.towers for module in tower.modules()}
+        return [layer for layer in decoder_layers(self.shell) if layer not in others]
 
     @property
     def matrices(self) -> int:
