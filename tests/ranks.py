@@ -53,12 +53,12 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])  # found from the project's root
 
 
-def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list:
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 360) -> list:
     """Calls work(topology, *args) on `world` ranks; returns the results in rank order."""
     return run_calls(world, [(work, args)], timeout_s)[0]
 
 
-def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 240) -> list[list]:
+def run_calls(world: int, calls: Iterable[Call], timeout_s: float = 360) -> list[list]:
     """Makes the calls one after the other on the same ranks; the results of each in rank order.
 
     All functions are of one module.
