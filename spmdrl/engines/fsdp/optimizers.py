@@ -123,8 +123,9 @@ class AdamW(torch.optim.AdamW):
             states = [self.state[p] for p in params]
             adamw(
                 [local(p) for p in params],
-                [local(p.grad) for p in params],
-                *([local(state[key]) for state in states] for key in MOMENTS),
+                [local(p.grad) for p in params if p.grad is not None],
+                exp_avgs=[local(state["exp_avg"]) for state in states],
+                exp_avg_sqs=[local(state["exp_avg_sq"]) for state in states],
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"] for state in states],
                 foreach=False,  # it would hold the weights' sizes once more
