@@ -193,13 +193,16 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
     """Estimator, policy loss and its aggregation."""
     name = s["algorithm.adv_estimator"]
     name = ESTIMATORS.get(name, name)
-    if name == "grpo" and s.get("algorithm.norm_adv_by_std_in_grpo") is False:
+    undivided = s.get("algorithm.norm_adv_by_std_in_grpo") is False
+    if name == "grpo" and undivided:
         name = "dr_grpo"
     t.set("algo.advantage", name, "algorithm.adv_estimator")
     if name == "remax":
         t.set("rollout.greedy_baseline", True)
     takes = {"gae": ("gamma", "lam"), "reinforce_plus_plus": ("gamma",), "remax": ("gamma",)}
     chosen = {key: s[f"algorithm.{key}"] for key in takes.get(name, ()) if f"algorithm.{key}" in s}
+    if undivided and name in ("grpo_passk", "gdpo"):
+        t.set("algo.advantage_args", {"scale": "none"}, "algorithm.norm_adv_by_std_in_grpo")
     if chosen:
         t.set("algo.advantage_args", chosen, ", ".join(f"algorithm.{key}" for key in chosen))
     loss = s.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")

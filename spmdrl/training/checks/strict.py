@@ -69,6 +69,12 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         f"strict=True does not go with algo.correction.bypass and {updates} updates a step: from "
         "the second on, the engine is compared with a policy that it was not",
     )
+    older = config.async_steps or rollout.oversample > 1 or algo.replay_steps
+    require(
+        algo.off_policy_mask_threshold is None or updates > 1 or bool(older),
+        f"algo.off_policy_mask_threshold={algo.off_policy_mask_threshold} has no effect with "
+        "strict=True and one update a step: policy and engine are equal in every bit",
+    )
     check_strict_model(hf, rollout.engine)
 
 
