@@ -101,8 +101,14 @@ class RolloutConfig:
     engine: Literal["vllm", "hf", "sglang"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1, like top_k, samples from another policy: needs algo.correction
+    # below 1, like top_k, min_p, min_tokens and repetition_penalty, samples from another policy:
+    # needs algo.correction
+    top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # tokens less likely than this times the likeliest are not drawn; 0: off
+    # logits of tokens that prompt or answer have are divided by this where they are above 0, else
+    # multiplied; 1: off
+    repetition_penalty: float = 1.0
     min_tokens: int = 0
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
@@ -489,6 +495,8 @@ class PpoConfig(RunConfig):
     eval_temperature: float = 0.0  # 0: greedy
     eval_top_p: float = 1.0
     eval_top_k: int = 0  # 0: off
+    eval_min_p: float = 0.0
+    eval_repetition_penalty: float = 1.0  # of greedy answers, too
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)

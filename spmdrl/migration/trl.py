@@ -16,6 +16,7 @@ from spmdrl.migration.config_source import Translation, setting
 from spmdrl.migration.shell import Settings, commands
 from spmdrl.migration.trl_datasets import Datasets
 from spmdrl.migration.verl import as_value
+from spmdrl.migration.verl_settings import OTHER_POLICY
 
 DEFAULTS: dict[str, Any] = {  # of TRL
     "learning_rate": 1e-6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -34,7 +35,8 @@ SAME = {
     "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
     "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p", "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p", "top_k": "rollout.top_k", "min_p": "rollout.min_p",
+    "repetition_penalty": "rollout.repetition_penalty",
     "gradient_checkpointing": "actor.activation_checkpointing",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.tensor_parallel",
@@ -242,7 +244,7 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
     t.set("algo.policy_loss", loss, "loss_type, importance_sampling_level")
     args = {
         "ppo": {"clip_low": s["epsilon"], "clip_high": high, "dual_clip": s.get("delta") or 1e9},
-        **dict.fromkeys(("gspo", "luspo"), {"clip_low": s["epsilon"], "clip_high": high}),
+        **{name: {"clip_low": s["epsilon"], "clip_high": high} for name in ("gspo", "luspo")},
         "vespo": {name: s.get(f"vespo_{name}", default) for name, default in VESPO.items()},
         "cispo": {"clip_low": 1.0, "clip_high": high - 1},
         "sapo": {"tau_pos": s.get("sapo_temperature_pos", 1.0),
@@ -281,7 +283,16 @@ def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("algo.correction.high", float(high), "vllm_importance_sampling_clip_max")
         if mode == "mask":
             t.set("algo.correction.low", float(s.get("vllm_importance_sampling_clip_min") or 1e-9))
+    elif samples_otherwise(s):
+        t.set("algo.correction.level", "token")
+        t.notes["algo.correction.level"] = OTHER_POLICY
     return [name for name in s if name.startswith("vllm_importance_sampling")]
+
+
+def samples_otherwise(s: Mapping[str, Any]) -> bool:
+    """Says whether tokens are drawn from another distribution than the model's at a temperature."""
+    off = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    return any(s.get(name) is not None and s[name] != value for name, value in off.items())
 
 
 def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:

@@ -28,6 +28,7 @@ from spmdrl.migration.verl_settings import (
     NOTES,
     OPTIM,
     OPTIMIZERS,
+    OTHER_POLICY,
     OVERLONG,
     PROGRAM,
     REF,
@@ -480,10 +481,11 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
     top_k = s.get(f"{ROLLOUT}.top_k", -1)
     t.set("rollout.top_k", max(0, top_k), f"{ROLLOUT}.top_k")
     t.set("eval_top_k", max(0, s.get(f"{ROLLOUT}.val_kwargs.top_k", -1)))
-    truncated = top_k > 0 or s.get(f"{ROLLOUT}.top_p", 1) < 1
-    if truncated and "algo.correction.level" not in t.fields:
+    penalised = s.get(f"{ROLLOUT}.repetition_penalty", 1) != 1
+    changed = top_k > 0 or s.get(f"{ROLLOUT}.top_p", 1) < 1 or penalised
+    if changed and "algo.correction.level" not in t.fields:
         t.set("algo.correction.level", "token")
-        t.notes["algo.correction.level"] = "top_p and top_k sample from another policy: corrected"
+        t.notes["algo.correction.level"] = OTHER_POLICY
     temperature = s.get(f"{ROLLOUT}.val_kwargs.temperature", 0)
     samples = s.get(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0)
     t.set("eval_temperature", float(temperature if samples else 0))

@@ -466,6 +466,7 @@ def test_the_data_set_of_flags(tmp_path: Path) -> None:
           "off_policy_mask_threshold": 0.5, "kl_bias_correction": False}),
         ({"beta": 0.01, "use_bias_correction_kl": True},
          {"kl_coef": 0.01, "kl_bias_correction": True}),
+        ({"min_p": 0.05, "repetition_penalty": 1.1}, {"correction.level": "token"}),
     ],
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
@@ -475,6 +476,8 @@ def test_newer_settings_of_trl(given: dict, fields: dict, tmp_path: Path) -> Non
     config = config_of(file)
     check_algo(config)
     assert {name: value_of(config.algo, name) for name in fields} == fields
+    rollout = {name: given[name] for name in ("min_p", "repetition_penalty") if name in given}
+    assert {name: value_of(config.rollout, name) for name in rollout} == rollout
     assert not [line for line in (tmp_path / "cfg.py").read_text().splitlines()
                 if "nothing here has this name" in line]  # fmt: skip
 
@@ -484,8 +487,10 @@ def test_estimators_of_verl_without_a_deviation(tmp_path: Path) -> None:
     file.write_text(
         "python3 -m verl.trainer.main_ppo data.train_files=t.parquet actor_rollout_ref.rollout.n=4 "
         "actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo_passk "
-        "algorithm.norm_adv_by_std_in_grpo=False"
+        "algorithm.norm_adv_by_std_in_grpo=False actor_rollout_ref.rollout.repetition_penalty=1.2"
     )
     config = config_of(file)
+    check_algo(config)
+    assert (config.rollout.repetition_penalty, config.algo.correction.level) == (1.2, "token")
     assert config.algo.advantage == "grpo_passk"
     assert config.algo.advantage_args == {"scale": "none"}

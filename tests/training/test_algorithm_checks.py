@@ -141,6 +141,8 @@ NONSENSE = [
     # corrections
     ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "algo.correction", "another policy"]),
     ({"rollout": {"top_k": 20}}, ["top_k=20", "algo.correction"]),
+    ({"rollout": {"min_p": 0.1}}, ["min_p=0.1", "another policy", "algo.correction"]),
+    ({"rollout": {"repetition_penalty": 1.1}}, ["repetition_penalty=1.1", "algo.correction"]),
     ({"rollout": {"top_p": 0.9}, "policy_loss": "reinforce",  # rejects, and weighs nothing
       "correction": CorrectionConfig(bypass=True, reject={"token_k2": 1.0})}, ["another policy"]),
     ({"correction": CorrectionConfig(high=3.0)}, ["correction.high=3.0", "no effect"]),
@@ -222,6 +224,7 @@ SENSE = [
     {"advantage": "remax", "rollout": {"greedy_baseline": True}, "roles": PER_TURN},
     {"policy_loss": "gspo", "aggregation": "seq_mean_token_mean", "loss_args": {"clip_low": 3e-4}},
     {"rollout": {"top_p": 0.9}, "correction": on()},
+    {"rollout": {"min_p": 0.1, "repetition_penalty": 1.1}, "correction": on()},
     {"rollout": {"top_k": 20}, "correction": CorrectionConfig(bypass=True)},
     {"correction": on(bypass=True), "policy_loss": "reinforce"},
     {

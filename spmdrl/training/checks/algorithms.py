@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
-from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
+from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, RolloutConfig, require
 from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
@@ -354,14 +354,15 @@ def check_correction(config: PpoConfig) -> None:
         )
     if correction.bypass:
         check_bypass(algo)
-    rollout = config.rollout
-    cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_tokens > 0
+    rollout, whole = config.rollout, RolloutConfig()
+    names = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty")
+    cuts = [f"{name}={getattr(rollout, name)}" for name in names
+            if getattr(rollout, name) != getattr(whole, name)]  # fmt: skip
     require(
-        not cut or weighs_the_engine(algo),
-        f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_tokens={rollout.min_tokens} "
-        "sample from another policy than the one that is trained: set "
+        not cuts or weighs_the_engine(algo),
+        f"rollout: {', '.join(cuts)} samples from another policy than the one that is trained: set "
         "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
-        "distribution (top_p=1, top_k=0, min_tokens=0)",
+        "distribution (top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)",
     )
 
 

@@ -40,6 +40,8 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         ("tensor_parallel", rollout.tensor_parallel, 1, "a sum over ranks has another order"),
         ("top_p", rollout.top_p, 1.0, "the trainer's policy has no cut-off"),
         ("top_k", rollout.top_k, 0, "the trainer's policy has no cut-off"),
+        ("min_p", rollout.min_p, 0.0, "the trainer's policy has no cut-off"),
+        ("repetition_penalty", rollout.repetition_penalty, 1.0, "the trainer's policy has none"),
         ("min_tokens", rollout.min_tokens, 0, "the trainer's policy may stop at any token"),
     ):
         require(
