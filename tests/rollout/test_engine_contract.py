@@ -113,7 +113,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
         SamplingParams(temperature=0.0, max_tokens=20),
         SamplingParams(temperature=1.3, min_p=0.3, max_tokens=20),
         SamplingParams(temperature=0.8, repetition_penalty=1.7, max_tokens=20),
-        SamplingParams(temperature=0.9, min_p=0.1, repetition_penalty=0.6, top_k=20, top_p=0.9),
+        SamplingParams(
+            temperature=0.9, min_p=0.1, repetition_penalty=0.6, top_k=20, top_p=0.9, max_tokens=20
+        ),
         SamplingParams(temperature=0.0, repetition_penalty=1.7, max_tokens=20),
     ],
     ids=[
