@@ -101,8 +101,14 @@ class RolloutConfig:
     engine: Literal["vllm", "hf", "sglang"] = "vllm"
     n: int = 8  # samples per prompt
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1, like top_k, samples from another policy: needs algo.correction
+    # below 1, like top_k, min_p, min_tokens and repetition_penalty, samples from another policy:
+    # needs algo.correction
+    top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # tokens less likely than this times the likeliest are not drawn; 0: off
+    # logits of tokens that prompt or answer have are divided by this where they are above 0, else
+    # multiplied; 1: off
+    repetition_penalty: float = 1.0
     min_tokens: int = 0
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
@@ -314,12 +320,16 @@ class AlgoConfig:
     kl_coef: float = 0.0  # above 0: a reference model is loaded
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
     kl_cut: float | None = None  # of k3 and k3+: a token's value is at most this; verl's is 10
+    kl_bias_correction: bool = False  # k3 in the loss is times r: its gradient is then the KL's
     kl_in: Literal["loss", "reward"] = "loss"
     kl_target: float | None = None  # adaptive: kl_coef rises above it and falls below it
     kl_horizon: int = 10_000  # samples in which an adaptive kl_coef changes by a fifth at most
     entropy_coef: float = 0.0
     entropy_target: float | None = None  # adaptive: nats per token that are not to be fallen below
     entropy_delta: float = 0.005  # change of an adaptive entropy_coef per step
+    # a sequence with an advantage below 0 whose mean log(engine / policy at hand) is above this, in
+    # nats per token, has no policy loss; None: all have. DeepSeek-V3.2
+    off_policy_mask_threshold: float | None = None
     top_entropy_fraction: float = 1.0  # of a mini-batch's tokens that have a policy loss
     positive_nll_coef: float = 0.0  # VAPO: NLL of samples with a reward above 0
     dynamic_sampling: int = 0  # DAPO: rounds at most to fill the step with unequal groups; 0: off
@@ -485,6 +495,8 @@ class PpoConfig(RunConfig):
     eval_temperature: float = 0.0  # 0: greedy
     eval_top_p: float = 1.0
     eval_top_k: int = 0  # 0: off
+    eval_min_p: float = 0.0
+    eval_repetition_penalty: float = 1.0  # of greedy answers, too
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)

@@ -105,6 +105,13 @@ def whitened(trs: list[Trajectory], rows: Rows) -> Rows:
     return out
 
 
+def whitened_samples(trs: list[Trajectory], scores: list[float]) -> Rows:
+    """W of one number per sample, over the valid samples, each of which counts once."""
+    valid = [x for x, tr in zip(scores, trs, strict=True) if tr.valid]
+    mu, sigma = mean(valid), math.sqrt(variance(valid))
+    return broadcast(trs, [(x - mu) / (sigma + 1e-8) for x in scores])
+
+
 def returns_to_go(tr: Trajectory, rewards: list[float], gamma: float) -> list[float]:
     """G_t = sum_{s>=t} gamma^(s-t) r_s, where s-t counts policy tokens."""
     out = [0.0] * len(tr.mask)
@@ -167,6 +174,12 @@ def grpo(trs: list[Trajectory]) -> Rows:
     return broadcast(trs, group_scores(trs, score))
 
 
+def grpo_over_batch(trs: list[Trajectory]) -> Rows:
+    """A = (R - mu_g) / (sigma + 1e-6), sigma over the rewards of the whole batch (2508.08221)."""
+    sigma = math.sqrt(variance([tr.reward for tr in trs if tr.valid]))
+    return [[x / (sigma + 1e-6) for x in row] for row in dr_grpo(trs)]
+
+
 def dr_grpo(trs: list[Trajectory]) -> Rows:
     """A = R - mu_g (Dr. GRPO, 2503.20783)."""
 
@@ -176,10 +189,10 @@ def dr_grpo(trs: list[Trajectory]) -> Rows:
     return broadcast(trs, group_scores(trs, score))
 
 
-def grpo_passk(trs: list[Trajectory]) -> Rows:
+def grpo_passk(trs: list[Trajectory], divide: bool = True) -> Rows:
     """A of the best sample (first of ties) = (R_1 - R_2) / (sigma_g + 1e-6), others 0.
 
-    2505.15201 family.
+    2505.15201 family. divide: by the standard deviation.
     """
 
     def score(i: int, members: list[int]) -> float:
@@ -188,30 +201,30 @@ def grpo_passk(trs: list[Trajectory]) -> Rows:
         if i != best:
             return 0.0
         first, second = sorted(rewards, reverse=True)[:2]
-        return (first - second) / (math.sqrt(variance(rewards)) + 1e-6)
+        return (first - second) / (math.sqrt(variance(rewards)) + 1e-6 if divide else 1.0)
 
     return broadcast(trs, group_scores(trs, score))
 
 
-def gdpo(trs: list[Trajectory], weights: dict[str, float], over: str = "tokens") -> Rows:
+def gdpo(
+    trs: list[Trajectory], weights: dict[str, float], over: str = "tokens", divide: bool = True
+) -> Rows:
     """A = W(sum_k w_k (R_k - mu_gk) / (sigma_gk + 1e-6)): each reward key normalised alone.
 
-    over: "samples": W is over the valid samples, each of which counts once.
+    over: "samples": W is over the valid samples, each of which counts once. divide: by sigma_gk.
     """
 
     def score(i: int, members: list[int]) -> float:
         out = 0.0
         for key, weight in weights.items():
             rewards = [trs[j].keys[key] for j in members]
-            sigma = math.sqrt(variance(rewards))
-            out += weight * (trs[i].keys[key] - mean(rewards)) / (sigma + 1e-6)
+            sigma = math.sqrt(variance(rewards)) + 1e-6 if divide else 1.0
+            out += weight * (trs[i].keys[key] - mean(rewards)) / sigma
         return out
 
     scores = group_scores(trs, score)
     if over == "samples":
-        valid = [x for x, tr in zip(scores, trs, strict=True) if tr.valid]
-        mu, sigma = mean(valid), math.sqrt(variance(valid))
-        return broadcast(trs, [(x - mu) / (sigma + 1e-8) for x in scores])
+        return whitened_samples(trs, scores)
     return whitened(trs, broadcast(trs, scores))
 
 
@@ -240,13 +253,17 @@ def remax(trs: list[Trajectory], gamma: float) -> Rows:
     return out
 
 
-def rloo(trs: list[Trajectory]) -> Rows:
-    """A = R - mean of the others' R = n/(n-1) (R - mu_g) (RLOO, 2402.14740)."""
+def rloo(trs: list[Trajectory], normalize: bool = False) -> Rows:
+    """A = R - mean of the others' R = n/(n-1) (R - mu_g) (RLOO, 2402.14740).
+
+    normalize: W of these over the batch's valid samples (TRL's RLOOTrainer).
+    """
 
     def score(i: int, members: list[int]) -> float:
         return trs[i].reward - mean(trs[j].reward for j in members if j != i)
 
-    return broadcast(trs, group_scores(trs, score))
+    scores = group_scores(trs, score)
+    return whitened_samples(trs, scores) if normalize else broadcast(trs, scores)
 
 
 def opo(trs: list[Trajectory]) -> Rows:
@@ -464,6 +481,43 @@ def sapo_loss(
         tau = tau_pos if adv[i][t] > 0 else tau_neg
         gate = 1.0 / (1.0 + torch.exp(-tau * (ratio(new, trs, i, t) - 1.0)))
         return -adv[i][t] * gate * 4.0 / tau
+
+    return on_tokens(trs, loss)
+
+
+def luspo(
+    new: LossRows, trs: list[Trajectory], adv: Rows, clip_low: float, clip_high: float
+) -> Tensor:
+    """Mean over sequences of |o| max(-A s, -A clip(s, 1-low, 1+high)), s = exp(mean_t log r_t).
+
+    |o| is the number of the sequence's tokens; one without any is not counted (2602.05261).
+    """
+    terms = []
+    for i, tr in enumerate(trs):
+        logs = log_ratios(new, trs, i)
+        if logs:
+            s = torch.exp(total(logs) / len(logs))
+            a = adv[i][policy_tokens(tr)[0]]
+            terms.append(len(logs) * clipped_pair(s, a, clip_low, clip_high))
+    return total(terms) / len(terms)
+
+
+def vespo_loss(
+    new: LossRows, trs: list[Trajectory], adv: Rows, k: tuple[float, float],
+    decay: tuple[float, float],
+) -> LossRows:  # fmt: skip
+    """-sg[W^k e^(lambda (1 - W))] A log pi, W = prod_t r_t of the sequence (VESPO, 2602.10693).
+
+    k, decay: (of A >= 0, of A < 0); decay is lambda.
+    """
+
+    def loss(i: int, t: int) -> Tensor:
+        w = 1.0
+        for x in log_ratios(new, trs, i):
+            w *= math.exp(x.item())
+        sign = 0 if adv[i][t] >= 0 else 1
+        phi = w ** k[sign] * math.exp(decay[sign] * (1.0 - w))
+        return -phi * adv[i][t] * new[i][t]
 
     return on_tokens(trs, loss)
 
@@ -738,6 +792,19 @@ def top_entropy_mask(entropies: Rows, trs: list[Trajectory], fraction: float) ->
 def mismatch(tr: Trajectory) -> list[float]:
     """log rho_t = trainer - rollout logprob of the policy tokens."""
     return [tr.logprobs[t] - tr.rollout[t] for t in policy_tokens(tr)]
+
+
+def off_policy_masked(
+    new: Rows, trs: list[Trajectory], adv: Rows, threshold: float
+) -> list[list[bool]]:
+    """True where A < 0 and mean_t log(pi_rollout / pi_new) > threshold (DeepSeek-V3.2,
+    2512.02556)."""
+    out = [[False] * len(tr.mask) for tr in trs]
+    for i, tr in enumerate(trs):
+        drift = mean(tr.rollout[t] - new[i][t] for t in policy_tokens(tr))
+        for t in policy_tokens(tr):
+            out[i][t] = adv[i][t] < 0 and drift > threshold
+    return out
 
 
 def rho_of(tr: Trajectory, level: str) -> list[float]:

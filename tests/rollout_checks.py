@@ -85,12 +85,18 @@ def some_requests(n: int, longest: int = 9) -> list[Request]:
 def forward_logprobs(
     model: Any, request: Request, completion: Completion, params: SamplingParams
 ) -> torch.Tensor:
-    """One token after the other, with the definitions of top-k and top-p spelt out."""
+    """One token after the other, with the definitions of every kind of cut spelt out."""
     ids = torch.tensor([request.prompt_ids + completion.token_ids])
-    logits = model(input_ids=ids).logits[0].float() / (params.temperature or 1.0)
+    logits = model(input_ids=ids).logits[0].float()
     result = []
     for t, token in enumerate(completion.token_ids, start=len(request.prompt_ids) - 1):
+        for had in {*ids[0, : t + 1].tolist()}:
+            above = logits[t, had] > 0
+            logits[t, had] *= params.repetition_penalty ** (-1 if above else 1)
+        logits[t] /= params.temperature or 1.0
         order = logits[t].argsort(descending=True)
+        chances = logits[t][order].softmax(-1)
+        order = order[chances >= params.min_p * chances[0]]
         kept = order[: params.top_k] if params.top_k else order
         probs = logits[t][kept].softmax(-1)
         enough = int((probs.cumsum(-1) < params.top_p).sum()) + 1  # the first set that reaches it

@@ -104,7 +104,8 @@ def by_role() -> dict[str, set[str]]:
     megatron = keys_of("engines/megatron/engine.py", "MegatronEngine.update") - {"loss_sum", "<>"}
     mtp = (megatron | {"mtp_grad_norm"}) - every
     objectives, pair = "algo/objectives.py", keys_of("algo/preference.py", "pair_terms")
-    around = keys_of(objectives, "policy_objective", "rollout_difference", "tokens_above_cut")
+    parts = ("policy_objective", "rollout_difference", "tokens_above_cut", "near_policy")
+    around = keys_of(objectives, *parts)
     return {
         "actor": every | mtp | around | keys_of("algo/losses.py") | {"<>"},
         "critic": every | keys_of(objectives, "value_objective"),

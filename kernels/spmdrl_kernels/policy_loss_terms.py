@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-ALIASES = {"vanilla": "ppo", "gpg": "reinforce"}
+ALIASES = {"vanilla": "ppo", "luspo": "gspo", "gpg": "reinforce"}
 # the constants of each loss, by the names of its options
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "ppo": ("clip_low", "clip_high", "dual_clip"), "gspo": ("clip_low", "clip_high"),

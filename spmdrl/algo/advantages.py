@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from spmdrl_kernels import scan
@@ -27,7 +27,7 @@ from spmdrl.algo.options import Positive, UnitInterval, given_options, option_va
 from spmdrl.config import AlgoConfig
 from spmdrl.types import lengths_to_cu_seqlens, segment_expand, segment_sum
 
-EPS = 1e-6  # beside a group's standard deviation
+EPS = 1e-6  # beside the standard deviation of a group or of the step
 PRIME_BETA = 0.05  # of the implicit process reward
 NO_KEYS: Mapping[str, float] = MappingProxyType({})
 
@@ -75,9 +75,13 @@ class Tokens:
 # ---- outcomes
 
 
-def grpo(o: Outcomes) -> Tensor:
-    """(R - mu_g) / (sigma_g + 1e-6). Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2."""
-    return normalised(o.scores, o)
+def grpo(o: Outcomes, *, scale: Literal["group", "batch"] = "group") -> Tensor:
+    """(R - mu_g) / (sigma_g + 1e-6). Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+
+    With scale "batch" sigma is that of all rewards of the step. Source: arXiv 2508.08221; without a
+    sigma it is `dr_grpo`.
+    """
+    return centred(o.scores, o) / divisor(o.scores, o, scale)
 
 
 def dr_grpo(o: Outcomes) -> Tensor:
@@ -85,11 +89,11 @@ def dr_grpo(o: Outcomes) -> Tensor:
     return centred(o.scores, o)
 
 
-def grpo_passk(o: Outcomes) -> Tensor:
+def grpo_passk(o: Outcomes, *, scale: Literal["group", "none"] = "group") -> Tensor:
     """(R_1 - R_2) / (sigma_g + 1e-6) for the best sample of a group, 0 for the others.
 
-    Of equally good ones none has an advantage over the next. Source: arXiv 2503.19595; see also
-    PKPO, arXiv 2505.15201.
+    Of equally good ones none has an advantage over the next. With scale "none" nothing is divided.
+    Source: arXiv 2503.19595; see also PKPO, arXiv 2505.15201.
     """
     slots, count = group_slots(o)
     best, second = torch.full((2, len(count)), -torch.inf, dtype=torch.float64)
@@ -100,23 +104,32 @@ def grpo_passk(o: Outcomes) -> Tensor:
     others = torch.where(is_best, -torch.inf, ranked)
     second = torch.where(several, best, second.scatter_reduce(0, slots, others, "amax"))
     lead = torch.where(count > 1, best - second, 0.0)[slots]
-    return torch.where(is_best & (count[slots] > 1), lead / (group_std(o.scores, o) + EPS), 0.0)
+    return torch.where(is_best & (count[slots] > 1), lead / divisor(o.scores, o, scale), 0.0)
 
 
-def gdpo(o: Outcomes, *, reward_keys: Mapping[str, float] = NO_KEYS) -> Tensor:
+def gdpo(
+    o: Outcomes, *,
+    reward_keys: Mapping[str, float] = NO_KEYS, scale: Literal["group", "none"] = "group",
+) -> Tensor:  # fmt: skip
     """sum_k weight_k GRPO(reward key k); then whitened. Source: GDPO, arXiv 2601.05242.
 
-    reward_keys: what the reward function returns -> weight, in the order of reward_components.
+    reward_keys: what the reward function returns -> weight, in the order of reward_components. With
+    scale "none" a key's values are less their mean, and not divided.
     """
-    parts = [
-        w * normalised(o.reward_components[:, k], o) for k, w in enumerate(reward_keys.values())
-    ]
-    return torch.stack(parts).sum(0)
+    keys = zip(reward_keys.values(), o.reward_components.unbind(1), strict=True)
+    return torch.stack([w * centred(x, o) / divisor(x, o, scale) for w, x in keys]).sum(0)
 
 
-def rloo(o: Outcomes) -> Tensor:
-    """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740."""
-    return leave_one_out(o.scores, o)
+def rloo(o: Outcomes, *, normalize: bool = False) -> Tensor:
+    """R - mean of the others' R = n / (n - 1) (R - mu_g). Source: arXiv 2402.14740.
+
+    normalize: then less their mean and divided by their standard deviation, over the step's valid
+    samples. Source: TRL's RLOOTrainer, normalize_advantages.
+    """
+    advantages = leave_one_out(o.scores, o)
+    if not normalize:
+        return advantages
+    return whiten(advantages, o.valid, token_moments(advantages, o.valid))
 
 
 def opo(o: Outcomes) -> Tensor:
@@ -307,8 +320,17 @@ def group_std(x: Tensor, o: Outcomes) -> Tensor:
     return (group_sum(centred(x, o) ** 2, o) / degrees).sqrt()
 
 
-def normalised(x: Tensor, o: Outcomes) -> Tensor:
-    return centred(x, o) / (group_std(x, o) + EPS)
+def batch_std(x: Tensor, o: Outcomes) -> Tensor:
+    """() unbiased standard deviation of x over all valid samples of the step."""
+    kept = x[o.valid > 0]
+    return kept.std() if len(kept) > 1 else x.new_zeros(())
+
+
+def divisor(x: Tensor, o: Outcomes, scale: str) -> Tensor:
+    """(n,) or (): what advantages are divided by; 1 where scale is "none"."""
+    if scale == "none":
+        return x.new_ones(())
+    return (group_std(x, o) if scale == "group" else batch_std(x, o)) + EPS
 
 
 def leave_one_out(x: Tensor, o: Outcomes) -> Tensor:

@@ -102,6 +102,18 @@ def rejection_keep(
     return keep
 
 
+def off_policy_keep(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, seq_lens: Tensor, threshold: float
+) -> Tensor:
+    """(num_tokens,): 0 where A < 0 and the sequence's mean of -log rho is above the threshold.
+
+    log_ratio: of the policy at hand, so that its own updates count. Source: DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1 (off-policy sequence masking).
+    """
+    far = -geometric(log_ratio, mask, seq_lens) > threshold
+    return 1 - ((advantages < 0) & far).to(log_ratio.dtype)
+
+
 TESTS = {
     "token_k1": ("token", "k1"), "token_k2": ("token", "k2"), "token_k3": ("token", "k3"),
     "seq_sum_k1": ("sum", "k1"), "seq_sum_k2": ("sum", "k2"), "seq_sum_k3": ("sum", "k3"),

@@ -56,6 +56,8 @@ def gspo(
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean_t log r) with the token's gradient.
 
     s_t = stopgrad(s) pi / stopgrad(pi). Source: GSPO-token, arXiv 2507.18071, eq. 13 and 14.
+    `luspo` is this loss summed over the tokens, so that a sequence's term is its length times that
+    of GSPO. Source: arXiv 2602.05261.
     """
     mean = sequence_mean(logprobs - old_logprobs, mb).detach()
     ratio = bounded_exp(mean + logprobs - logprobs.detach())
@@ -87,6 +89,28 @@ def sapo(
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (ratio_of(logprobs, old_logprobs) - 1)) * 4 / tau
     return -advantages * gate, {}
+
+
+def vespo(
+    logprobs: Tensor, old_logprobs: Tensor, mb: Batch, *,
+    k_pos: Positive = 2.0, lambda_pos: Positive = 3.0,
+    k_neg: Positive = 3.0, lambda_neg: Positive = 2.0,
+) -> Loss:  # fmt: skip
+    """-stopgrad(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the sequence's product of r.
+
+    k and lambda are k_pos and lambda_pos where A >= 0, else k_neg and lambda_neg. The paper's W is
+    to the policy that sampled: that is correction.bypass. Source: VESPO, arXiv 2602.10693, section
+    3.4, with the constants of its code (github.com/FloyedShen/VESPO) and of TRL.
+    """
+    advantages, log_ratio = advantages_of(mb), (logprobs - old_logprobs).detach().clamp(-20, 20)
+    of_sequence = segment_sum(log_ratio * trained_mask(mb), mb.seq_lens).clamp(-20, 20)
+    log_weight = segment_expand(of_sequence, mb.seq_lens)
+    excess = 1 - log_weight.exp()
+    of_good, of_bad = (
+        k * log_weight + decay * excess for k, decay in ((k_pos, lambda_pos), (k_neg, lambda_neg))
+    )
+    phi = torch.where(advantages >= 0, of_good, of_bad).exp()
+    return -phi * advantages * logprobs, {"vespo_weight": phi}
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, mb: Batch) -> Loss:
@@ -350,8 +374,10 @@ POLICY_LOSSES = {
     "ppo": PolicyLoss(ppo),
     "vanilla": PolicyLoss(ppo),
     "gspo": PolicyLoss(gspo, aggregation="seq_mean_token_mean"),
+    "luspo": PolicyLoss(gspo, aggregation="seq_mean_token_sum"),
     "cispo": PolicyLoss(cispo),
     "sapo": PolicyLoss(sapo, aggregation="seq_mean_token_mean"),
+    "vespo": PolicyLoss(vespo),
     "gpg": PolicyLoss(reinforce, has_ratio=False),
     "clip_cov": PolicyLoss(clip_cov, selects="drawn"),
     "kl_cov": PolicyLoss(kl_cov, selects="highest"),

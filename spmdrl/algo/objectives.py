@@ -20,10 +20,18 @@ from spmdrl.algo.correction import (
     MISMATCH_SUMS,
     correction_weights,
     mismatch_sums,
+    off_policy_keep,
     rejection_keep,
 )
 from spmdrl.algo.kl import ESTIMATORS, above_cut, k1, k3, with_gradient_of_k2
-from spmdrl.algo.losses import loss_of, loss_options, policy_loss_of, value_loss
+from spmdrl.algo.losses import (
+    advantages_of,
+    loss_of,
+    loss_options,
+    policy_loss_of,
+    ratio_of,
+    value_loss,
+)
 from spmdrl.config import AlgoConfig
 from spmdrl.types import Batch, segment_expand, segment_sum, to_device
 
@@ -38,7 +46,7 @@ def policy_objective(
     kl_coef = algo.kl_coef if kl_coef is None else kl_coef
     entropy_coef = algo.entropy_coef if entropy_coef is None else entropy_coef
     token_loss = policy_loss_of(algo)
-    kl = kl_estimator_of(algo)
+    kl = kl_in_loss(algo)
     terms = kernel_terms(algo, kl_coef, entropy_coef)
     in_update = corrects_in_update(algo)
 
@@ -50,16 +58,18 @@ def policy_objective(
             mb, weights, log_ratio = with_correction(logprobs.detach(), mb, algo)
             if in_update:
                 further |= mismatch_of(log_ratio, weights, mb)
+        near, counted = near_policy(logprobs.detach(), mb, algo)
+        factors, further = product(weights, near), further | counted
         if terms is not None:  # on a GPU the rest is one pass over memory
-            inputs = kernel_inputs(mb, weights)
+            inputs = kernel_inputs(mb, factors)
             if policy_loss.fits(logprobs, entropy, inputs):
                 loss, sums = policy_loss.policy_loss(logprobs, entropy, inputs, terms)
                 return loss, sums | further
         losses, metrics = token_loss(logprobs, old, mb)
-        losses = losses if weights is None else losses * weights
+        losses = losses if factors is None else losses * factors
         if kl_coef and algo.kl_in == "loss":
             assert mb.ref_logprobs is not None
-            losses = losses + kl_coef * kl(logprobs, mb.ref_logprobs)
+            losses = losses + kl_coef * kl(logprobs, old, mb.ref_logprobs)
         if entropy_coef:
             losses = losses - entropy_coef * entropy
         assert mb.loss_weights is not None
@@ -72,7 +82,7 @@ def policy_objective(
             ours = logprobs.detach() if algo.correction.bypass else old
             metrics |= rollout_difference(ours, mb.rollout_logprobs)
             if mb.ref_logprobs is not None:
-                metrics["ref_kl"] = kl(logprobs, mb.ref_logprobs)
+                metrics["ref_kl"] = kl(logprobs, old, mb.ref_logprobs)
             if algo.correction.bypass and mb.kept_mask is not None and weights is not None:
                 metrics |= {"rejected": 1 - mb.kept_mask, "correction_weight": weights}
             sums = {name: over_tokens(name, value, mb.loss_mask) for name, value in metrics.items()}
@@ -85,9 +95,12 @@ def policy_objective(
 
 def kernel_terms(algo: AlgoConfig, kl_coef: float, entropy_coef: float) -> Terms | None:
     """Returns what spmdrl_kernels.policy_loss is asked for; None where it does not do it: a loss
-    that it has not got, a function of the user's, a KL that is cut.
+    that it has not got, a function of the user's, a KL that is cut or times r, and a mask beside
+    the weight of a bypass, which is logged without it.
     """
-    if algo.kl_cut is not None:
+    if algo.kl_cut is not None or algo.kl_bias_correction:
+        return None
+    if algo.off_policy_mask_threshold is not None and algo.correction.bypass:
         return None
     if not isinstance(algo.policy_loss, str) or not isinstance(algo.kl_estimator, str):
         return None
@@ -177,6 +190,45 @@ def kl_estimator_of(algo: AlgoConfig) -> Callable[[Tensor, Tensor], Tensor]:
         plain = partial(k3, cut=algo.kl_cut)
         return partial(with_gradient_of_k2, plain) if chosen == "k3+" else plain
     return ESTIMATORS[chosen] if isinstance(chosen, str) else chosen
+
+
+def kl_in_loss(algo: AlgoConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns f(logprobs, old_logprobs, ref_logprobs) -> (num_tokens,), the KL of the loss.
+
+    With kl_bias_correction it is times r, with the gradient of r: over samples of the old policy
+    its expectation is then KL(policy || reference), and its gradient that of this KL. Source:
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1 (unbiased KL estimate).
+    """
+    estimator = kl_estimator_of(algo)
+
+    def kl(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        value = estimator(logprobs, ref_logprobs)
+        return value * ratio_of(logprobs, old_logprobs) if algo.kl_bias_correction else value
+
+    return kl
+
+
+def near_policy(
+    logprobs: Tensor, mb: Batch, algo: AlgoConfig
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """(num_tokens,) 0 where off_policy_mask_threshold masks, and how many that are; None: nowhere.
+
+    logprobs: of the policy at hand.
+    """
+    if algo.off_policy_mask_threshold is None:
+        return None, {}
+    log_ratio = (logprobs - mb.rollout_logprobs) * mb.loss_mask
+    near = off_policy_keep(
+        log_ratio, advantages_of(mb), mb.loss_mask, mb.seq_lens, algo.off_policy_mask_threshold
+    )
+    return near, {"off_policy_masked": over_tokens("off_policy_masked", 1 - near, mb.loss_mask)}
+
+
+def product(weights: Tensor | None, factors: Tensor | None) -> Tensor | None:
+    """The product of both, where None is 1."""
+    if weights is None or factors is None:
+        return factors if weights is None else weights
+    return weights * factors
 
 
 def tokens_above_cut(logprobs: Tensor, mb: Batch, algo: AlgoConfig) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ takes the seconds that torch takes.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -55,10 +56,17 @@ def values_in(tree: ast.Module) -> dict[str, ast.expr]:
     }
 
 
+def kind_text(annotation: ast.expr) -> str:
+    """Returns the source of an annotation, of Literal["a", "b"] the text "one of 'a', 'b'"."""
+    text = ast.unparse(annotation)
+    literal = re.fullmatch(r"Literal\[(.*)\]", text)
+    return text if literal is None else f"one of {literal[1]}"
+
+
 def option_text(option: ast.arg, default: ast.expr | None, values: dict[str, ast.expr]) -> str:
     """Returns "tau_pos: float = 1.0 (above 0)"."""
     assert option.annotation is not None
-    text, limits = ast.unparse(option.annotation), ""
+    text, limits = kind_text(option.annotation), ""
     for node in ast.walk(option.annotation):
         kinds = get_args(getattr(options, node.id, None)) if isinstance(node, ast.Name) else ()
         if isinstance(node, ast.Name) and kinds and isinstance(kinds[1], Range):

@@ -45,6 +45,7 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
         run_dir=f"{config.run_dir}_{name}",
         rewards=replace(config.rewards, per_turn=False), eval_samples=known.samples,
         eval_temperature=known.temperature, eval_top_p=known.top_p, eval_top_k=0,
+        eval_min_p=0.0, eval_repetition_penalty=1.0,
         tools=(), environment=None, multi_turn=MultiTurnConfig(),
         rollout=replace(
             config.rollout, max_tokens=known.max_tokens, min_tokens=0, stop=(), stop_token_ids=(),

@@ -16,6 +16,7 @@ from spmdrl.migration.config_source import Translation, setting
 from spmdrl.migration.shell import Settings, commands
 from spmdrl.migration.trl_datasets import Datasets
 from spmdrl.migration.verl import as_value
+from spmdrl.migration.verl_settings import OTHER_POLICY
 
 DEFAULTS: dict[str, Any] = {  # of TRL
     "learning_rate": 1e-6, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -34,11 +35,13 @@ SAME = {
     "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
     "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p", "top_k": "rollout.top_k",
+    "top_p": "rollout.top_p", "top_k": "rollout.top_k", "min_p": "rollout.min_p",
+    "repetition_penalty": "rollout.repetition_penalty",
     "gradient_checkpointing": "actor.activation_checkpointing",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.tensor_parallel",
     "vllm_enable_sleep_mode": "rollout.sleep", "top_entropy_quantile": "algo.top_entropy_fraction",
+    "off_policy_mask_threshold": "algo.off_policy_mask_threshold",
     "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
@@ -60,7 +63,9 @@ ALWAYS = {
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig")
 LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
-          "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None}  # fmt: skip
+          "dr_grpo": "seq_mean_token_sum_norm", "cispo": "token_mean", "sapo": None,
+          "luspo": None, "vespo": "token_mean"}  # fmt: skip
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 FLAGS = {f"--{name}" for name in (  # that only GRPO has
     "num_generations", "max_completion_length", "num_iterations", "loss_type", "epsilon_high",
     "scale_rewards", "reward_funcs", "vllm_mode",
@@ -229,17 +234,18 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
     scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
     t.set("algo.advantage", "dr_grpo" if scale == "none" else "grpo", "scale_rewards")
     if scale == "batch":
-        t.notes["scale_rewards='batch'"] = "advantages are divided by the deviation of their group"
+        t.set("algo.advantage_args", {"scale": "batch"}, "scale_rewards")
     kind, high = s["loss_type"], s.get("epsilon_high") or s["epsilon"]
     if kind not in LOSSES:
         t.notes[setting("loss_type", repr(kind))] = "no counterpart; the loss of dapo is taken"
-    loss = kind if kind in ("cispo", "sapo") else "ppo"
+    loss = kind if kind in ("cispo", "sapo", "luspo", "vespo") else "ppo"
     if s["importance_sampling_level"] == "sequence" and loss == "ppo":
         loss = "gspo"
     t.set("algo.policy_loss", loss, "loss_type, importance_sampling_level")
     args = {
         "ppo": {"clip_low": s["epsilon"], "clip_high": high, "dual_clip": s.get("delta") or 1e9},
-        "gspo": {"clip_low": s["epsilon"], "clip_high": high},
+        **{name: {"clip_low": s["epsilon"], "clip_high": high} for name in ("gspo", "luspo")},
+        "vespo": {name: s.get(f"vespo_{name}", default) for name, default in VESPO.items()},
         "cispo": {"clip_low": 1.0, "clip_high": high - 1},
         "sapo": {"tau_pos": s.get("sapo_temperature_pos", 1.0),
                  "tau_neg": s.get("sapo_temperature_neg", 1.05)},
@@ -252,17 +258,23 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("algo.seq_mean_over", "all")
     if s["beta"]:
         t.set("algo.kl_coef", s["beta"], "beta")
+        if s.get("use_bias_correction_kl"):
+            t.set("algo.kl_bias_correction", True, "use_bias_correction_kl")
     if s.get("mask_truncated_completions"):
         t.notes["mask_truncated_completions"] = (
             "a reward function that takes finish_reason returns None where it is 'length'"
         )
     return ["scale_rewards", "loss_type", "epsilon", "epsilon_high", "delta", "beta",
             "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
-            "mask_truncated_completions"]  # fmt: skip
+            *(f"vespo_{name}" for name in VESPO),
+            "mask_truncated_completions", "use_bias_correction_kl"]  # fmt: skip
 
 
 def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
     """The importance sampling that TRL does with vLLM unless it is turned off."""
+    if s["loss_type"] == "vespo":  # its weight is the sequence's ratio to the policy that sampled
+        t.set("algo.correction.bypass", True, "loss_type")
+        return [name for name in s if name.startswith("vllm_importance_sampling")]
     if s["use_vllm"] and s["vllm_importance_sampling_correction"]:
         level, _, mode = s["vllm_importance_sampling_mode"].partition("_")
         t.set("algo.correction.level", level, "vllm_importance_sampling_mode")
@@ -271,7 +283,16 @@ def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
         t.set("algo.correction.high", float(high), "vllm_importance_sampling_clip_max")
         if mode == "mask":
             t.set("algo.correction.low", float(s.get("vllm_importance_sampling_clip_min") or 1e-9))
+    elif samples_otherwise(s):
+        t.set("algo.correction.level", "token")
+        t.notes["algo.correction.level"] = OTHER_POLICY
     return [name for name in s if name.startswith("vllm_importance_sampling")]
+
+
+def samples_otherwise(s: Mapping[str, Any]) -> bool:
+    """Says whether tokens are drawn from another distribution than the model's at a temperature."""
+    off = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    return any(s.get(name) is not None and s[name] != value for name, value in off.items())
 
 
 def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:

@@ -28,6 +28,7 @@ from spmdrl.migration.verl_settings import (
     NOTES,
     OPTIM,
     OPTIMIZERS,
+    OTHER_POLICY,
     OVERLONG,
     PROGRAM,
     REF,
@@ -193,13 +194,16 @@ def objective(s: Mapping[str, Any], t: Translation) -> list[str]:
     """Estimator, policy loss and its aggregation."""
     name = s["algorithm.adv_estimator"]
     name = ESTIMATORS.get(name, name)
-    if name == "grpo" and s.get("algorithm.norm_adv_by_std_in_grpo") is False:
+    undivided = s.get("algorithm.norm_adv_by_std_in_grpo") is False
+    if name == "grpo" and undivided:
         name = "dr_grpo"
     t.set("algo.advantage", name, "algorithm.adv_estimator")
     if name == "remax":
         t.set("rollout.greedy_baseline", True)
     takes = {"gae": ("gamma", "lam"), "reinforce_plus_plus": ("gamma",), "remax": ("gamma",)}
     chosen = {key: s[f"algorithm.{key}"] for key in takes.get(name, ()) if f"algorithm.{key}" in s}
+    if undivided and name in ("grpo_passk", "gdpo"):
+        t.set("algo.advantage_args", {"scale": "none"}, "algorithm.norm_adv_by_std_in_grpo")
     if chosen:
         t.set("algo.advantage_args", chosen, ", ".join(f"algorithm.{key}" for key in chosen))
     loss = s.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
@@ -477,10 +481,11 @@ def rollout(s: Mapping[str, Any], t: Translation) -> list[str]:
     top_k = s.get(f"{ROLLOUT}.top_k", -1)
     t.set("rollout.top_k", max(0, top_k), f"{ROLLOUT}.top_k")
     t.set("eval_top_k", max(0, s.get(f"{ROLLOUT}.val_kwargs.top_k", -1)))
-    truncated = top_k > 0 or s.get(f"{ROLLOUT}.top_p", 1) < 1
-    if truncated and "algo.correction.level" not in t.fields:
+    penalised = s.get(f"{ROLLOUT}.repetition_penalty", 1) != 1
+    changed = top_k > 0 or s.get(f"{ROLLOUT}.top_p", 1) < 1 or penalised
+    if changed and "algo.correction.level" not in t.fields:
         t.set("algo.correction.level", "token")
-        t.notes["algo.correction.level"] = "top_p and top_k sample from another policy: corrected"
+        t.notes["algo.correction.level"] = OTHER_POLICY
     temperature = s.get(f"{ROLLOUT}.val_kwargs.temperature", 0)
     samples = s.get(f"{ROLLOUT}.val_kwargs.do_sample", temperature > 0)
     t.set("eval_temperature", float(temperature if samples else 0))

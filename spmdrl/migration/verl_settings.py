@@ -37,6 +37,7 @@ SAME = {
     f"{ROLLOUT}.n": "rollout.n",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
+    f"{ROLLOUT}.repetition_penalty": "rollout.repetition_penalty",
     f"{ROLLOUT}.dtype": "rollout.dtype",
     f"{ROLLOUT}.ignore_eos": "rollout.ignore_eos",
     f"{ROLLOUT}.enforce_eager": "rollout.enforce_eager",
@@ -163,6 +164,7 @@ NOTES = {  # what to do about settings, by the beginning of their names
 }  # fmt: skip
 PROGRAM = re.compile(r"[\w./]*(?:verl\.|main_)[\w./]*")  # of verl, as a module or as a file
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+OTHER_POLICY = "top_p, top_k and the like sample from another policy: corrected"
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 OVERLONG = re.compile(
     r"(?:reward_model|reward)\.(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(\w+)"

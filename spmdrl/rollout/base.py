@@ -21,7 +21,9 @@ NOT_CHOSEN = -1  # in place of a policy version: a token that a tool or an envir
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The way in which tokens are drawn. temperature 0 is greedy; top_k 0 and top_p 1 mean off."""
+    """The way in which tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 mean off.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,6 +33,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ class Request:
 class Completion:
     """A whole answer, with what it was begun with; one entry per token.
 
-    `logprobs` are of the distribution sampled from: after temperature, top-k and top-p; 0 where
-    the token was not chosen.
+    `logprobs` are of the distribution sampled from: after repetition penalty, temperature, min-p,
+    top-k and top-p; 0 where the token was not chosen.
     """
 
     token_ids: list[int]  # the stop token, if one ended it, is included

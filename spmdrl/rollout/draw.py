@@ -6,8 +6,11 @@ another distribution than the one that it draws from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
+import torch
 from torch import Tensor
 
 from spmdrl.rollout.base import SamplingParams
@@ -35,16 +38,38 @@ def draw(
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
+def penalise(logits: Tensor, sequences: Sequence[Iterable[int]], penalty: float) -> None:
+    """Makes tokens that a row has had less likely, with a penalty above 1: their logits are divided
+    by it where they are above 0, else multiplied. Changed in place.
+
+    logits: (num_rows, vocab); sequences: the tokens of prompt and answer of each row. Source: CTRL,
+    arXiv 1909.05858, section 4.1, with the division of negative logits that vLLM and transformers
+    make a product.
+    """
+    if penalty == 1:
+        return
+    had = [sorted(set(sequence)) for sequence in sequences]
+    lengths = torch.tensor([len(tokens) for tokens in had], device=logits.device)
+    rows = torch.repeat_interleave(torch.arange(len(had), device=logits.device), lengths)
+    tokens = torch.tensor(list(chain(*had)), dtype=torch.int64, device=logits.device)
+    values = logits[rows, tokens]
+    logits[rows, tokens] = torch.where(values > 0, values / penalty, values * penalty)
+
+
 def processed_logprobs(
     logits: Tensor, params: SamplingParams, log_softmax: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The distribution sampled from: temperature, then top-k, then top-p of what is left.
+    """The distribution sampled from: temperature, min-p, top-k, and top-p of what is left.
 
-    logits: (num_rows, vocab) float32. Greedy: the model's own distribution.
+    logits: (num_rows, vocab) float32, after `penalise`. Greedy: the distribution of these logits.
+    min-p: tokens whose probability is below min_p times the largest are left out; arXiv 2407.01082.
     """
     if params.temperature == 0:
         return log_softmax(logits)
     logits = logits / params.temperature
+    if params.min_p > 0:
+        least = logits.amax(-1, keepdim=True) + math.log(params.min_p)
+        logits = logits.masked_fill(logits < least, float("-inf"))
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))

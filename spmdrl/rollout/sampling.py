@@ -49,12 +49,15 @@ def training_params(config: RolloutConfig) -> SamplingParams:
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
         ignore_eos=config.ignore_eos,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
     )
 
 
 def greedy_params(config: RolloutConfig) -> SamplingParams:
     """Returns the same stops and lengths, with the most likely token each time."""
-    return replace(training_params(config), temperature=0.0, top_p=1.0, top_k=0)
+    own = training_params(config)
+    return replace(own, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
 
 def evaluation_params(config: PpoConfig) -> SamplingParams:
@@ -66,6 +69,8 @@ def evaluation_params(config: PpoConfig) -> SamplingParams:
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,
         top_k=config.eval_top_k,
+        min_p=config.eval_min_p,
+        repetition_penalty=config.eval_repetition_penalty,
     )
 
 

@@ -31,6 +31,8 @@ LOSSES = {
     "cispo": (NARROW, lambda new, trs, adv: reference.cispo_loss(new, trs, adv, 0.1, 0.15)),
     "sapo": ({"tau_pos": 0.9, "tau_neg": 1.3},
              lambda new, trs, adv: reference.sapo_loss(new, trs, adv, 0.9, 1.3)),
+    "vespo": ({"k_pos": 1.5, "lambda_pos": 2.0, "k_neg": 2.5, "lambda_neg": 1.2},
+              lambda new, trs, adv: reference.vespo_loss(new, trs, adv, (1.5, 2.5), (2.0, 1.2))),
     "gpg": ({}, reference.gpg_loss),
     "reinforce": ({}, reference.reinforce_loss),
     "clip_cov": (NARROW, lambda new, trs, adv: reference.clip_cov_loss(
@@ -136,6 +138,22 @@ def test_aggregation(name, seed):
         weights = losses.loss_weights(half.loss_mask, half.seq_lens, counts, algo, 12)
         got += float((part * weights).sum())
     assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_luspo_is_gspos_term_times_the_length(seed):
+    """Loss and gradient are those of one term per sequence."""
+    trs, batch, new = case_of(seed, per_sequence=True)
+    algo = AlgoConfig(policy_loss="luspo", loss_args=NARROW)
+    counts = losses.loss_counts(batch.loss_mask, batch.seq_lens)
+    batch.loss_weights = losses.loss_weights(batch.loss_mask, batch.seq_lens, counts, algo, 12)
+    got, _ = objectives.policy_objective(algo)(new, torch.zeros_like(new), batch)
+    (got_grad,) = torch.autograd.grad(got, new)
+    rows = leaves(rows_of(new.detach(), batch))
+    want = reference.luspo(rows, trs, rows_of(batch.advantages, batch), 0.1, 0.15)
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(got_grad, flat_gradients([[want]], rows), rtol=1e-6, atol=1e-9)
+    assert float(got_grad.abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("seed", SEEDS)

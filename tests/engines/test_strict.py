@@ -243,6 +243,12 @@ def test_what_cannot_be_strict_is_refused(qwen3: Path) -> None:
         ("Megatron", {"actor": TrainConfig(dtype="float32", engine="megatron")}),
         ("top_k=5", {"rollout": replace(rollout, top_k=5),
                      "algo": AlgoConfig(correction=CorrectionConfig(level="token"))}),
+        ("min_p=0.1", {"rollout": replace(rollout, min_p=0.1),
+                       "algo": AlgoConfig(correction=CorrectionConfig(level="token"))}),
+        ("repetition_penalty=1.1", {
+            "rollout": replace(rollout, repetition_penalty=1.1),
+            "algo": AlgoConfig(correction=CorrectionConfig(level="token"))}),
+        ("off_policy_mask_threshold=0.5", {"algo": AlgoConfig(off_policy_mask_threshold=0.5)}),
         ("enforce_eager=False", {"rollout": replace(rollout, enforce_eager=False)}),
         ("actor.shared_prefix=True cannot be: with strict=True", {
             "actor": replace(good.actor, shared_prefix=True)}),

@@ -37,7 +37,7 @@ def config_of(file: Path, ranks: int = 1) -> PpoConfig:
     return load_config(str(out), PpoConfig, {})
 
 
-def value_of(config: PpoConfig, name: str) -> Any:
+def value_of(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
@@ -449,3 +449,48 @@ def test_the_data_set_of_flags(tmp_path: Path) -> None:
     )
     fields = translated(tmp_path / "run.sh").fields
     assert (fields["data.train"], fields["data.eval"]) == ("a/b:main", "a/b:main:test")
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3},
+         {"policy_loss": "luspo", "aggregation": None, "seq_mean_over": "all",
+          "loss_args": {"clip_low": 2e-3, "clip_high": 2e-3}}),
+        ({"loss_type": "vespo", "vespo_k_neg": 4.0, "use_vllm": True},
+         {"policy_loss": "vespo", "aggregation": "token_mean",
+          "loss_args": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 4.0, "lambda_neg": 2.0},
+          "correction.level": "off", "correction.bypass": True}),
+        ({"scale_rewards": "batch", "off_policy_mask_threshold": 0.5},
+         {"advantage": "grpo", "advantage_args": {"scale": "batch"},
+          "off_policy_mask_threshold": 0.5, "kl_bias_correction": False}),
+        ({"beta": 0.01, "use_bias_correction_kl": True},
+         {"kl_coef": 0.01, "kl_bias_correction": True}),
+        ({"min_p": 0.05, "repetition_penalty": 1.1}, {"correction.level": "token"}),
+    ],
+    ids=lambda value: next(iter(value)),
+)  # fmt: skip
+def test_newer_settings_of_trl(given: dict, fields: dict, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"num_generations": 8, "model": "m"} | given))
+    config = config_of(file)
+    check_algo(config)
+    assert {name: value_of(config.algo, name) for name in fields} == fields
+    rollout = {name: given[name] for name in ("min_p", "repetition_penalty") if name in given}
+    assert {name: value_of(config.rollout, name) for name in rollout} == rollout
+    assert not [line for line in (tmp_path / "cfg.py").read_text().splitlines()
+                if "nothing here has this name" in line]  # fmt: skip
+
+
+def test_estimators_of_verl_without_a_deviation(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=t.parquet actor_rollout_ref.rollout.n=4 "
+        "actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo_passk "
+        "algorithm.norm_adv_by_std_in_grpo=False actor_rollout_ref.rollout.repetition_penalty=1.2"
+    )
+    config = config_of(file)
+    check_algo(config)
+    assert (config.rollout.repetition_penalty, config.algo.correction.level) == (1.2, "token")
+    assert config.algo.advantage == "grpo_passk"
+    assert config.algo.advantage_args == {"scale": "none"}

@@ -111,8 +111,24 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
         SamplingParams(temperature=1.3, top_p=0.6, max_tokens=20),
         SamplingParams(temperature=1.0, top_k=20, top_p=0.8, max_tokens=20),
         SamplingParams(temperature=0.0, max_tokens=20),
+        SamplingParams(temperature=1.3, min_p=0.3, max_tokens=20),
+        SamplingParams(temperature=0.8, repetition_penalty=1.7, max_tokens=20),
+        SamplingParams(
+            temperature=0.9, min_p=0.1, repetition_penalty=0.6, top_k=20, top_p=0.9, max_tokens=20
+        ),
+        SamplingParams(temperature=0.0, repetition_penalty=1.7, max_tokens=20),
     ],
-    ids=["temperature", "top_k", "top_p", "top_k and top_p", "greedy"],
+    ids=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "top_k and top_p",
+        "greedy",
+        "min_p",
+        "repetition",
+        "all",
+        "greedy repetition",
+    ],
 )
 def test_logprobs_are_of_the_distribution_sampled_from(
     engine: Any, model: Any, params: SamplingParams
@@ -260,6 +276,7 @@ def test_an_answer_begun_elsewhere_goes_on_as_if_never_interrupted(engine: Any) 
         SamplingParams(max_tokens=60, stop=(stop,), ignore_eos=True),
         SamplingParams(max_tokens=60, min_tokens=20, stop=(stop,)),
         SamplingParams(max_tokens=60, top_k=12, top_p=0.9, ignore_eos=True),
+        SamplingParams(max_tokens=60, min_p=0.1, repetition_penalty=1.3, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=60),
     ):
         whole = engine.generate(requests, params)

@@ -44,8 +44,14 @@ ESTIMATORS = {
         lambda t: reference.gae(t, 1.0, 1.0, 1.0, 0.3)[0],
     ),
     "grpo": ({}, reference.grpo),
+    "grpo over the batch": (args(scale="batch"), reference.grpo_over_batch),
     "dr_grpo": ({}, reference.dr_grpo),
     "grpo_passk": ({}, reference.grpo_passk),
+    "grpo_passk undivided": (args(scale="none"), lambda t: reference.grpo_passk(t, False)),
+    "gdpo undivided": (
+        args(reward_keys={"format": 0.3, "correct": 1.0}, scale="none"),
+        lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}, divide=False),
+    ),
     "gdpo": (
         args(reward_keys={"format": 0.3, "correct": 1.0}),
         lambda t: reference.gdpo(t, {"format": 0.3, "correct": 1.0}),
@@ -68,6 +74,7 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": ({}, reference.reinforce_plus_plus_baseline),
     "remax": (args(gamma=0.95), lambda t: reference.remax(t, 0.95)),
     "rloo": ({}, reference.rloo),
+    "rloo normalised": (args(normalize=True), lambda t: reference.rloo(t, True)),
     "opo": ({}, reference.opo),
     "gpg": ({}, reference.gpg),
     "optimal_token_baseline": ({}, reference.optimal_token_baseline),

@@ -79,10 +79,13 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
     return config
 
 
+ALIASES = {"vanilla", "luspo"}  # of ppo, and of gspo with another aggregation
+
+
 def pairs():
     found = {}
     for advantage in ESTIMATORS:
-        for policy_loss in sorted(set(POLICY_LOSSES) - {"vanilla"}):  # an alias of ppo
+        for policy_loss in sorted(set(POLICY_LOSSES) - ALIASES):
             try:
                 found[f"{advantage} {policy_loss}"] = config_of(advantage, policy_loss)
             except ConfigError:
@@ -118,6 +121,14 @@ OPTIONS = {
     "seq_mean over all": {
         "aggregation": "seq_mean_token_mean", "seq_mean_over": "all",
         "correction": CorrectionConfig(reject={"token_k1": (0.8, 1.3)})},
+    "luspo": {"policy_loss": "luspo"},
+    "scaled over the batch": {"advantage_args": {"scale": "batch"}},
+    "normalised rloo": {"advantage": "rloo", "advantage_args": {"normalize": True}},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01},
+    "corrected k3": {"kl_coef": 0.1, "kl_bias_correction": True},
+    "vespo to the engine": {
+        "policy_loss": "vespo",
+        "correction": CorrectionConfig(bypass=True, reject={"token_k1": (0.8, 1.3)})},
     "gspo by tokens": {"policy_loss": "gspo", "aggregation": "token_mean"},
     "gdpo of samples": {"advantage": "gdpo", "whiten_over": "samples"},
     "cut k3": {"kl_coef": 0.1, "kl_estimator": "k3", "kl_cut": 0.01},
@@ -297,8 +308,8 @@ def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
 
 
 def test_every_pair_that_makes_sense_is_held_to_it():
-    """Of 16 x 13: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
+    """Of 16 x 14: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
     per_sequence, per_token = 8, 7
-    assert len(pairs()) == per_sequence * 12 + per_token * 11 + 1
+    assert len(pairs()) == per_sequence * 13 + per_token * 12 + 1
     words = {word for name in THOROUGH - set(OPTIONS) for word in name.split()}
-    assert words == {*ESTIMATORS, *POLICY_LOSSES} - {"vanilla"}
+    assert words == {*ESTIMATORS, *POLICY_LOSSES} - ALIASES

@@ -30,7 +30,7 @@ from spmdrl.rollout.base import (
     check_lengths,
     generate,
 )
-from spmdrl.rollout.draw import draw
+from spmdrl.rollout.draw import draw, penalise
 from spmdrl.rollout.hf import strict as hf_strict
 from spmdrl.rollout.request_images import images_of_request
 from spmdrl.rollout.rng import mix, preserved_rng
@@ -243,8 +243,9 @@ class HfEngine:
 
     def draw(self, logits: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """logits (num_rows, vocab) float32 -> tokens, logprobs (num_rows,)."""
-        params = cohort.params
-        self.stops.forbid(logits, [self.answers.get(id) for id in cohort.ids], params)
+        params, answers = cohort.params, [self.answers.get(id) for id in cohort.ids]
+        self.stops.forbid(logits, answers, params)
+        penalise(logits, [sequence(a) if a else () for a in answers], params.repetition_penalty)
         return draw(logits, params, cohort.seeds, cohort.mask.sum(1), self.log_softmax)
 
     # weights

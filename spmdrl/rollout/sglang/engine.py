@@ -39,7 +39,7 @@ from spmdrl.rollout.base import (
     generate,
     require_tensor_parallel,
 )
-from spmdrl.rollout.draw import draw
+from spmdrl.rollout.draw import draw, penalise
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.rng import mix
@@ -207,6 +207,8 @@ class SglangEngine:
     ) -> tuple[Tensor, Tensor]:
         """Draws for rows of the same params: tokens, logprobs (num_rows,)."""
         self.stops.forbid(logits, answers, params)
+        had = [[*a.request.prompt_ids, *a.token_ids] if a else () for a in answers]
+        penalise(logits, had, params.repetition_penalty)
         seeds = torch.tensor([a.request.seed if a else 0 for a in answers], device=self.device)
         lengths = torch.tensor([length_of(a) for a in answers], device=self.device)
         return draw(logits, params, mix(seeds), lengths, partial(torch.log_softmax, dim=-1))

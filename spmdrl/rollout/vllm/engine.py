@@ -259,6 +259,8 @@ class VllmEngine:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
             min_tokens=params.min_tokens,
             max_tokens=params.max_tokens,
             stop=list(params.stop),

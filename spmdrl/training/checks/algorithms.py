@@ -13,7 +13,7 @@ from typing import Any
 from spmdrl.algo.advantages import Estimator, estimator_of, reward_keys_of
 from spmdrl.algo.correction import TESTS
 from spmdrl.algo.losses import SELECTION_OPTIONS, aggregation_of, loss_of, loss_options
-from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, require
+from spmdrl.config import AlgoConfig, CorrectionConfig, PpoConfig, RolloutConfig, require
 from spmdrl.training.checks.options import check_all_options, is_number, shown
 
 # option -> (who reads it, in words; whether this config's algorithm does)
@@ -37,6 +37,14 @@ READERS: Readers = {
     "kl_cut": (
         "kl_estimator 'k3' and 'k3+' with kl_coef above 0",
         lambda a: a.kl_coef > 0 and a.kl_estimator in ("k3", "k3+"),
+    ),
+    "kl_bias_correction": (
+        "kl_estimator 'k3' in the loss, with kl_coef above 0",
+        lambda a: a.kl_coef > 0 and a.kl_in == "loss" and a.kl_estimator == "k3",
+    ),
+    "off_policy_mask_threshold": (
+        "estimators whose advantages may be below 0",
+        lambda a: a.advantage != "grpo_passk",
     ),
     "reward_coef": (
         "kl_in='reward' with kl_coef above 0, beside which it weighs the reward",
@@ -72,7 +80,7 @@ def check_ranges(algo: AlgoConfig) -> None:
         require(getattr(algo, name) >= 1, f"algo.{name}={getattr(algo, name)}: at least 1")
     positive = (
         "norm_length", "value_clip", "kl_cut", "kl_target", "kl_horizon", "entropy_delta",
-        "overlong_penalty", "filter_power",
+        "overlong_penalty", "filter_power", "off_policy_mask_threshold",
     )  # fmt: skip
     for name in positive:
         value = getattr(algo, name)
@@ -245,12 +253,35 @@ def check_loss(algo: AlgoConfig, estimator: Estimator) -> None:
         "algo.policy_loss='kl_cov' with one update per rollout: the ratio is 1 and the penalty's "
         "gradient 0; raise algo.epochs or algo.mini_batches",
     )
+    check_sequence_weights(algo)
     if named(algo.advantage) and named(name):
         require(
             (name == "sppo") == (algo.advantage == "win_rate"),
             f"algo.policy_loss={name!r} with advantage={algo.advantage!r}: sppo regresses on "
             "the centred win probability, which is advantage='win_rate', and no other loss does",
         )
+
+
+def check_sequence_weights(algo: AlgoConfig) -> None:
+    """Refuses what would undo the lengths of luspo, or leave vespo's weight without a say."""
+    name, chosen = algo.policy_loss, aggregation_of(algo)
+    require(
+        name != "luspo" or chosen == "seq_mean_token_sum" or not named(chosen),
+        "algo.policy_loss='luspo' scales a sequence's term by its length, which is "
+        f"algo.aggregation='seq_mean_token_sum' (or None), not {shown(algo.aggregation)}; 'gspo' "
+        "takes any",
+    )
+    require(
+        name != "vespo" or algo.correction.level == "off",
+        "algo.policy_loss='vespo' weighs by the sequence's ratio itself, so algo.correction.level="
+        f"{algo.correction.level!r} would correct twice: use CorrectionConfig(bypass=True), with "
+        "which that ratio is the trainer's to the engine",
+    )
+    require(
+        name != "vespo" or algo.correction.bypass or algo.epochs * algo.mini_batches > 1,
+        "algo.policy_loss='vespo' with one update per rollout: its ratio is 1 and its weight 1; "
+        "set algo.correction=CorrectionConfig(bypass=True), or raise algo.mini_batches",
+    )
 
 
 def check_one_number_per_sequence(algo: AlgoConfig, estimator: Estimator) -> None:
@@ -278,6 +309,11 @@ def check_kl_and_entropy(algo: AlgoConfig) -> None:
         not (algo.kl_coef and algo.kl_in == "loss" and algo.kl_estimator == "k1"),
         "algo.kl_estimator='k1' in the loss has a gradient of 0 in expectation: use 'k2', 'k3', "
         "'k1+' (its value with the gradient of k2), or kl_in='reward'",
+    )
+    require(
+        not (algo.kl_bias_correction and algo.kl_cut is not None),
+        f"algo.kl_bias_correction with algo.kl_cut={algo.kl_cut}: a k3 that is cut is biased, "
+        "whatever it is multiplied by; leave one of them out",
     )
     plain = str(algo.kl_estimator).removesuffix("+")
     require(
@@ -318,14 +354,15 @@ def check_correction(config: PpoConfig) -> None:
         )
     if correction.bypass:
         check_bypass(algo)
-    rollout = config.rollout
-    cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_tokens > 0
+    rollout, whole = config.rollout, RolloutConfig()
+    names = ("top_p", "top_k", "min_p", "min_tokens", "repetition_penalty")
+    cuts = [f"{name}={getattr(rollout, name)}" for name in names
+            if getattr(rollout, name) != getattr(whole, name)]  # fmt: skip
     require(
-        not cut or weighs_the_engine(algo),
-        f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_tokens={rollout.min_tokens} "
-        "sample from another policy than the one that is trained: set "
+        not cuts or weighs_the_engine(algo),
+        f"rollout: {', '.join(cuts)} samples from another policy than the one that is trained: set "
         "algo.correction=CorrectionConfig(level='token') to weigh for it, or sample from the whole "
-        "distribution (top_p=1, top_k=0, min_tokens=0)",
+        "distribution (top_p=1, top_k=0, min_p=0, min_tokens=0, repetition_penalty=1)",
     )
 
 

@@ -223,14 +223,16 @@ def check_evaluation(config: PpoConfig) -> None:
         f"eval_temperature={temperature:g}: {engine.title} would raise it to "
         f"{engine.least_temperature}; use 0 (greedy) or more",
     )
-    for name, usual in (("eval_top_p", 1.0), ("eval_top_k", 0)):
+    for name, usual in (("eval_top_p", 1.0), ("eval_top_k", 0), ("eval_min_p", 0.0)):
         require(
             temperature > 0 or getattr(config, name) == usual,
             f"{name}={getattr(config, name)} has no effect on greedy answers: set eval_temperature",
         )
+    penalty = config.eval_repetition_penalty
     require(
-        config.data.eval is not None or (n == 1 and temperature == 0),
-        f"eval_samples={n}, eval_temperature={temperature:g} have no effect without data.eval",
+        config.data.eval is not None or (n == 1 and temperature == 0 and penalty == 1),
+        f"eval_samples={n}, eval_temperature={temperature:g}, eval_repetition_penalty={penalty:g} "
+        "have no effect without data.eval",
     )
 
 

@@ -40,6 +40,8 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         ("tensor_parallel", rollout.tensor_parallel, 1, "a sum over ranks has another order"),
         ("top_p", rollout.top_p, 1.0, "the trainer's policy has no cut-off"),
         ("top_k", rollout.top_k, 0, "the trainer's policy has no cut-off"),
+        ("min_p", rollout.min_p, 0.0, "the trainer's policy has no cut-off"),
+        ("repetition_penalty", rollout.repetition_penalty, 1.0, "the trainer's policy has none"),
         ("min_tokens", rollout.min_tokens, 0, "the trainer's policy may stop at any token"),
     ):
         require(
@@ -68,6 +70,12 @@ def check_strict(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
         not algo.correction.bypass or updates == 1,
         f"strict=True does not go with algo.correction.bypass and {updates} updates a step: from "
         "the second on, the engine is compared with a policy that it was not",
+    )
+    older = config.async_steps or rollout.oversample > 1 or algo.replay_steps
+    require(
+        algo.off_policy_mask_threshold is None or updates > 1 or bool(older),
+        f"algo.off_policy_mask_threshold={algo.off_policy_mask_threshold} has no effect with "
+        "strict=True and one update a step: policy and engine are equal in every bit",
     )
     check_strict_model(hf, rollout.engine)
 
