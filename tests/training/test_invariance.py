@@ -1,7 +1,8 @@
 """Loss, gradient norm and every metric of a step do not depend on how its work is split.
 
-Every estimator with every policy loss that goes with it, and every option that has a statistic of
-the batch in it, through the step's own code: on one rank, and with the samples in another order,
+Every estimator, every policy loss, a fifth of the pairs of both (a loss sees advantages as numbers,
+whoever made them), and every option that has a statistic of the batch in it, through the step's own
+code: on one rank, and with the samples in another order,
 in larger micro-batches, and with the roles on ranks of their own among three. The options, every
 estimator and every loss are seen on 1, 2 and 3 ranks with three micro-batch budgets, and on ranks
 that share the tokens of their sequences.
@@ -48,7 +49,7 @@ SPLITS = [
     (2, 1000, "given", "0 1 1 0 0", ""), (2, 30, "given", "01 01 0 01 01", "2 1 2 1"),
     (3, 64, "shuffled", "", ""), (3, 1000, "shuffled", "02 01 2 12 0", ""),
 ]  # fmt: skip
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def config_of(advantage="grpo", policy_loss="ppo", **options):
@@ -158,9 +159,13 @@ def covering(names):
     return chosen
 
 
-CASES = pairs() | {name: config_of(**options) for name, options in OPTIONS.items()}
-
 THOROUGH = {*OPTIONS, *covering(pairs())}  # on all splits; the others on the first and the last
+
+CASES = {
+    name: config
+    for number, (name, config) in enumerate(pairs().items())
+    if name in THOROUGH or number % 5 == 0
+} | {name: config_of(**options) for name, options in OPTIONS.items()}
 
 
 def splits_of(name):
@@ -288,7 +293,7 @@ def steps(tmp_path_factory):
     found = {}
     for world in (1, 2, 3):
         splits = [split for split in SPLITS if split[0] == world]
-        per_rank = run_ranks(world, steps_on, CASES, splits, models, timeout_s=300)
+        per_rank = run_ranks(world, steps_on, CASES, splits, models, timeout_s=500)
         for results in per_rank:  # ranks of the actor
             for key, metrics in results.items():
                 found.setdefault(key, []).append(metrics)
@@ -307,7 +312,7 @@ def test_a_step_does_not_depend_on_how_it_is_split(steps, name):
                 assert got[key] == pytest.approx(value, rel=1e-6, abs=3e-7), (split, key)
 
 
-def test_every_pair_that_makes_sense_is_held_to_it():
+def test_every_estimator_and_every_loss_is_held_to_it():
     """Of 16 x 14: sppo goes with win_rate alone, geo_mean with one advantage per sequence."""
     per_sequence, per_token = 8, 7
     assert len(pairs()) == per_sequence * 13 + per_token * 12 + 1
