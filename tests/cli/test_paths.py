@@ -150,8 +150,11 @@ def test_a_config_that_takes_a_ranks_place_away_is_refused(here, monkeypatch, li
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     text = f"import os\n{line}\n" + CONFIG.format(kind=KINDS["ppo"])
+    before = dict(os.environ)
     with pytest.raises(ConfigError, match=r"cfg\.py changes (RANK|WORLD_SIZE|MASTER_PORT)"):
         load_config(write(text), PpoConfig, {})
+    for name in before.keys() - os.environ.keys():
+        os.environ[name] = before[name]  # for the tests that follow
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")  # it is rank 1 that says so
     assert "MASTER_PORT" not in os.environ
     monkeypatch.setenv("SOMETHING", "1")
