@@ -11,6 +11,8 @@ import tiny_megatron_models
 import torch
 from ranks import run_calls
 from tiny_models import CHARS, save_qwen3, save_tokenizer
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_batches import engine_on, whole_batch
 
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig
@@ -257,6 +259,45 @@ def test_the_plan_knows_what_is_kept(runs, models):
         assert state_bytes(meta_model(hf), {}, name) == pytest.approx(measured, rel=0.01), name
 
 
+class DTensorOperations(TorchDispatchMode):
+    """Notes the operations that are given a DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += [str(func)] if any(issubclass(kind, DTensor) for kind in types) else []
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched_on(topology, model):
+    """The operations on DTensors of one such sum, then of clipping and AdamW's step."""
+    from spmdrl.engines.fsdp.sharding import clip_gradients
+
+    engine = built(topology, model, config_of("adamw", ema=0.0))
+    clipped = []
+
+    def step():
+        with DTensorOperations() as operations:
+            clipped.append(float(clip_gradients(engine.params, 1e-3, engine.topology)))
+            plain()
+        clipped.append(operations.seen)
+
+    plain, engine.optimizer.step = engine.optimizer.step, step
+    with DTensorOperations() as control, torch.no_grad():
+        engine.params[0] + 0
+    learn(engine, topology, 1)
+    return control.seen, *clipped
+
+
+def test_clipping_and_adamw_ask_dtensor_for_nothing(runs):
+    """It would look for a sharding of each operation on each shape."""
+    for control, norm, seen in runs[2, "dispatched"]:
+        assert control and norm > 1e-3  # so gradients were scaled
+        assert seen == []
+
+
 # ---- checkpoints
 
 
@@ -377,7 +418,7 @@ def runs(models, tmp_path_factory):
     """{(world, case, ...): what each rank got}; 2 ranks write what 1 and 3 load."""
     folder = tmp_path_factory.mktemp("checkpoints")
     dense, moe = models / "dense", models / "moe"
-    calls = {(2, "long"): (long_on, (dense,))}
+    calls = {(2, "long"): (long_on, (dense,)), (2, "dispatched"): (dispatched_on, (dense,))}
     for name in NAMES:
         for world in WORLDS:
             calls[world, "history", name, "dense"] = (history_on, (dense, config_of(name)))

@@ -69,11 +69,11 @@ def test_export_gives_the_model_and_what_peft_loads(folder, whole):
     export(checkpoint, folder / "merged", "float32")
     export_adapter(checkpoint, folder / "adapter", "")
     ids = torch.randint(4, 60, (3, 13))
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     before = base(ids).logits
-    adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
-    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=3e-5)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter").double().eval()
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
     assert (before - merged(ids).logits).abs().max() > 1e-3
 
 
@@ -107,7 +107,7 @@ def test_sft_writes_the_model_and_its_adapter(folder):
     for row, want in zip(rows, one, strict=True):
         assert row["sft/loss"] == pytest.approx(want["sft/loss"], rel=1e-6)
     ids = torch.randint(4, 60, (3, 13))
-    merged = AutoModelForCausalLM.from_pretrained(folder / "sft", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, folder / "sft/adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "sft", dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    adapted = PeftModel.from_pretrained(base, folder / "sft/adapter").double().eval()
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from spmdrl.engines.fsdp.muon import local
+from spmdrl.weights.shards import local
 
 
 @torch.no_grad()

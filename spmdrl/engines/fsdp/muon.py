@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from spmdrl.weights.checkpoint_names import Parts
+from spmdrl.weights.shards import local
 
 # of the quintic iteration: https://kellerjordan.github.io/posts/muon (2024)
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
@@ -165,7 +166,3 @@ def sharing_group(p: Tensor) -> dist.ProcessGroup | None:
     assert all(p.placements[i] == Shard(0) for i in axes), p.placements
     axes = [i for i in axes if p.device_mesh.size(i) > 1]
     return p.device_mesh.get_group(axes[0]) if axes else None
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from spmdrl.config import ConfigError, OptimConfig, TrainConfig, require
 from spmdrl.distributed.env import show_torchao
 from spmdrl.engines.fsdp.model import decoder_layers
-from spmdrl.engines.fsdp.muon import Cuts, Muon, hidden_matrices, local
+from spmdrl.engines.fsdp.muon import Cuts, Muon, hidden_matrices
 from spmdrl.weights.checkpoint_names import Parts
+from spmdrl.weights.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
 LABELS = {"adamw": "Adam", "adamw8bit": "8-bit Adam", "muon": "Muon"}

@@ -117,10 +117,11 @@ def clip_gradients(params: Sequence[Tensor], most: float, topology: Topology) ->
     look for a sharding of each operation on each shape, for seconds in a process's first update.
     """
     shards = [local(p.grad) for p in params if p.grad is not None]
-    square = get_total_norm(shards).square().to(topology.device)
+    own = get_total_norm(shards)
+    square = own.square().to(topology.device)
     dist.all_reduce(square, group=topology.copies.get_group("fsdp"))
     norm = square.sqrt()
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0).to(own.device)  # shards may be on the CPU
     for shard in shards:
-        shard.mul_(factor.to(shard.device))
+        shard.mul_(factor)
     return norm

@@ -43,7 +43,7 @@ from spmdrl.engines.fsdp.sharded_loading import (
     open_model,
 )
 from spmdrl.engines.megatron.families import FAMILIES
-from spmdrl.engines.megatron.hf_mapping import pieces
+from spmdrl.engines.megatron.hf_mapping import own_key, pieces
 from spmdrl.engines.megatron.layout import has_trained_tower, language_part
 from spmdrl.engines.megatron.splits import HfSlice, tensor_names
 from spmdrl.hub.hf_folder import meta_model
@@ -52,7 +52,6 @@ from spmdrl.weights.checkpoint_names import ADAPTER
 from spmdrl.weights.shards import Derived, Shards
 
 Runs = list[tuple[tuple[int, int], list[int]]]
-BESIDE_TOWER = "model.language_model."  # where a module has what checkpoints have in "model."
 BY_ROWS, BY_COLUMNS, UNCUT = "rows", "columns", "uncut"
 
 
@@ -277,10 +276,12 @@ def adapt(chunk: Any, hf_config: PreTrainedConfig, lora: LoraConfig, layers: set
 
 
 def module_name(hf_config: PreTrainedConfig, name: str) -> str:
-    """Returns what transformers' module calls a tensor of a checkpoint; adapters are named so."""
+    """Returns what transformers' module calls what `pieces` names `name`, the inverse of own_key;
+    adapters are named so.
+    """
     if not FAMILIES[hf_config.model_type].beside_tower:
         return name
-    return re.sub(r"^model\.", BESIDE_TOWER, name)
+    return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def put(chunk: Any, name: str, held: Mapping[str, list[HfSlice]], lora: LoraConfig) -> None:
@@ -437,7 +438,7 @@ def with_adapters(base: dict[str, Shards], chunks: list[Any], merged: bool) -> d
             if not pair.b:  # this rank has no row of the layer
                 continue
             if merged:
-                name = f"{pair.layer}.weight".replace(BESIDE_TOWER, "model.", 1)
+                name = own_key(f"{pair.layer}.weight")
                 made_of[name] = Merged(base[name], pair, adapters.scale)
             else:
                 made_of[pair.layer + ADAPTER[1]] = ScaledB(pair, adapters.scale)

@@ -85,8 +85,8 @@ def embedded(
     vectors = model.visual(values, grid_thw=pixels["image_grid_thw"]).pooler_output
     out = model.embedding(input_ids=inputs.token_ids, position_ids=None)
     first = cut.tensor_rank * len(out)
-    places = inputs.places.to(out.device) - first
-    here = scene.is_image & (inputs.places.to(out.device) >= 0)
-    here &= (places >= 0) & (places < len(out))
+    of_rank = inputs.places.to(out.device)  # below 0: on another context rank
+    places = of_rank - first
+    here = scene.is_image & (of_rank >= 0) & (places >= 0) & (places < len(out))
     numbers = scene.is_image.cumsum(0) - 1  # of each image token's vector
     return out.index_copy(0, places[here], vectors[numbers[here]][:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ class ModelShape:
         """The config of the language model, without that of a vision tower."""
         return self.hf.get_text_config()
 
-    @property
+    @cached_property
     def towers(self) -> list[nn.Module]:
         """Returns what the model has beside its language model."""
         return towers(self.shell) if sees_images(self.hf) else []
 
-    @property
+    @cached_property
     def language_layers(self) -> list[nn.Module]:
         """Returns the layers of the language model."""
         others = {module for tower in self.towers for module in tower.modules()}
