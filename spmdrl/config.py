@@ -7,7 +7,7 @@ second, and reward workers stay small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -89,6 +89,36 @@ class MultiTurnConfig:
     timeout_s: float = 30.0  # per call, from when its turn has come
     max_concurrent: int = 0  # async calls at a time, of all engines together; 0: no limit
     max_per_minute: float = 0.0  # async calls begun, of all engines together; 0: no limit
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Sets how `PpoConfig.agent` runs. docs/agents.md"""
+
+    workers: int = 2  # processes per engine for plain functions; async ones, programs share another
+    timeout_s: float = 600.0  # of a trajectory, from when its turn has come
+    retries: int = 0  # times that a trajectory is begun anew after its agent failed
+    max_turns: int = 64  # requests that are answered in a trajectory
+    max_concurrent: int = 0  # async agents and programs at a time, of all engines; 0: no limit
+    max_per_minute: float = 0.0  # async agents and programs begun, of all engines; 0: no limit
+    # with rollout.oversample: a trajectory that goes on from step to step is begun anew where its
+    # first token is of weights older by more steps than this; None: it goes on
+    max_staleness: int | None = None
+    parser: str = "hermes"  # vLLM's name for how the model writes a tool call
+    # where an agent that is a command line runs; bubblewrap: without the network but the endpoint,
+    # and with the file system read-only but /tmp
+    runner: Literal["process", "bubblewrap", "docker", "podman", "srun"] = "process"
+    runner_args: tuple[str, ...] = ()  # behind the runner's own: ("--image", ...), ("my/image",)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """The HTTP endpoint that each rollout engine has for `PpoConfig.agent`. docs/agents.md"""
+
+    host: str = "127.0.0.1"  # the address that it listens at; others are open to the network
+    port: int = 0  # of engine 0; engine e listens at port + e. 0: any that is free
+    max_body_mib: float = 16.0  # of a request
+    max_requests: int = 4096  # that an endpoint answers at a time; more get status 429
 
 
 CPU_KV_CACHE_MIB = 512
@@ -507,6 +537,11 @@ class PpoConfig(RunConfig):
     # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last
     environment: Callable[..., Any] | None = None
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    # a function or a command line that makes a sample by requests to an OpenAI or Anthropic
+    # endpoint inside the ranks, or one per data_source. docs/agents.md
+    agent: Callable[..., Any] | Sequence[str] | Mapping[str, Any] | None = None
+    agents: AgentConfig = field(default_factory=AgentConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     actor: TrainConfig = field(default_factory=TrainConfig)
     ref: TrainConfig = field(default_factory=TrainConfig)
     critic: TrainConfig | None = None  # required by gae

@@ -157,8 +157,9 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
         sampler = sampler_of(config, model.folder, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
         keep_what_stands()
-        if sampler.dialogue is not None:
-            undo.callback(sampler.dialogue.close)
+        for started in (sampler.dialogue, sampler.agents):
+            if started is not None:
+                undo.callback(started.close)
         path = Path(out, "samples", f"{next_number(out)}.jsonl")
         alone = EvalRoles(config, sampler, topology, phases, tokenizer)
         metrics = answers_scored(alone, prompts, model.step, path)
@@ -305,7 +306,12 @@ def sampler_of(
     from spmdrl.hub.remote_code import allow_code
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
-    from spmdrl.training.build import build_dialogue, build_reward_model, with_replies
+    from spmdrl.training.build import (
+        build_agents,
+        build_dialogue,
+        build_reward_model,
+        with_replies,
+    )
     from spmdrl.training.roles import Sampler
     from spmdrl.training.topologies import reward_degrees
 
@@ -325,11 +331,12 @@ def sampler_of(
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
         dialogue = build_dialogue(config, tokenizer, ranks, looks)
+        agents = build_agents(config, tokenizer, ranks)
         degrees = reward_degrees(config)
         scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
         reward_model = build_reward_model(config, scoring, topology)
     mine = rewards if scoring.here else None
-    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue)
+    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue, agents)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,10 @@ class Sample:
     pred: str | None = None  # what the reward function read as the answer, if it says so
     # with actor.router_replay: as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
+    agent_output: Any = None  # with an agent: what it returned
+    # with an agent: the sequences that are trained on, in the order in which they began; this
+    # sample is then the trajectory, and has the tokens of the one that was said last
+    rows: list[Sample] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -103,11 +107,20 @@ class Sample:
         """Returns the number of the policy's turns: as many as runs of tokens with loss_mask 1, if
         it has any token.
         """
+        if self.rows:
+            return sum(row.num_turns for row in self.rows)
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
+    def num_response_tokens(self) -> int:
+        """Returns the number of tokens behind the prompt, in all rows of a trajectory."""
+        return sum(len(row.response_ids) for row in self.rows or [self])
+
+    @property
     def chat(self) -> list[Message]:
-        """Prompt and answer."""
+        """Prompt and answer; of a trajectory, the conversation in which the last turn was said."""
+        if self.rows:
+            return self.messages
         return [*self.prompt.messages, *self.messages]
 
     @property
@@ -133,7 +146,9 @@ class Batch:
     loss_mask: Tensor  # (num_tokens,) float32, 0 on the prompt and on every token of an invalid one
     rollout_logprobs: Tensor  # (num_tokens,) float32
     groups: Tensor  # (num_seqs,) int64
-    indices: Tensor  # (num_seqs,) int64
+    # (num_seqs,) int64: which of the prompt's n samples; plus n * k of the k-th further row of an
+    # agent's trajectory, or of the k-th further copy that a sample filter drew
+    indices: Tensor
     prompts: Tensor  # (num_seqs,) int64, ids of their prompts; -1 where there is none
     rewards: Tensor  # (num_seqs,) float64, penalties included, 0 where not valid
     valid: Tensor  # (num_seqs,) float32

@@ -264,8 +264,14 @@ def model(model_score: float) -> float:
     return model_score
 
 
+def agent(agent_output: Any) -> Any:
+    """Returns what the agent returned (PpoConfig.agent): a number, or a dict with one."""
+    return agent_output
+
+
 BUILT_INS: dict[str, Callable[..., Any]] = {
     "model": model,
+    "agent": agent,
     "gsm8k": graded_gsm8k,
     "math": graded_math,
     "code": code,

@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "images": lambda sample: [image_part(i.encoded)["image"] for i in sample.prompt.images],
     "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
+    "agent_output": lambda sample: sample.agent_output,
 }
 
 

@@ -54,6 +54,7 @@ class Request:
     replies: Sequence[str] = ()  # as Completion.replies
     awaits_reply: bool = False  # a turn has ended: not to be added to an engine as it is
     images: Sequence[Picture] = ()  # of the prompt; those of replies are in `replies`
+    home: int | None = None  # the number of the engine where its agent runs; None: it has none yet
     # as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
 

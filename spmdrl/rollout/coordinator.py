@@ -18,7 +18,7 @@ engines change weights at the same point of the log, whenever each of them gets 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,13 @@ import torch.distributed as dist
 
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.rollout.base import Completion, Request, RolloutEngine
-from spmdrl.rollout.scheduler_messages import Decision, ReplyHandler, RoundResult, StopCondition
+from spmdrl.rollout.scheduler_messages import (
+    Decision,
+    ReplyHandler,
+    RoundResult,
+    StopCondition,
+    free_positions,
+)
 
 BURST_S = 0.06  # between two decisions
 BURST_ENGINES = 16  # with more, bursts are longer: the store has as many operations a second
@@ -52,7 +58,9 @@ class EngineCoordinator:
     static: bool = False  # the first share is all that the engine takes
 
     def __post_init__(self) -> None:
-        self.num_requests = self.capacity = len(self.requests)
+        self.free = free_positions(self.requests)
+        self.at_home = [i for i, r in enumerate(self.requests) if r.home == self.number]
+        self.num_requests = self.capacity = len(self.free)
         if self.num_engines > 1 and not self.static:
             # a few requests wait in the engine, so that a place that becomes free in a burst is
             # taken at once; what waits here cannot go to an engine that is done earlier
@@ -73,17 +81,21 @@ class EngineCoordinator:
     def decide(self, inside: int) -> Decision:
         """Returns what the engine does next. inside: the number of requests in it."""
         decision = Decision(num_steps=self.num_steps)
+        if self.at_home:  # their agents go on
+            self.finish_turns({i: self.requests[i].begun() for i in self.at_home})
+            self.at_home = []
         self.receive_replies()
         if self.unreported or self.number == 0 or not self.all_taken:
             self.done = self.store.add("done", self.unreported)
             self.unreported = 0
-            PROGRESS.count(self.done, self.num_requests, "answers")
+            PROGRESS.count(self.done, len(self.requests), "answers")
         log = self.read_log()
         decision.loads, self.num_loads = log // 2 - self.num_loads, log // 2
         decision.stop = bool(log & 1)
         if decision.stop:
             return decision
         decision.resumed, self.resumed = self.resumed, {}
+        decision.calls = self.reply_handler.calls()
         if not self.all_taken:
             inside += len(decision.resumed)
             fresh = self.take(inside, len(self.reply_handler))
@@ -120,11 +132,11 @@ class EngineCoordinator:
         if self.until_was_true and self.store.add("until", 0) == self.num_engines:
             return True
         if self.stop_condition.enough is None:
-            return self.done == self.num_requests
+            return self.done == len(self.requests)
         return self.store.add("complete", 0) >= self.stop_condition.enough
 
     def take(self, inside: int, awaiting: int = 0) -> range:
-        """Takes fresh requests, by their positions in the list.
+        """Takes fresh requests, by their places in `free`.
 
         The first call returns the engine's first share. Later ones fill the engine from the
         counter, but with no more than a fair share of what is not done, so that the engines end at
@@ -135,7 +147,7 @@ class EngineCoordinator:
             fresh, self.first_share = self.first_share, range(0)
             self.all_taken = self.num_first == self.num_requests
             return fresh
-        share = math.ceil((self.num_requests - self.done) / self.num_engines)
+        share = math.ceil((len(self.requests) - self.done) / self.num_engines)
         wanted = max(min(self.capacity, share - awaiting) - inside, 0)
         # also where nothing is wanted, since a full engine is to learn that the list is empty
         end = self.num_first + self.store.add("next", wanted)
@@ -167,18 +179,29 @@ class EngineCoordinator:
             if self.store.add(f"group/{group}", 1) == self.stop_condition.missing[group]:
                 self.store.add("complete", 1)
 
-    def end(self, partial: dict[int, Completion]) -> RoundResult:
+    def end_calls(self, answers: dict[int, Completion]) -> None:
+        """Gives agents the answers to their calls, by the calls' numbers."""
+        for number, answer in answers.items():
+            self.reply_handler.end_call(number, answer)
+
+    def end(
+        self, partial: dict[int, Completion], paused: Mapping[int, Completion] | None = None
+    ) -> RoundResult:
         """Returns the result of the round on this engine.
 
-        partial: what was inside the engine. These are unfinished too: a first share that was never
-        added; on engine 0, the requests that no engine took; and the answers that wait for a reply
-        or have just got one.
+        partial: what was inside the engine; paused: of agents' calls, by number. These are
+        unfinished too: a first share that was never added; on engine 0, the requests that no engine
+        took; and the answers that wait for a reply or have just got one.
         """
+        for number, answer in (paused or {}).items():
+            self.reply_handler.pause_call(number, answer)
         untaken = list(self.first_share)
         if self.number == 0:
             end = self.num_first + self.store.add("next", self.num_requests)
             untaken += range(end - self.num_requests, self.num_requests)
-        begun = {i: self.requests[i].begun() for i in untaken}
+        begun = {
+            i: self.requests[i].begun() for i in [*self.at_home, *(self.free[k] for k in untaken)]
+        }
         self.result.unfinished = partial | begun | self.resumed | self.reply_handler.give_up()
         return self.result
 

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from spmdrl.config import PpoConfig, RolloutConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.agents.pool import AgentPool, Task
+from spmdrl.rollout.agents.samples import trajectory_sample
 from spmdrl.rollout.answer_codec import resume, share
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
 from spmdrl.rollout.multi_turn.conversation import Dialogue, messages_of, replies_of
 from spmdrl.rollout.multi_turn.reply_encoder import turns_of
 from spmdrl.rollout.scheduler import Scheduler
-from spmdrl.rollout.scheduler_messages import StopCondition
+from spmdrl.rollout.scheduler_messages import ReplyHandler, StopCondition
+from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Prompt, Sample
-
-
-def seed_of(
-    run_seed: int, step: int, prompt_id: int, sample_index: int, purpose: str = "train"
-) -> int:
-    """The seed of one sample, from its address alone: 0 .. 2**63 - 1.
-
-    `purpose` separates address spaces: evaluation after step 10 ("eval") must not draw the noise
-    that training in step 10 drew.
-    """
-    address = f"{purpose}/{run_seed}/{step}/{prompt_id}/{sample_index}"
-    digest = hashlib.blake2b(address.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def seed_of_continuation(seed: int, num_tokens: int) -> int:
-    """Returns the seed of a continued answer, for an engine that draws from a generator per
-    request: no noise is drawn a second time.
-    """
-    return seed if num_tokens == 0 else seed_of(seed, num_tokens, 0, 0, "continuation")
 
 
 def training_params(config: RolloutConfig) -> SamplingParams:
@@ -83,6 +69,7 @@ class SampleRequest:
     index: int  # which of the prompt's n samples
     seed: int
     begun: Completion | None = None  # what an earlier round left unfinished
+    home: int | None = None  # the number of the engine where an agent makes it already
 
 
 def questions_of(
@@ -103,6 +90,8 @@ def sample_questions(
     *,
     tokenizer: Any,
     dialogue: Dialogue | None = None,
+    by_agents: bool = False,
+    agents: AgentPool | None = None,
     enough: int | None = None,
     until: Callable[[], bool] | None = None,
     **hooks: Any,
@@ -114,26 +103,56 @@ def sample_questions(
     complete groups end the round, over all engines; None: all do. A group is complete when all its
     questions of this round are answered, so one that an earlier round had partly answered needs
     only the rest. until: may end the round before, see Scheduler.run. dialogue: on leaders, where
-    an answer may have several turns. hooks: see Scheduler.run.
+    an answer may have several turns. by_agents: whether agents make the samples; agents: on
+    leaders, those of the engine. hooks: see Scheduler.run.
     """
-    requests = [as_request(question) for question in questions]
+    requests = [as_request(question, by_agents) for question in questions]
     stop_condition = StopCondition([question.group for question in questions], enough)
-    reply_handler = None
+    reply_handler: ReplyHandler | None = None
     if dialogue is not None:
         reply_handler = dialogue.about([(q.prompt, q.index) for q in questions], params)
+    tasks = [Task(q.prompt, q.index, q.seed) for q in questions] if by_agents else []
+    if agents is not None:
+        reply_handler = agents.about(tasks, params, scheduler.engine.policy_version)
     outcome = scheduler.run(
         requests, params, stop_condition, reply_handler=reply_handler, until=until, **hooks
     )
     left = {} if enough is None and until is None else share(outcome.unfinished, scheduler.topology)
     ended = sorted(outcome.finished.items())
+    if by_agents:
+        made = [(questions[i], tasks[i].address) for i, _ in ended]
+        assert agents is not None or not made
+        samples = [
+            trajectory_sample(q.prompt, q.group, q.index, agents.ended.pop(address))  # type: ignore[union-attr]
+            for q, address in made
+        ]
+        homes = homes_of(tasks, agents, scheduler.topology) if left else []
+        return samples, [replace(questions[i], home=homes[i]) for i in left]
     samples = as_samples([questions[i] for i, _ in ended], [c for _, c in ended], tokenizer)
     return samples, [
         replace(questions[i], begun=begun if begun.token_ids else None) for i, begun in left.items()
     ]
 
 
-def as_request(question: SampleRequest) -> Request:
+def homes_of(
+    tasks: list[Task], agents: AgentPool | None, topology: Topology
+) -> list[int | None]:  # fmt: skip
+    """Returns the number of the engine where each task's agent is at work, None where none is.
+    Collective.
+    """
+    numbers = torch.full((len(tasks),), -1)
+    if agents is not None:
+        here = [i for i, task in enumerate(tasks) if task.address in agents.running]
+        numbers[torch.tensor(here, dtype=torch.int64)] = agents.engine
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=topology.control)
+    return [None if number < 0 else number for number in numbers.tolist()]
+
+
+def as_request(question: SampleRequest, by_agent: bool = False) -> Request:
+    """by_agent: the request stands for a trajectory, whose agent asks; it enters no engine."""
     prompt = question.prompt
+    if by_agent:
+        return Request(prompt.token_ids, question.seed, awaits_reply=True, home=question.home)
     request = Request(prompt.token_ids, question.seed, images=prompt.images)
     return request if question.begun is None else resume(request, question.begun)
 

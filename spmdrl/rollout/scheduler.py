@@ -20,6 +20,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.distributed.torch_compat import default_store
 from spmdrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.coordinator import EngineCoordinator
+from spmdrl.rollout.engine_calls import EngineCalls
 from spmdrl.rollout.rng import preserved_rng
 from spmdrl.rollout.scheduler_messages import (
     Decision,
@@ -28,6 +29,7 @@ from spmdrl.rollout.scheduler_messages import (
     RoundResult,
     StopCondition,
     broadcast_decision,
+    free_positions,
 )
 
 IDLE_S = 0.004  # between two decisions of an engine that has nothing to do
@@ -119,6 +121,8 @@ class Scheduler:
         """Runs this engine's part of a round. coordinator: on the leader."""
         engine = self.engine
         positions: dict[int, int] = {}  # by engine id, of the requests inside the engine
+        calls: dict[int, int] = {}  # by engine id, the numbers of agents' calls inside the engine
+        free = free_positions(requests)
         assert not engine.num_running + engine.num_waiting, "requests are still in the engine"
         engine.forget_prefixes()
         while True:
@@ -127,43 +131,73 @@ class Scheduler:
             for _ in range(decision.loads):
                 load_weights()
             if decision.stop:
-                aborted = engine.abort(list(positions))
-                partial = dict(zip(positions.values(), aborted, strict=True))
-                return RoundResult() if coordinator is None else coordinator.end(partial)
-            ready, waiting = decision.requests_from(requests)
+                aborted = engine.abort([*positions, *calls])
+                if coordinator is None:
+                    return RoundResult()
+                paused = dict(zip(calls.values(), aborted[len(positions) :], strict=True))
+                partial = dict(zip(positions.values(), aborted, strict=False))
+                return coordinator.end(partial, paused)
+            self.take_calls(decision.calls, calls)
+            ready, waiting = decision.requests_from(requests, free)
             if coordinator is not None:
                 coordinator.finish_turns(waiting)
             if ready:
                 positions |= zip(engine.add(list(ready.values()), params), ready, strict=True)
-            if not positions:
+            if not positions and not calls:
                 if coordinator is not None:
                     if coordinator.got_replies:
                         between_bursts()
                     time.sleep(IDLE_S * (1 + self.num_engines / 8))  # one server answers them all
                 continue
             started_at = time.perf_counter()
-            num_steps, ended = self.burst(decision, positions)
+            interrupted = self.interruption(coordinator)
+            num_steps, ended, ended_calls = self.burst(decision, positions, calls, interrupted)
             if num_steps:
                 between_bursts()
             if coordinator is not None:
                 coordinator.set_burst_length(num_steps, time.perf_counter() - started_at)
                 coordinator.finish_turns(ended)
+                coordinator.end_calls(ended_calls)
+
+    def take_calls(self, new: EngineCalls, calls: dict[int, int]) -> None:
+        """Takes agents' calls out of the engine that were given up, and adds new ones to it."""
+        lost = [id for id, number in calls.items() if number in new.given_up]
+        self.engine.abort(lost)
+        for id in lost:
+            del calls[id]
+        for number, call in new.begun.items():
+            (id,) = self.engine.add([call.request], call.params)
+            calls[id] = number
+
+    def interruption(self, coordinator: EngineCoordinator | None) -> Callable[[], bool]:
+        """Returns what ends a burst early: a call of an agent, where this rank decides alone."""
+        if coordinator is None or self.tp_size > 1:
+            return lambda: False
+        return coordinator.reply_handler.has_calls
 
     def burst(
-        self, decision: Decision, positions: dict[int, int]
-    ) -> tuple[int, dict[int, Completion]]:
+        self, decision: Decision, positions: dict[int, int], calls: dict[int, int],
+        interrupted: Callable[[], bool],
+    ) -> tuple[int, dict[int, Completion], dict[int, Completion]]:  # fmt: skip
         """Runs at most decision.num_steps engine steps.
 
-        Returns the number of steps and the turns that ended, which are taken out of `positions`.
+        Returns the number of steps, the turns that ended by position, and the calls that ended by
+        number; they are taken out of `positions` and `calls`.
         """
         ended: dict[int, Completion] = {}
+        ended_calls: dict[int, Completion] = {}
         num_steps, fewest = 0, max(decision.refill_below, 1)
         with preserved_rng():
-            while num_steps < decision.num_steps and len(positions) >= fewest:
+            while num_steps < decision.num_steps and len(positions) + len(calls) >= fewest:
                 for id, completion in self.engine.step():
-                    ended[positions.pop(id)] = completion
+                    if id in positions:
+                        ended[positions.pop(id)] = completion
+                    else:
+                        ended_calls[calls.pop(id)] = completion
                 num_steps += 1
-        return num_steps, ended
+                if interrupted():
+                    break
+        return num_steps, ended, ended_calls
 
 
 def check_each_once(result: RoundResult, num_requests: int, topology: Topology) -> None:

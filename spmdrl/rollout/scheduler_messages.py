@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from spmdrl.rollout.answer_codec import pack, resume, unpack
 from spmdrl.rollout.base import Completion, Request
+from spmdrl.rollout.engine_calls import NO_CALLS, EngineCalls
 
 
 @dataclass
@@ -41,8 +42,8 @@ class StopCondition:
 
 
 class ReplyHandler(Protocol):
-    """A ReplyHandler answers when a turn has ended: tools, an environment. Asked on an engine's
-    leader.
+    """A ReplyHandler answers when a turn has ended: tools, an environment. Or it runs an agent,
+    which asks the engine for turns until its sample is over. Asked on an engine's leader.
     """
 
     def ask(self, position: int, turn: Completion) -> bool:
@@ -61,8 +62,39 @@ class ReplyHandler(Protocol):
         """Returns how many replies have not come."""
         ...
 
+    def has_calls(self) -> bool:
+        """Whether `calls` would return any. Asked between two steps of a burst."""
+        ...
 
-class NoReplies:
+    def calls(self) -> EngineCalls:
+        """Returns the calls of agents that have come since, and those that were given up."""
+        ...
+
+    def end_call(self, number: int, answer: Completion) -> None:
+        """Takes the answer to a call."""
+        ...
+
+    def pause_call(self, number: int, answer: Completion) -> None:
+        """Takes what there is of the answer to a call when the round ends: a later one goes on."""
+        ...
+
+
+class NoCalls:
+    """The part of a ReplyHandler that has no agents."""
+
+    def has_calls(self) -> bool:
+        return False
+
+    def calls(self) -> EngineCalls:
+        return NO_CALLS
+
+    def end_call(self, number: int, answer: Completion) -> None:
+        raise AssertionError(f"nobody made the call {number}")
+
+    pause_call = end_call
+
+
+class NoReplies(NoCalls):
     """A ReplyHandler for answers of one turn: nobody replies."""
 
     def ask(self, position: int, turn: Completion) -> bool:
@@ -85,33 +117,44 @@ class Decision:
     loads: int = 0  # changes of weights
     stop: bool = False
     resumed: dict[int, Completion] = field(default_factory=dict)  # answers that got a reply
-    first: int = 0  # fresh requests first .. first + count - 1
+    first: int = 0  # fresh requests first .. first + count - 1 of those without a home
     count: int = 0
     num_steps: int = 0  # at most, of the burst
     refill_below: int = 0  # the burst ends early with fewer requests than this in the engine
+    calls: EngineCalls = NO_CALLS  # of agents
 
     def requests_from(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[Request], free: Sequence[int]
     ) -> tuple[dict[int, Request], dict[int, Completion]]:
         """Returns the requests to be added to the engine, and the turns that await a reply, by
-        their positions in the round's list.
+        their positions in the round's list. free: see free_positions.
         """
-        fresh = {i: requests[i] for i in range(self.first, self.first + self.count)}
+        fresh = {i: requests[i] for i in free[self.first : self.first + self.count]}
         waiting = {i: request.begun() for i, request in fresh.items() if request.awaits_reply}
         ready = {i: request for i, request in fresh.items() if i not in waiting}
         return ready | {i: resume(requests[i], c) for i, c in self.resumed.items()}, waiting
 
     def to_words(self) -> np.ndarray:
         """int64; to_words()[0] is its length."""
-        head = [self.loads, self.stop, self.first, self.count, self.num_steps, self.refill_below]
         resumed = np.frombuffer(pack(self.resumed), np.int32).tolist()
-        return np.array([7 + len(resumed), *head, *resumed], np.int64)
+        calls = self.calls.to_bytes() if self.calls else b""
+        head = [self.loads, self.stop, self.first, self.count, self.num_steps, self.refill_below,
+                len(resumed), len(calls)]  # fmt: skip
+        words = np.frombuffer(calls + bytes(-len(calls) % 8), np.int64).tolist()
+        return np.array([9 + len(resumed) + len(words), *head, *resumed, *words], np.int64)
 
     @classmethod
     def from_words(cls, words: np.ndarray) -> Decision:
-        loads, stop, first, count, num_steps, refill_below = words[1:7].tolist()
-        resumed = unpack(words[7:].astype(np.int32).tobytes())
-        return cls(loads, bool(stop), resumed, first, count, num_steps, refill_below)
+        loads, stop, first, count, num_steps, refill_below, size, num_bytes = words[1:9].tolist()
+        resumed = unpack(words[9 : 9 + size].astype(np.int32).tobytes())
+        packed = words[9 + size :].tobytes()[:num_bytes]
+        calls = EngineCalls.from_bytes(packed) if packed else NO_CALLS
+        return cls(loads, bool(stop), resumed, first, count, num_steps, refill_below, calls)
+
+
+def free_positions(requests: Sequence[Request]) -> list[int]:
+    """Returns the positions of the requests that any engine may take: those without a home."""
+    return [i for i, request in enumerate(requests) if request.home is None]
 
 
 def broadcast_decision(

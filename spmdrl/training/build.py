@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from spmdrl.config import MultiTurnConfig, PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
+from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
 from spmdrl.distributed.progress import PROGRESS, model_text
 from spmdrl.distributed.topology import Topology
@@ -28,9 +30,10 @@ from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
 from spmdrl.rewards.runner import RewardRunner, needs_truth, takes_truth
 from spmdrl.rewards.truths import truth_checker
+from spmdrl.rollout.agents.pool import AgentPool
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
-from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
+from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
@@ -138,6 +141,9 @@ def build(
         dialogue = build_dialogue(config, tokenizer, ranks, looks)
         if dialogue is not None:
             undo.callback(dialogue.close)
+        agents = build_agents(config, tokenizer, ranks)
+        if agents is not None:
+            undo.callback(agents.close)
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
@@ -147,7 +153,9 @@ def build(
         roles = Roles(
             config, topology, topologies.sampling, topologies.training, weights.topology, phases,
             P2PChannel(topology),
-            tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
+            tokenizer,
+            Sampler(ranks, driver, scoring, rewards, reward_model, dialogue, agents),
+            weights,
             mailbox=WeightVersions(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
@@ -300,10 +308,20 @@ def build_dialogue(
     config: PpoConfig, tokenizer: Any, ranks: Topology, looks: ImageLimits | None
 ) -> Dialogue | None:
     """ranks: of the rollout. On the leaders of its engines."""
-    if not (has_replies(config) and ranks.here and ranks.axis_rank("tp") == 0):
+    if not (has_dialogue(config) and ranks.here and ranks.axis_rank("tp") == 0):
         return None
     vision = looks.vision if looks is not None else None
     return Dialogue(config, tokenizer, ranks.axis_size("dp"), vision)
+
+
+def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPool | None:
+    """ranks: of the rollout. On the leaders of its engines. Collective over these ranks."""
+    if config.agent is None or not ranks.here:
+        return None
+    key = broadcast_from_first(secrets.token_urlsafe(24), ranks.control)
+    if ranks.axis_rank("tp") != 0:
+        return None
+    return AgentPool(config, tokenizer, ranks.axis_rank("dp"), ranks.axis_size("dp"), key)
 
 
 def build_reward_model(
@@ -325,5 +343,7 @@ def close(roles: Roles) -> None:
         roles.sampler.rewards.close()
     if roles.sampler.dialogue is not None:
         roles.sampler.dialogue.close()
+    if roles.sampler.agents is not None:
+        roles.sampler.agents.close()
     if roles.sampler.here:
         roles.sampler.engine.shutdown()

@@ -171,6 +171,7 @@ def hooks(roles: Roles) -> dict[str, Any]:
     """
     found: dict[str, Any] = {
         "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
+        "by_agents": roles.config.agent is not None, "agents": roles.sampler.agents,
         "between_bursts": roles.phases.still_going,
     }  # fmt: skip
     if roles.mailbox is not None:
@@ -311,6 +312,7 @@ def evaluate(
             samples, _ = sample_questions(
                 sampler.scheduler, questions, evaluation_params(config),
                 tokenizer=roles.tokenizer, dialogue=sampler.dialogue,
+                by_agents=config.agent is not None, agents=sampler.agents,
                 between_bursts=roles.phases.still_going,
             )  # fmt: skip
     held_out = {prompt.id: prompt for _, prompt in prompts}

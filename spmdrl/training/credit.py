@@ -34,6 +34,7 @@ from spmdrl.algo.correction import (
 from spmdrl.algo.kl import above_cut
 from spmdrl.algo.losses import (
     SELECTION_OPTIONS,
+    aggregation_of,
     loss_counts,
     loss_of,
     loss_options,
@@ -54,7 +55,7 @@ from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.data.packing import address_order, concatenate
 from spmdrl.distributed.collectives import all_gather_rows, kth_largest
 from spmdrl.distributed.topology import Topology
-from spmdrl.types import Batch, segment_sum
+from spmdrl.types import Batch, segment_expand, segment_sum
 
 ENTROPY_STEP = 2.0**-10  # nats: what is nearer counts as equal where entropy chooses tokens
 
@@ -128,7 +129,8 @@ def add_advantages(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])
     )
     coefs = algo.reward_coef, kl_coef
-    table = gather_samples(whole, mini, kl, process, coefs, topology)
+    trajectories = config.rollout.n if config.agent is not None else None
+    table = gather_samples(whole, mini, kl, process, coefs, topology, trajectories)
     tokens = tokens_of(whole, kl, process, coefs, table)
     if estimator.token_sums:
         tokens = with_group_sums(tokens, estimator.by_turn, topology)
@@ -164,12 +166,13 @@ def add_advantages(
 
 def gather_samples(
     batch: Batch, mini: Tensor, kl: Tensor, process: Tensor, coefs: tuple[float, float],
-    topology: Topology,
+    topology: Topology, n: int | None = None,
 ) -> SampleTable:  # fmt: skip
     """The only exchange that most estimators need: a dozen numbers per sample.
 
     mini: (num_seqs,) int64, the mini-batch of each; kl, process: (num_tokens,); coefs: of reward
-    and KL.
+    and KL. n: samples of a prompt, where agents have made them: sequences whose indices differ by
+    multiples of n are one trajectory, and one sample here; None: each sequence is one.
     """
     lengths, kept_lengths, kl, process = (
         segment_sum(x.double(), batch.seq_lens)
@@ -184,17 +187,52 @@ def gather_samples(
     first = sum(len(t) for t in tables[: topology.rank])
     everyone = torch.cat(tables)
     order = address_order(everyone[:, :2])
+    samples = torch.arange(len(order))  # of each sequence, in that order
+    if n is not None:
+        order = trajectory_order(everyone[:, :2], n)
+        everyone, samples = by_trajectory(everyone, order, n)
+    else:
+        everyone = everyone[order]
     groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini = everyone[
-        order, :10
+        :, :10
     ].T.contiguous()
     reward_coef, kl_coef = coefs
     outcomes = Outcomes(
         groups=groups.long(), scores=(reward_coef * rewards - kl_coef * kl) * valid, valid=valid,
         lengths=lengths, greedy_rewards=reward_coef * greedy,
-        reward_components=everyone[order, 10:], process=process,
+        reward_components=everyone[:, 10:], process=process,
     )  # fmt: skip
-    rows = torch.argsort(order)[first : first + batch.num_seqs]
+    rows = samples[torch.argsort(order)[first : first + batch.num_seqs]]
     return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
+
+
+SUMMED_COLUMNS = (4, 5, 6)  # of the table of sequences: those that are sums over tokens
+
+
+def trajectory_order(addresses: Tensor, n: int) -> Tensor:
+    """Order of sequences by group, trajectory and row. addresses: (num_seqs, 2) of group, index."""
+    groups, indices = addresses.unbind(1)
+    row = torch.div(indices, n, rounding_mode="floor")
+    most = int(row.max()) + 1 if len(row) else 1
+    return address_order(torch.stack([groups, (indices % n) * most + row], dim=1))
+
+
+def by_trajectory(table: Tensor, order: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """(a row per trajectory, the trajectory of each sequence in that order).
+
+    Rows of a trajectory have its reward and the like in common; what is summed over tokens is
+    summed over them. table: (num_seqs, num_columns) float64; order: of trajectory_order.
+    """
+    ordered = table[order]
+    keys = torch.stack([ordered[:, 0], ordered[:, 1] % n], dim=1)
+    found, slots = keys.unique_consecutive(dim=0, return_inverse=True)
+    sums = torch.zeros(len(found), table.shape[1], dtype=table.dtype)
+    sums.index_add_(0, slots, ordered)
+    firsts = torch.searchsorted(slots, torch.arange(len(found)))
+    result = ordered[firsts]
+    columns = torch.tensor(SUMMED_COLUMNS)
+    result[:, columns] = sums[:, columns]
+    return result, slots
 
 
 def kl_penalty(batch: Batch, algo: AlgoConfig) -> Tensor:
@@ -274,6 +312,7 @@ def add_loss_weights(
     algo = config.algo
     norm_length = algo.norm_length or config.rollout.max_tokens
     positive = table.outcomes.lengths * (table.rewards > 0)
+    samples = table.rows.split([batch.num_seqs for batch in batches])
     for i, batch in enumerate(batches):
         mine = (table.mini == i).double()
         counted = mine if algo.seq_mean_over == "all" else (table.num_kept > 0) * mine
@@ -281,6 +320,11 @@ def add_loss_weights(
         batch.loss_weights = loss_weights(
             trained_mask(batch), batch.seq_lens, counts, algo, norm_length
         )
+        if config.agent is not None and aggregation_of(algo) == "seq_mean_token_mean":
+            # the mean over the tokens of a trajectory, of which this is one row
+            own = segment_sum(trained_mask(batch).double(), batch.seq_lens)
+            share = own / table.num_kept[samples[i]].clamp(min=1)
+            batch.loss_weights *= segment_expand(share.float(), batch.seq_lens)
         if algo.positive_nll_coef:
             right = torch.repeat_interleave((batch.rewards > 0).float(), batch.seq_lens)
             total = float((positive * mine).sum().clamp(min=1))

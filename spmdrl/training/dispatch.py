@@ -26,6 +26,7 @@ from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.placement import Ranks
 from spmdrl.rewards.runner import check_invalid
+from spmdrl.rollout.agents.samples import training_rows
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.training.batch_exchange import (
     ASKED_FIELDS,
@@ -183,6 +184,9 @@ def assign_and_pack(
         metrics["dynamic_sampling/rounds"] = rollout.rounds
         metrics["dynamic_sampling/groups"] = rollout.num_groups
     samples = sorted(rollout.samples, key=lambda s: (s.group, s.index))
+    if roles.config.agent is not None:
+        samples = training_rows(samples, roles.config.rollout.n)
+        samples.sort(key=lambda s: (s.group, s.index))
     batch = None
     if roles.replay is not None:
         new = pack_samples(samples, reward_keys_of(algo), per_turn, roles.routing)
@@ -191,7 +195,11 @@ def assign_and_pack(
         )
         rows = torch.stack([batch.groups, batch.indices, batch.seq_lens, prompt_lens(batch)], dim=1)
     else:
-        found = [(s.group, s.index, s.num_tokens, len(s.prompt.token_ids)) for s in samples]
+        # rows of agents have prompts of their own, of which nothing is known to be shared
+        shares = roles.config.agent is None
+        found = [
+            (s.group, s.index, s.num_tokens, shares * len(s.prompt.token_ids)) for s in samples
+        ]
         rows = torch.tensor(found).reshape(-1, 4)
     makers = torch.full((len(rows), 1), roles.post.rank)
     table = torch.cat(all_gather_rows(torch.cat([rows.long(), makers], dim=1), sampling))

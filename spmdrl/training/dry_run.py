@@ -14,7 +14,7 @@ from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner
-from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
+from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
@@ -55,7 +55,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip
     rewards.close()
-    if has_replies(config):
+    if has_dialogue(config):
         sampling = place(config, ranks).roles["rollout"]
         engines = len(sampling) // config.rollout.tensor_parallel
         dialogue = Dialogue(config, tokenizer, engines, dataset.vision)

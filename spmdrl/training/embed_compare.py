@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmdrl.config import require
 from spmdrl.data.packing import pack_samples
 from spmdrl.rollout.base import Request, SamplingParams
-from spmdrl.rollout.sampling import seed_of
+from spmdrl.rollout.seeds import seed_of
 from spmdrl.training.build import RlRun
 from spmdrl.types import Prompt, Sample
 

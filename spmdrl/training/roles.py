@@ -17,6 +17,7 @@ from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import LossFn, TrainEngine
 from spmdrl.rewards.reward_model import RewardModel
 from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rollout.agents.pool import AgentPool
 from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.multi_turn.conversation import Dialogue
 from spmdrl.rollout.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Sampler:
     rewards: RewardRunner | None
     reward_model: RewardModel | None = None  # on ranks that score
     dialogue: Dialogue | None = None  # on an engine's leader, where answers may have several turns
+    agents: AgentPool | None = None  # on an engine's leader, where agents make the samples
 
     @property
     def here(self) -> bool:

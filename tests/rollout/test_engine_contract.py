@@ -37,7 +37,8 @@ from tiny_models import CHARS, save_qwen3
 from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams, WeightMismatch
-from spmdrl.rollout.sampling import questions_of, sample_questions, seed_of, training_params
+from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
+from spmdrl.rollout.seeds import seed_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.types import Prompt
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from spmdrl.rollout.base import Completion, Request
+from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.coordinator import EngineCoordinator
-from spmdrl.rollout.scheduler_messages import Decision, NoReplies, StopCondition
+from spmdrl.rollout.engine_calls import EngineCall, EngineCalls
+from spmdrl.rollout.scheduler_messages import Decision, NoReplies, StopCondition, free_positions
 
 STUB = SimpleNamespace(max_num_seqs=4)  # so 4 run and 1 waits
 
@@ -118,7 +119,8 @@ def test_what_no_engine_took_is_unfinished_on_engine_0():
 
 def test_a_decision_is_the_same_behind_its_words():
     resumed = {3: Completion([7, 8], [-0.5, -1.0], "abort", [2, -1], ["[]"])}
-    decision = Decision(2, False, resumed, 5, 8, 13, 6)
+    call = EngineCall(Request([3, 1], 2**62, [4], [-1.0], [7], 9, []), SamplingParams(stop=("a",)))
+    decision = Decision(2, False, resumed, 5, 8, 13, 6, EngineCalls({11: call}, (10,)))
     words = decision.to_words()
     assert words[0] == len(words) and words.dtype == np.int64
     assert Decision.from_words(words) == decision
@@ -129,7 +131,9 @@ def test_requests_that_await_a_reply_are_not_added_to_an_engine():
     requests = [Request([1], seed=i) for i in range(4)]
     requests[1] = Request([1], 1, [5], [-1.0], [0], awaits_reply=True)
     replied = Completion([6, 9], [-1.0, 0.0], "abort", [0, -1], ["[]"])
-    ready, waiting = Decision(first=1, count=2, resumed={0: replied}).requests_from(requests)
+    ready, waiting = Decision(first=1, count=2, resumed={0: replied}).requests_from(
+        requests, free_positions(requests)
+    )
     assert list(ready) == [2, 0] and ready[2] is requests[2]
     assert ready[0].response_ids == [6, 9] and ready[0].replies == ["[]"]
     assert waiting == {1: Completion([5], [-1.0], "stop", [0], [])}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from spmdrl.config import ConfigError, RewardConfig
+from spmdrl.config import AgentConfig, ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.rewards.workers.async_loop import LoopThread
 from spmdrl.rewards.workers.pool import Function, Kind, Limits, WorkerPool, name_of
 from spmdrl.rewards.workers.worker import RewardResult
@@ -104,7 +104,8 @@ def check_shared(config: Limits, ranks: int) -> None:
 
 
 def name_in_config(config: Limits) -> str:
-    return "rewards" if isinstance(config, RewardConfig) else "multi_turn"
+    names = {RewardConfig: "rewards", MultiTurnConfig: "multi_turn", AgentConfig: "agents"}
+    return names[type(config)]
 
 
 def arguments_of(function: Function, known: Collection[str], what: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from spmdrl.config import ConfigError, MultiTurnConfig, RewardConfig
+from spmdrl.config import AgentConfig, ConfigError, MultiTurnConfig, RewardConfig
 from spmdrl.rewards.builtin import IMPORTED_FIRST
 from spmdrl.rewards.workers.process import Kind, Setup, WorkerProcess
 from spmdrl.rewards.workers.stateful_tools import Objects
@@ -25,7 +25,7 @@ from spmdrl.rewards.workers.worker import RewardResult
 MOST_HOMES = 1 << 16  # of samples that went elsewhere before they were over, for the most part
 
 Function = Callable[..., Any]
-Limits = RewardConfig | MultiTurnConfig
+Limits = RewardConfig | MultiTurnConfig | AgentConfig
 
 
 class Job(NamedTuple):
@@ -189,7 +189,7 @@ def modules_by_value(functions: list[Function]) -> list[ModuleType]:
     modules = [sys.modules.get(module_name(function)) for function in functions]
     own = {m for m in modules if m is not None and not is_importable(m)}
     folders = {folder_of(m) for m in own} - {""}
-    loaded = [m for m in sys.modules.values() if folder_of(m) in folders]
+    loaded = [m for m in list(sys.modules.values()) if folder_of(m) in folders]
     found = [*own, *(m for m in loaded if m not in own and not is_importable(m))]
     return [module for module in found if module.__name__ != "__main__"]
 

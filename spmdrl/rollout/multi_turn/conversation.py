@@ -34,6 +34,7 @@ from spmdrl.rollout.multi_turn.images import (
 )
 from spmdrl.rollout.multi_turn.reply_encoder import ReplyEncoder, turns_of
 from spmdrl.rollout.multi_turn.tools import Call, CallParser, Toolbox, as_text
+from spmdrl.rollout.scheduler_messages import NoCalls
 from spmdrl.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,9 @@ class Dialogue:
         self.limits, self.environment = config.multi_turn, config.environment
         self.toolbox = Toolbox(config.tools)
         self.parser = (
-            CallParser(self.limits.parser, tokenizer, self.toolbox) if config.tools else None
+            CallParser(self.limits.parser, tokenizer, self.toolbox.schemas)
+            if config.tools
+            else None
         )
         self.replies = ReplyEncoder(config, tokenizer, vision)
         self.arguments: tuple[str, ...] = ()
@@ -145,7 +148,7 @@ class Dialogue:
 
 
 @dataclass
-class TurnHandler:
+class TurnHandler(NoCalls):
     """Handles the turns of one round (scheduler_messages.ReplyHandler)."""
 
     by: Dialogue
@@ -324,9 +327,14 @@ def said_by_environment(result: Reply, rules: ImageRules) -> tuple[list[Message]
     return [], f"the environment returned {json.dumps(value)[:200]}; expected {expected}"
 
 
-def has_replies(config: PpoConfig) -> bool:
-    """Whether an answer may have several turns."""
+def has_dialogue(config: PpoConfig) -> bool:
+    """Whether tools or an environment answer the policy's turns."""
     return bool(config.tools) or config.environment is not None
+
+
+def has_replies(config: PpoConfig) -> bool:
+    """Whether a sample may have several turns."""
+    return has_dialogue(config) or config.agent is not None
 
 
 def without_thoughts(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from itertools import groupby
@@ -10,19 +9,17 @@ from typing import Any
 
 from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
-from spmdrl.data.chat_labels import without_space
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.reply_images import pictures_in, without_data
 from spmdrl.data.table_files import BadRow
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
-from spmdrl.rollout.multi_turn.images import texts_of
+from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
 from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.types import Message
 
 logger = logging.getLogger(__name__)
 
 CUT = "\n... (cut) ...\n"  # in place of the middle of a long message
-SPOKEN = "spmdrlspoken"  # stands for what the policy said, where a template writes a reply
 
 
 class ReplyEncoder:
@@ -44,6 +41,7 @@ class ReplyEncoder:
         )  # fmt: skip
         plain = Encoder(tokenizer, data, config.rollout.max_tokens)
         self.ends = plain.control_ids  # what a turn may have ended with
+        self.between = BetweenTurns(self.encoder, self.ends)
         self.most = config.multi_turn.max_reply_tokens
         roles = ["tool"] * bool(config.tools) + ["user"] * (config.environment is not None)
         for role in roles:
@@ -51,7 +49,6 @@ class ReplyEncoder:
                 self.ids([{"role": role, "name": "x", "content": "x"}])
             except BadRow as error:
                 raise ConfigError(f"the chat template cannot write a reply: {error}") from error
-        self.end = self.end_of_turn()
         if config.tools and not self.shows_tools():
             logger.warning(
                 "the chat template does not show tools to the model: describe them in the data's "
@@ -65,9 +62,7 @@ class ReplyEncoder:
         with another that the model has for it.
         """
         said = [{**m, "content": self.short_content(m["content"])} for m in messages]
-        ids = self.ids(said)
-        if ids and last in self.ends and ids[0] in (last, self.end):
-            ids = ids[1:]  # the turn has ended itself
+        ids = self.between.joined(self.ids(said), last)
         if not ids:
             raise BadRow("it has no tokens, so two turns would be one")
         return said, ids
@@ -76,46 +71,11 @@ class ReplyEncoder:
         """Returns the tokens from the end of a turn to the start of the next. Raises BadRow."""
         pictures = pictures_in(messages)
         messages = [{**m, "content": without_data(m["content"])} for m in messages]
-        ids = self.ids_of_text(messages)
+        ids = self.between.ids(messages)
         if not pictures:
             return ids
         assert self.vision is not None
         return self.vision.placed(ids, pictures)
-
-    def ids_of_text(self, messages: list[Message]) -> list[int]:
-        """Encodes messages with a single token in the place of an image."""
-        marked, names = self.encoder.marked(messages, "reply")
-        behind = self.behind(marked)
-        written = without_space(behind)
-        for message in marked:
-            texts = texts_of(message["content"])
-            # as it is, and as some write what tools say
-            forms = [(text, json.dumps(text, ensure_ascii=False)[1:-1]) for text in texts]
-            if not all(any(without_space(form) in written for form in both) for both in forms):
-                raise BadRow(
-                    f"the chat template leaves out, changes or moves a message of the role "
-                    f"{message['role']!r} that follows on the assistant's"
-                )
-        if names:
-            return self.encoder.unmarked(behind, names).ids
-        return self.encoder.encode(behind, special=False)
-
-    def behind(self, messages: list[Message], asks: bool = True) -> str:
-        """Returns what the template writes behind what the policy says. Raises BadRow."""
-        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SPOKEN}]
-        given = self.encoder.config.chat_template_kwargs
-        text = render_chat([*chat, *messages], self.encoder.tokenizer, given, asks)
-        if self.encoder.image_text is not None:
-            text = text.replace(*self.encoder.image_text)
-        _, spoken, behind = text.partition(SPOKEN)
-        if not spoken:
-            raise BadRow("it changes or leaves out what the assistant said before")
-        return behind
-
-    def end_of_turn(self) -> int | None:
-        """The control token that the template writes there; None: it writes none."""
-        ids = self.encoder.encode(self.behind([], asks=False), special=False)
-        return ids[0] if ids and ids[0] in self.ends else None
 
     def shows_tools(self) -> bool:
         encoder, chat = self.encoder, [{"role": "user", "content": "x"}]

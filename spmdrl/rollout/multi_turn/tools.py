@@ -152,10 +152,14 @@ class CallParser:
     Raises ConfigError for a name that vLLM does not know, and for a parser of other tokenizers.
     """
 
-    def __init__(self, name: str, tokenizer: Any, toolbox: Toolbox) -> None:
+    def __init__(
+        self, name: str, tokenizer: Any, schemas: list[dict[str, Any]],
+        option: str = "multi_turn.parser",
+    ) -> None:  # fmt: skip
+        """schemas: of the tools, as OpenAI's chat API has them. option: that names the parser."""
         try:
             parsers = vllm_compat.tool_parsers()
-            self.request = vllm_compat.tool_request(toolbox.schemas)
+            self.request = vllm_compat.tool_request(schemas)
         except ImportError as error:
             raise ConfigError(
                 f"tools need vllm, whose parsers read their calls: {error}"
@@ -172,11 +176,11 @@ class CallParser:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"multi_turn.parser={name!r} is none of vLLM's: {', '.join(names)}{hint}"
+                f"{option}={name!r} is none of vLLM's: {', '.join(names)}{hint}"
             ) from error
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
-                f"multi_turn.parser={name!r} does not fit the model's tokenizer: {error}"
+                f"{option}={name!r} does not fit the model's tokenizer: {error}"
             ) from error
 
     @property

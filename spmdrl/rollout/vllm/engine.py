@@ -41,7 +41,7 @@ from spmdrl.rollout.base import (
 )
 from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
-from spmdrl.rollout.sampling import seed_of_continuation
+from spmdrl.rollout.seeds import seed_of_continuation
 from spmdrl.rollout.vllm import compat
 from spmdrl.rollout.vllm import cpu as vllm_cpu
 from spmdrl.rollout.vllm import fp8 as vllm_fp8

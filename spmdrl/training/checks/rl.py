@@ -36,7 +36,7 @@ from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
-from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_replies
+from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_dialogue
 from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
@@ -238,7 +238,7 @@ def check_evaluation(config: PpoConfig) -> None:
 
 def check_turns(config: PpoConfig) -> None:
     """Raises ConfigError where tools or an environment cannot answer."""
-    if not has_replies(config):
+    if not has_dialogue(config):
         require(
             config.multi_turn == MultiTurnConfig(),
             "multi_turn has no effect: the config has neither tools nor an environment",

@@ -43,6 +43,7 @@ MOST_INVALID = 64  # rows per rank and step in samples/
 COLUMNS_OF_ROWS = {
     "prompt_id", "group", "sample", "data_source", "prompt", "response", "ground_truth", "reward",
     "invalid", "finish_reason", "response_tokens", "pred", "chat", "messages", "turn_rewards",
+    "rows", "agent_output",
     "images", "tokens", "logprobs", "step", "advantage", "advantages", "trainer_logprobs",
     "update_logprobs",
 }  # fmt: skip
@@ -277,10 +278,12 @@ def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[s
         "data_source": s.prompt.data_source, "prompt": s.prompt.text, "response": s.response,
         "ground_truth": s.prompt.ground_truth,
         "reward": s.reward, "invalid": s.invalid, "finish_reason": s.finish_reason,
-        "response_tokens": len(s.response_ids), **({} if s.pred is None else {"pred": s.pred}),
+        "response_tokens": s.num_response_tokens, **({} if s.pred is None else {"pred": s.pred}),
         **({} if s.prompt.chat is None else {"chat": without_pictures(s.prompt.chat)}),
         **({"messages": s.messages} if replies else {}),
         **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),
+        **({"rows": [row.messages for row in s.rows]} if len(s.rows) > 1 else {}),
+        **({} if s.agent_output is None else {"agent_output": s.agent_output}),
         **({"images": []} if s.prompt.images else {}),  # their files, once they are written
         **of_tokens,
     }  # fmt: skip
@@ -312,10 +315,13 @@ def merged(metrics: dict[str, float], topology: Topology) -> dict[str, float]:
 
 def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
     """turns/mean; turns/cut: fraction that was refused another; turns/reply_tokens per sample, and
-    tools/calls; of these tools/failed, a fraction."""
+    tools/calls; of these tools/failed, a fraction. agents/rows: sequences of a trajectory that are
+    trained on."""
     add("turns/mean", s.num_turns)
     add("turns/cut", s.finish_reason == "turns")
-    add("turns/reply_tokens", len(s.loss_mask) - sum(s.loss_mask))
+    add("turns/reply_tokens", sum(len(r.loss_mask) - sum(r.loss_mask) for r in s.rows or [s]))
+    if s.rows:
+        add("agents/rows", len(s.rows))
     calls = [message for message in s.messages if message["role"] == "tool"]
     add("tools/calls", len(calls))
     for call in calls:
@@ -345,7 +351,7 @@ def sample_metrics(
         sums[name] = (total + Fraction(float(value)), count + 1)
 
     for s in samples:
-        add("response/mean_tokens", len(s.response_ids))
+        add("response/mean_tokens", s.num_response_tokens)
         add("response/truncated", s.finish_reason == "length")
         if replies:
             count_replies(s, add)
@@ -364,7 +370,7 @@ def sample_metrics(
             of_turns = math.fsum(s.turn_rewards)
             add("reward/turns", of_turns)
             add("reward/outcome", s.reward - of_turns)
-    longest = max((len(s.response_ids) for s in samples), default=0)
+    longest = max((s.num_response_tokens for s in samples), default=0)
     everyone = gather_to_first((sums, longest), topology.control)
     found = None if everyone is None else metrics_of_sums(everyone)
     return broadcast_from_first(found, topology.control)

@@ -1,0 +1,1 @@
+"""Agents that speak to an HTTP endpoint inside the ranks, and the rows that are trained on."""

@@ -1,0 +1,136 @@
+"""Conversations of agents as tokens, and what the policy says as messages."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spmdrl.config import PpoConfig
+from spmdrl.data.chat import Encoder
+from spmdrl.data.table_files import BadRow
+from spmdrl.rollout.agents.requests import ApiError, ChatRequest, arguments_of_call
+from spmdrl.rollout.base import Completion
+from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
+from spmdrl.rollout.multi_turn.conversation import without_thoughts
+from spmdrl.rollout.multi_turn.tools import CallParser
+from spmdrl.types import Message
+
+logger = logging.getLogger(__name__)
+
+MOST_CONTEXTS = 64  # sets of tools and template options whose encoders are kept
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A turn of the policy's as the agent is told it."""
+
+    message: Message  # content, and tool_calls as a chat template takes them
+    finish_reason: str  # as OpenAI names it: "stop" | "length" | "tool_calls"
+
+
+class ChatEncoder:
+    """Encodes conversations whose prompts have the same tools and template options."""
+
+    def __init__(self, encoder: Encoder, parser: CallParser | None) -> None:
+        self.encoder, self.parser = encoder, parser
+        # what an agent's messages say must not end a turn or begin a call
+        self.between = BetweenTurns(replace(encoder, all_added=True), encoder.control_ids)
+
+    def encode_all(self, messages: list[Message]) -> list[int]:
+        """Returns the tokens of a whole conversation, up to where the policy is to answer. Raises
+        ApiError.
+        """
+        try:
+            return self.encoder.chat(messages).ids
+        except BadRow as error:
+            raise ApiError(400, f"messages: {error}", "invalid_messages") from error
+
+    def encode_behind(self, messages: list[Message], last: int) -> list[int] | None:
+        """Returns the tokens of messages that follow on a turn which ended with the token `last`;
+        None where the template does not write them as they are.
+        """
+        try:
+            ids = self.between.joined(self.between.ids(messages), last)
+        except BadRow as error:
+            logger.debug("the conversation is encoded anew: %s", error)
+            return None
+        return ids or None
+
+    def spoken(self, answer: Completion, stop: tuple[str, ...]) -> Spoken:
+        """Reads a turn: its text without the token or the string that ended it, and its calls."""
+        ids = answer.token_ids
+        cut = len(ids) - 1 if ids and ids[-1] in self.encoder.control_ids else len(ids)
+        text = self.encoder.spell(ids[:cut])
+        if answer.finish_reason == "stop" and cut == len(ids):
+            text = before_stop(text, stop)
+        finish = "length" if answer.finish_reason == "length" else "stop"
+        if self.parser is not None:
+            calls, _ = self.parser(without_thoughts(text))
+            if calls:
+                begins = self.parser.begins
+                said = text[: text.find(begins)] if begins and begins in text else ""
+                return Spoken(with_calls(said, calls), "tool_calls")
+        tokenizer: Any = self.encoder.tokenizer
+        content = tokenizer.decode(ids[:cut], skip_special_tokens=True)
+        content = before_stop(content, stop) if answer.finish_reason == "stop" else content
+        return Spoken({"role": "assistant", "content": content}, finish)
+
+
+class ChatEncoders:
+    """The encoders of a run, by the tools and template options of a request."""
+
+    def __init__(self, config: PpoConfig, tokenizer: Any, max_model_len: int) -> None:
+        self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
+        self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
+
+    def of(self, request: ChatRequest) -> ChatEncoder:
+        """Raises ApiError for tools that cannot be parsed."""
+        found = self.kept.get(request.context)
+        if found is None:
+            found = self.kept[request.context] = self.build(request)
+            if len(self.kept) > MOST_CONTEXTS:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(request.context)
+        return found
+
+    def build(self, request: ChatRequest) -> ChatEncoder:
+        given = {**self.config.data.chat_template_kwargs, **request.template_kwargs}
+        if request.tools:
+            given["tools"] = request.tools
+        data = replace(self.config.data, chat_template_kwargs=given)
+        if data.control_tokens == "error":  # of the data; an agent's messages cannot be refused
+            data = replace(data, control_tokens="escape")
+        encoder = Encoder(self.tokenizer, data, self.max_model_len)
+        parser = None
+        if request.tools:
+            try:
+                parser = CallParser(
+                    self.config.agents.parser, self.tokenizer, request.tools, "agents.parser"
+                )
+            except ValueError as error:  # pydantic's, for schemas, and ConfigError
+                raise ApiError(400, f"tools: {error}", "invalid_tools") from error
+        return ChatEncoder(encoder, parser)
+
+
+def with_calls(said: str, calls: list[tuple[str, str]]) -> Message:
+    """Returns the message of a turn that calls tools: (name, arguments as JSON) of each."""
+    content = said.strip() or None
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": name, "arguments": arguments_of_call(arguments)},
+            }
+            for name, arguments in calls
+        ],
+    }
+
+
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """Returns the text before the first string that ends a turn, as OpenAI's API does."""
+    places = [text.find(each) for each in stop if each in text]
+    return text[: min(places)] if places else text

@@ -1,0 +1,129 @@
+"""Agents that are command lines: a program per trajectory, which finds the endpoint in its
+environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdrl.config import AgentConfig
+
+MOST_OUTPUT = 1 << 16  # characters of a program's output that are kept, those of its end
+READ_BYTES = 1 << 16
+BUBBLEWRAP = (
+    "bwrap", "--die-with-parent", "--unshare-all", "--share-net", "--ro-bind", "/", "/",
+    "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--chdir", "/tmp",
+)  # fmt: skip
+
+
+class CommandAgent:
+    """Runs a command line for each trajectory.
+
+    `{prompt}` and the like in its words are filled in from the row: {prompt}, {id}, {index},
+    {base_url}, {key}, and {extra_info[...]}. The output's last line is what it returns, where that
+    is JSON: a number or an object; the whole output is beside it as "output".
+    """
+
+    def __init__(self, words: Sequence[str], config: AgentConfig) -> None:
+        self.words, self.config = tuple(words), config
+        self.__qualname__ = " ".join(self.words)[:60]
+
+    async def __call__(
+        self, row: dict[str, Any], base_url: str, api_key: str, model: str, trajectory_id: str
+    ) -> dict[str, Any]:
+        told = variables(row, base_url, api_key, model, trajectory_id)
+        words = [filled(word, row, base_url, api_key, model) for word in self.words]
+        process = await asyncio.create_subprocess_exec(
+            *self.run_by(words, told), env={**os.environ, **told}, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output = await last_output(process.stdout)
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all that it started ends with it
+                os.killpg(process.pid, signal.SIGKILL)
+        if status != 0:
+            raise RuntimeError(
+                f"the agent ended with status {status}; its output: {output[-2000:]}"
+            )
+        return {**returned(output), "output": output}
+
+    def run_by(self, words: list[str], told: Mapping[str, str]) -> list[str]:
+        """Returns the command line with that of the runner before it."""
+        runner, args = self.config.runner, self.config.runner_args
+        if runner == "bubblewrap":
+            return [*BUBBLEWRAP, *args, *words]
+        if runner in ("docker", "podman"):
+            given = [word for name in told for word in ("--env", name)]
+            return [runner, "run", "--rm", "--network=host", *given, *args, *words]
+        if runner == "srun":
+            return ["srun", "--overlap", "--ntasks=1", *args, *words]
+        return words
+
+
+def variables(
+    row: dict[str, Any], base_url: str, api_key: str, model: str, trajectory_id: str
+) -> dict[str, str]:
+    """Returns what a program is told by its environment: the names that clients of OpenAI and
+    Anthropic read, and the row as JSON.
+    """
+    return {
+        "OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
+        "OPENAI_MODEL": model, "ANTHROPIC_MODEL": model,
+        "SPMDRL_TRAJECTORY_ID": trajectory_id, "SPMDRL_ROW": json.dumps(row, default=str),
+    }  # fmt: skip
+
+
+def filled(word: str, row: dict[str, Any], base_url: str, api_key: str, model: str) -> str:
+    """Returns a word of a command line with the row's values in place of their names in braces."""
+    names = {
+        "prompt": row["prompt"], "index": row["sample_index"], "base_url": base_url,
+        "key": api_key, "model": model, "extra_info": row["extra_info"],
+        "data_source": row["data_source"],
+    }  # fmt: skip
+    return word.format_map(names) if "{" in word else word
+
+
+async def last_output(stream: asyncio.StreamReader | None) -> str:
+    """Returns the end of what a program writes, once it has written all of it."""
+    assert stream is not None
+    kept = b""
+    while data := await stream.read(READ_BYTES):
+        kept = (kept + data)[-4 * MOST_OUTPUT :]
+    return kept.decode(errors="replace")[-MOST_OUTPUT:]
+
+
+def returned(output: str) -> dict[str, Any]:
+    """Returns what the last line of an output says, where it is a number or an object in JSON."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return {}
+    if isinstance(value, dict):
+        return value
+    return {"score": value} if isinstance(value, int | float) else {}
+
+
+def is_command(agent: Any) -> bool:
+    """Whether an agent is a command line."""
+    return isinstance(agent, Sequence) and not isinstance(agent, str)
+
+
+def missing_program(agent: CommandAgent) -> str | None:
+    """Returns the runner's program where this host lacks it."""
+    import shutil
+
+    names = {"process": agent.words[0], "bubblewrap": "bwrap"}
+    name = names.get(agent.config.runner, agent.config.runner)
+    return None if "{" in name or shutil.which(name) or name == sys.executable else name

@@ -1,0 +1,254 @@
+"""The HTTP endpoint of a rollout engine: OpenAI's and Anthropic's APIs, for agents.
+
+A trajectory's requests go to /t/<id>/v1/..., or to /v1/... with the header X-Trajectory-Id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from spmdrl.config import ServeConfig
+from spmdrl.rollout.agents import anthropic_messages, openai_chat, openai_responses
+from spmdrl.rollout.agents.answers import Events, server_sent
+from spmdrl.rollout.agents.requests import ApiError
+from spmdrl.rollout.agents.session import Session
+
+KEEP_ALIVE_S = 15.0  # between signs of life in a stream whose answer is being sampled
+WATCH_S = 1.0  # between two looks at whether the client is still there
+MOST_ENDED = 1 << 16  # ids of trajectories that are remembered as over
+
+Api = Callable[[Session, dict[str, Any]], Awaitable[tuple[dict[str, Any], Events | None]]]
+
+
+class Endpoint:
+    """The trajectories of an engine and the application that answers them. It belongs to the event
+    loop that serves it.
+    """
+
+    def __init__(self, config: ServeConfig, model: str, key: str) -> None:
+        self.config, self.model, self.key = config, model, key
+        self.sessions: dict[str, Session] = {}
+        self.ended: OrderedDict[str, None] = OrderedDict()
+        self.num_requests = 0  # under way
+        apis: dict[str, tuple[Api, bool]] = {
+            "chat/completions": (chat, False), "completions": (text, False),
+            "responses": (responses, False), "messages": (messages, True),
+        }  # fmt: skip
+        routes = [
+            Route(f"{prefix}/v1/{path}", self.handler(api, anthropic), methods=["POST"])
+            for path, (api, anthropic) in apis.items()
+            for prefix in ("", "/t/{id}")
+        ]
+        models = [Route(f"{prefix}/v1/models", self.models) for prefix in ("", "/t/{id}")]
+        self.app = Starlette(routes=[*routes, *models, Route("/health", self.health)])
+
+    def begin(self, session: Session) -> None:
+        """Raises ValueError for an id that another trajectory has or had."""
+        id = session.trajectory.id
+        if id in self.sessions or id in self.ended:
+            raise ValueError(f"there is a trajectory {id!r} already")
+        self.sessions[id] = session
+
+    def end(self, id: str) -> Session:
+        session = self.sessions.pop(id)
+        self.ended[id] = None
+        if len(self.ended) > MOST_ENDED:
+            self.ended.popitem(last=False)
+        session.end()
+        return session
+
+    def handler(self, api: Api, anthropic: bool) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            if self.num_requests >= self.config.max_requests:
+                error = ApiError(
+                    429, f"the endpoint answers serve.max_requests={self.config.max_requests} "
+                    "requests at a time", "too_many_requests",
+                )  # fmt: skip
+                return refused(error, anthropic)
+            self.num_requests += 1
+            try:
+                return await self.answer(request, api, anthropic)
+            except ApiError as error:
+                return refused(error, anthropic)
+            finally:
+                self.num_requests -= 1
+
+        return handle
+
+    async def answer(self, request: Request, api: Api, anthropic: bool) -> Response:
+        """Raises ApiError."""
+        self.check_key(request)
+        session = self.session_of(request)
+        body = await self.body_of(request)
+        model = body.get("model", self.model)
+        if model != self.model:
+            raise ApiError(
+                404, f"there is no model {model!r}, there is {self.model!r}", "model_not_found"
+            )
+        task = asyncio.ensure_future(api(session, body))
+        session.tasks.add(task)
+        task.add_done_callback(session.tasks.discard)
+        if body.get("stream") is True:
+            # what is wrong with the request is told by its status, before the stream begins
+            await asyncio.wait({task}, timeout=0.01)
+            if not task.done() or task.exception() is None:
+                events = self.stream(task, session, anthropic)
+                return StreamingResponse(events, media_type="text/event-stream")
+        found, _ = await self.watched(task, request, session)
+        return JSONResponse(found)
+
+    async def watched(self, task: asyncio.Task[Any], request: Request, session: Session) -> Any:
+        """Waits for an answer. Gives it up where the client hangs up. Raises ApiError."""
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=WATCH_S)
+                if not task.done() and await request.is_disconnected():
+                    task.cancel()
+            return task.result()
+        except asyncio.CancelledError:
+            if session.over:
+                raise over(session.trajectory.id) from None
+            raise ApiError(499, "the client hung up", "client_closed_request") from None
+        finally:
+            task.cancel()
+
+    async def stream(
+        self, task: asyncio.Task[Any], session: Session, anthropic: bool
+    ) -> AsyncIterator[bytes]:
+        """Sends signs of life until the turn is whole, then its events. A client that hangs up
+        cancels this, and the turn with it.
+        """
+        self.num_requests += 1
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
+                if not task.done():
+                    yield b": sampling\n\n"
+            try:
+                _, events = task.result()
+            except ApiError as error:
+                events = [("error" if anthropic else "", error_body(error, anthropic))]
+            except asyncio.CancelledError:
+                body = error_body(over(session.trajectory.id), anthropic)
+                events = [("error" if anthropic else "", body)]
+            for event in server_sent(events):
+                yield event
+            if not anthropic:
+                yield b"data: [DONE]\n\n"
+        finally:
+            self.num_requests -= 1
+            task.cancel()
+
+    def check_key(self, request: Request) -> None:
+        """Raises ApiError for a request without the run's key."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = given or request.headers.get("x-api-key", "")
+        if not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise ApiError(
+                401, "the key is not this run's: send `Authorization: Bearer KEY` or `x-api-key: "
+                "KEY` with the api_key that the agent was given", "invalid_api_key",
+            )  # fmt: skip
+
+    def session_of(self, request: Request) -> Session:
+        """Raises ApiError for a trajectory that does not exist, or that is over."""
+        id = request.path_params.get("id") or request.headers.get("x-trajectory-id")
+        if id is None:
+            raise ApiError(
+                404, "which trajectory? Use the base_url that the agent was given, "
+                "or send its id in the header X-Trajectory-Id", "no_trajectory",
+            )  # fmt: skip
+        if id in self.ended:
+            raise over(id)
+        if id not in self.sessions:
+            raise ApiError(404, f"there is no trajectory {id!r}", "unknown_trajectory")
+        return self.sessions[id]
+
+    async def body_of(self, request: Request) -> dict[str, Any]:
+        """Returns the JSON object of a request. Raises ApiError, for one that is too large before
+        all of it is read.
+        """
+        most = int(self.config.max_body_mib * 2**20)
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise ApiError(
+                        413, "the body has more than serve.max_body_mib="
+                        f"{self.config.max_body_mib:g} MiB", "body_too_large",
+                    )  # fmt: skip
+        except ClientDisconnect:
+            raise ApiError(499, "the client hung up", "client_closed_request") from None
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}", "invalid_json") from error
+        if not isinstance(found, dict):
+            raise ApiError(400, "the body is no JSON object", "invalid_json")
+        return found
+
+    async def models(self, request: Request) -> Response:
+        try:
+            self.check_key(request)
+        except ApiError as error:
+            return refused(error, anthropic=False)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "spmdrl"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"trajectories": len(self.sessions), "requests": self.num_requests})
+
+
+async def chat(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
+    request = openai_chat.chat_request(body)
+    answers = await session.chat(request)
+    return openai_chat.chat_answer(request, answers), openai_chat.chat_events(request, answers)
+
+
+async def text(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
+    request = openai_chat.text_request(body)
+    answers = await session.text(request)
+    return openai_chat.text_answer(request, answers), openai_chat.text_events(request, answers)
+
+
+async def responses(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
+    request = openai_responses.responses_request(body, session.responses)
+    answers = await session.chat(request)
+    found = openai_responses.responses_answer(request, answers)
+    said = answers.choices[0].message
+    session.responses[found["id"]] = [*request.messages, said]
+    return found, openai_responses.responses_events(request, answers)
+
+
+async def messages(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
+    request = anthropic_messages.messages_request(body)
+    answers = await session.chat(request)
+    return anthropic_messages.messages_answer(answers), anthropic_messages.messages_events(answers)
+
+
+def over(id: str) -> ApiError:
+    return ApiError(410, f"the trajectory {id!r} is over: its agent has ended", "trajectory_over")
+
+
+def refused(error: ApiError, anthropic: bool) -> Response:
+    return JSONResponse(error_body(error, anthropic), status_code=error.status)
+
+
+def error_body(error: ApiError, anthropic: bool) -> dict[str, Any]:
+    """Writes an error as the API's clients read it."""
+    kind = "authentication_error" if error.status == 401 else (
+        "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    )  # fmt: skip
+    if anthropic:
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}

@@ -1,0 +1,218 @@
+"""Runs the agents of a rollout engine: each makes a trajectory by requests to its endpoint."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.config import PpoConfig
+from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
+from spmdrl.rewards.workers.worker import Reply
+from spmdrl.rollout.agents.call_queue import CallQueue
+from spmdrl.rollout.agents.chat_encoder import ChatEncoders
+from spmdrl.rollout.agents.command import CommandAgent, is_command
+from spmdrl.rollout.agents.endpoint import Endpoint
+from spmdrl.rollout.agents.server import EndpointServer
+from spmdrl.rollout.agents.session import Session, SessionLimits
+from spmdrl.rollout.agents.trajectory import Trajectory
+from spmdrl.rollout.base import Completion, SamplingParams
+from spmdrl.rollout.engine_calls import EngineCalls
+from spmdrl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"  # the name of the model at the endpoint
+
+Address = tuple[int, int, int]  # of a sample: its prompt's id, which of the prompt's, its seed
+
+
+@dataclass(frozen=True)
+class Task:
+    """A sample that an agent is to make."""
+
+    prompt: Prompt
+    sample_index: int
+    seed: int
+
+    @property
+    def address(self) -> Address:
+        return self.prompt.id, self.sample_index, self.seed
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of the data set, as agents get it."""
+        prompt = self.prompt
+        return {
+            "prompt": prompt.text, "messages": prompt.messages, "ground_truth": prompt.ground_truth,
+            "data_source": prompt.data_source, "extra_info": prompt.extra_info,
+            "sample_index": self.sample_index,
+        }  # fmt: skip
+
+
+# What an agent can ask for by naming a parameter, besides the fields of its row.
+ARGUMENTS: dict[str, Callable[[Task, str, str], Any]] = {
+    "row": lambda task, url, key: task.row,
+    "base_url": lambda task, url, key: f"{url}/v1",
+    "anthropic_base_url": lambda task, url, key: url,
+    "api_key": lambda task, url, key: key,
+    "model": lambda task, url, key: MODEL,
+    "trajectory_id": lambda task, url, key: url.rpartition("/")[2],
+    **{
+        name: lambda task, url, key, name=name: task.row[name]  # type: ignore[misc]
+        for name in ("prompt", "messages", "ground_truth", "data_source", "extra_info",
+                     "sample_index")
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trajectory whose agent has ended."""
+
+    trajectory: Trajectory
+    reply: Reply  # what it returned, or why it failed
+
+
+@dataclass
+class Running:
+    """A trajectory whose agent is at work."""
+
+    session: Session
+    submitted: Submitted
+    attempt: int = 0
+
+
+class AgentPool:
+    """The agents of one engine, on its leader. Raises ConfigError for an agent that cannot run.
+
+    Agents go on while nothing is sampled: their requests wait for the next round.
+    """
+
+    def __init__(
+        self, config: PpoConfig, tokenizer: Any, engine: int, num_engines: int, key: str
+    ) -> None:
+        """engine: its number, of num_engines. key: that requests must have."""
+        self.config, self.engine, self.key = config, engine, key
+        self.agents = agents_of(config)
+        self.arguments = {
+            source: arguments_of(agent, ARGUMENTS, "agent") for source, agent in self.agents.items()
+        }
+        self.limits = SessionLimits(
+            config.data.max_prompt_tokens + config.rollout.max_tokens, config.agents.max_turns
+        )
+        self.encoders = ChatEncoders(config, tokenizer, self.limits.max_model_len)
+        self.queue = CallQueue()
+        self.running: dict[Address, Running] = {}
+        self.ended: dict[Address, Ended] = {}
+        self.server = EndpointServer(config.serve, Endpoint(config.serve, MODEL, key), engine)
+        functions = list({id(agent): agent for agent in self.agents.values()}.values())
+        self.caller = Caller(functions, config.agents, num_engines, Reply)
+
+    def about(self, tasks: Sequence[Task], params: SamplingParams, version: int) -> AgentRound:
+        """Returns the handler of one round of the scheduler: the task of each of its requests.
+
+        version: of the weights that the round begins with.
+        """
+        self.drop_stale(version)
+        return AgentRound(self, tasks, params)
+
+    def drop_stale(self, version: int) -> None:
+        """Gives up trajectories whose first token is of weights that are too old."""
+        most = self.config.agents.max_staleness
+        if most is None:
+            return
+        for address, running in list(self.running.items()):
+            oldest = running.session.trajectory.oldest_version
+            if oldest is not None and version - oldest > most:
+                self.end(address)
+
+    def start(self, task: Task, params: SamplingParams, attempt: int = 0) -> None:
+        trajectory = Trajectory(secrets.token_urlsafe(9), task.seed)
+        session = Session(trajectory, params, self.encoders, self.queue, self.limits, MODEL)
+        self.server.call(self.server.endpoint.begin, session)
+        source = task.prompt.data_source if task.prompt.data_source in self.agents else None
+        url = f"{self.server.url}/t/{trajectory.id}"
+        given = {name: ARGUMENTS[name](task, url, self.key) for name in self.arguments[source]}
+        submitted = self.caller.submit(self.agents[source], given)
+        self.running[task.address] = Running(session, submitted, attempt)
+
+    def end(self, address: Address) -> Running:
+        """Ends a trajectory, and its agent where that is still at work."""
+        running = self.running.pop(address)
+        running.submitted.future.cancel()
+        self.server.call(self.server.endpoint.end, running.session.trajectory.id)
+        return running
+
+    def collect(self, task: Task, params: SamplingParams) -> bool:
+        """Whether the task's agent has ended. One that failed begins anew, if it may."""
+        running = self.running[task.address]
+        if not running.submitted.is_ready():
+            return False
+        reply = running.submitted.result()
+        self.end(task.address)
+        if reply.error is not None and running.attempt < self.config.agents.retries:
+            self.start(task, params, running.attempt + 1)
+            return False
+        self.ended[task.address] = Ended(running.session.trajectory, reply)
+        return True
+
+    def close(self) -> None:
+        """Ends agents and endpoint."""
+        self.caller.close()
+        self.server.close()
+
+
+@dataclass
+class AgentRound:
+    """The trajectories of one round (scheduler_messages.ReplyHandler)."""
+
+    pool: AgentPool
+    tasks: Sequence[Task]
+    params: SamplingParams
+    under_way: dict[int, Completion] = field(default_factory=dict)  # by position
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def ask(self, position: int, turn: Completion) -> bool:
+        """Starts the agent, or goes on with one that an earlier round has left at work."""
+        task = self.tasks[position]
+        if task.address not in self.pool.running:
+            self.pool.start(task, self.params)
+        self.under_way[position] = turn
+        return True
+
+    def came(self) -> dict[int, Completion]:
+        ready = [i for i in self.under_way if self.pool.collect(self.tasks[i], self.params)]
+        return {i: self.under_way.pop(i) for i in ready}
+
+    def give_up(self) -> dict[int, Completion]:
+        """Returns the trajectories that are not over; their agents go on."""
+        left, self.under_way = self.under_way, {}
+        return left
+
+    def has_calls(self) -> bool:
+        return bool(self.pool.queue)
+
+    def calls(self) -> EngineCalls:
+        return self.pool.queue.take()
+
+    def end_call(self, number: int, answer: Completion) -> None:
+        self.pool.queue.end(number, answer)
+
+    def pause_call(self, number: int, answer: Completion) -> None:
+        self.pool.queue.pause(number, answer)
+
+
+def agents_of(config: PpoConfig) -> dict[str | None, Callable[..., Any]]:
+    """Returns the agents by data_source; None stands for every other one."""
+    given: Mapping[Any, Any] = (
+        config.agent if isinstance(config.agent, Mapping) else {None: config.agent}
+    )
+    return {
+        source: CommandAgent(agent, config.agents) if is_command(agent) else agent
+        for source, agent in given.items()
+    }

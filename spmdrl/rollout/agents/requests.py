@@ -1,0 +1,163 @@
+"""What agents ask and how it is refused, whatever API they ask by."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from spmdrl.types import Message
+
+MOST_CHOICES = 64  # of a request
+
+
+class ApiError(Exception):
+    """A request that is refused: the HTTP status, and a text for the agent's author."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for turns of a chat. Temperature and the like are the run's, whatever is asked."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI's chat API has them
+    n: int = 1
+    max_tokens: int | None = None  # None: as many as fit
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    stream_usage: bool = False  # whether a stream ends with the number of tokens
+
+    @cached_property
+    def context(self) -> str:
+        """What else than the messages the prompt depends on, as text."""
+        return json.dumps([self.tools, self.template_kwargs], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request for continuations of a text or of tokens."""
+
+    prompt: str | list[int]
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+
+
+def take(
+    body: dict[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None
+) -> Any:
+    """Returns body[name], or the default where it is null or left out. Raises ApiError for another
+    type.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+    if wrong:
+        names = " or ".join(each.__name__ for each in kinds)
+        raise ApiError(
+            400, f"{name}: expected {names}, got {json.dumps(value)[:80]}", "invalid_type"
+        )
+    return value
+
+
+def require(body: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    """Returns body[name]. Raises ApiError where it is missing or of another type."""
+    value = take(body, name, kind)
+    if value is None:
+        raise ApiError(400, f"{name} is required", "missing_field")
+    return value
+
+
+def positive(body: dict[str, Any], *names: str) -> int | None:
+    """Returns the first of these numbers that is given. Raises ApiError for one below 1."""
+    for name in names:
+        value = take(body, name, int)
+        if value is not None:
+            if value < 1:
+                raise ApiError(400, f"{name}={value}: expected at least 1", "invalid_value")
+            return value
+    return None
+
+
+def choices(body: dict[str, Any]) -> int:
+    """Returns how many answers are asked for. Raises ApiError for too many."""
+    n = positive(body, "n") or 1
+    if n > MOST_CHOICES:
+        raise ApiError(400, f"n={n}: expected at most {MOST_CHOICES}", "invalid_value")
+    return n
+
+
+def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Returns the strings that end an answer. Raises ApiError."""
+    value = take(body, name, (str, list), [])
+    found = [value] if isinstance(value, str) else value
+    if not all(isinstance(each, str) and each for each in found):
+        raise ApiError(400, f"{name}: expected strings that are not empty", "invalid_type")
+    return tuple(found)
+
+
+def refuse(body: dict[str, Any], reasons: dict[str, str]) -> None:
+    """Raises ApiError for a field that would change the distribution that is trained on, or asks
+    for what there is not. reasons: by the field's name.
+    """
+    for name, reason in reasons.items():
+        if body.get(name):
+            raise ApiError(400, f"{name} cannot be honoured: {reason}", "unsupported_field")
+
+
+def text_of(content: Any, where: str) -> str:
+    """Returns the text of a message's content: a text, or parts of text. Raises ApiError."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part_text(part, where) for part in content]
+        return "".join(texts)
+    raise ApiError(400, f"{where}: expected a text or a list of parts", "invalid_type")
+
+
+def part_text(part: Any, where: str) -> str:
+    """Returns the text of a part. Raises ApiError for an image or a sound."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
+        return part["text"]
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return part["refusal"]
+    raise ApiError(
+        400, f"{where}: a part of the type {kind!r} cannot be read; expected text",
+        "unsupported_content",
+    )  # fmt: skip
+
+
+def arguments_of_call(arguments: Any) -> Any:
+    """Returns a call's arguments as chat templates take them: a value, where they are JSON."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def call_text(arguments: Any) -> str:
+    """Returns a call's arguments as APIs give them: JSON."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""Trajectories as samples: one for the group's statistics, with a row for each sequence that is
+trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmdrl.rollout.agents.pool import Ended
+from spmdrl.rollout.agents.trajectory import Row
+from spmdrl.types import Message, Prompt, Sample
+
+NO_TURN = "the agent asked for no turn, so there is nothing to learn from"
+
+
+def trajectory_sample(prompt: Prompt, group: int, index: int, ended: Ended) -> Sample:
+    """Makes the sample of a trajectory. It is invalid where its agent failed or never asked."""
+    trajectory, reply = ended.trajectory, ended.reply
+    rows = [row_sample(prompt, group, index, row) for row in trajectory.rows]
+    invalid = f"the agent: {reply.error}" if reply.error is not None else None
+    if not rows:
+        return Sample(
+            prompt, group, index, [], [], [], [], "error", invalid=invalid or NO_TURN,
+            agent_output=reply.value,
+        )  # fmt: skip
+    last = trajectory.last_row
+    conversation = trajectory.rows[last].conversation
+    return replace(
+        rows[last], rows=rows, messages=conversation, invalid=invalid, agent_output=reply.value
+    )
+
+
+def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
+    """Makes the sample of one row. What stands before its first own turn is its prompt."""
+    start = row.num_prompt_tokens
+    said = own_turns(row)
+    return Sample(
+        prompt=replace(prompt, token_ids=row.token_ids[:start]),
+        group=group,
+        index=index,
+        response_ids=row.token_ids[start:],
+        rollout_logprobs=row.logprobs[start:],
+        loss_mask=row.loss_mask[start:],
+        policy_version=row.versions[start:],
+        finish_reason=row.finish_reason,
+        response=row.conversation[-1]["content"] or "",
+        messages=said,
+    )
+
+
+def own_turns(row: Row) -> list[Message]:
+    """Returns the end of a row's conversation that begins with its first own turn."""
+    turns = [i for i, m in enumerate(row.conversation) if m["role"] == "assistant"]
+    return row.conversation[turns[-row.num_turns] :]
+
+
+def training_rows(samples: list[Sample], n: int) -> list[Sample]:
+    """Returns what is trained on: of a trajectory its rows, with its reward, and none of an invalid
+    one. n: samples of a prompt; the k-th further row has the index of its trajectory plus n * k.
+    """
+    found = []
+    for sample in samples:
+        if sample.invalid is not None:
+            continue
+        turns = iter(sample.turn_rewards)
+        for k, row in enumerate(sample.rows):
+            own = [reward for _, reward in zip(range(row.num_turns), turns, strict=False)]
+            found.append(
+                replace(
+                    row,
+                    group=sample.group,
+                    index=sample.index + n * k,
+                    reward=sample.reward,
+                    penalty=sample.penalty,
+                    reward_info=sample.reward_info,
+                    turn_rewards=own,
+                )
+            )
+    return found

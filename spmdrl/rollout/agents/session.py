@@ -1,0 +1,149 @@
+"""A trajectory whose agent may ask: requests in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
+from spmdrl.rollout.agents.call_queue import CallQueue
+from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
+from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest
+from spmdrl.rollout.agents.trajectory import Draft, Trajectory
+from spmdrl.rollout.base import Completion, Request, SamplingParams
+from spmdrl.rollout.engine_calls import EngineCall
+from spmdrl.rollout.seeds import seed_of
+from spmdrl.types import Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """What bounds the requests of a trajectory."""
+
+    max_model_len: int  # tokens of a prompt and its answer
+    max_turns: int
+
+
+@dataclass
+class Session:
+    """Belongs to the event loop of the endpoint."""
+
+    trajectory: Trajectory
+    params: SamplingParams  # how the policy samples; requests set lengths and stops alone
+    encoders: ChatEncoders
+    queue: CallQueue
+    limits: SessionLimits
+    model: str  # its name in answers
+    responses: dict[str, list[Message]] = field(default_factory=dict)  # conversations, by response
+    num_turns: int = 0  # asked for
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer requests
+    over: bool = False
+
+    async def chat(self, request: ChatRequest) -> Answers:
+        """Raises ApiError."""
+        encoder = self.encoders.of(request)
+        draft = self.trajectory.draft(
+            request.messages, request.context, encoder.encode_all, encoder.encode_behind
+        )
+        stop = (*self.params.stop, *request.stop)
+        completions = await self.sample(draft, request)
+        choices = []
+        for completion in completions:
+            spoken = encoder.spoken(completion, stop)
+            self.trajectory.commit(draft, completion, spoken.message)
+            texts = self.token_texts(completion) if request.logprobs else []
+            choices.append(
+                Choice(spoken.message, spoken.finish_reason, completion, texts,
+                       call_ids_of(spoken.message))
+            )  # fmt: skip
+        return Answers(self.model, draft.token_ids, choices)
+
+    async def text(self, request: TextRequest) -> Answers:
+        """Raises ApiError."""
+        tokenizer = self.encoders.tokenizer
+        said = request.prompt
+        known = self.text_behind(said) if isinstance(said, str) else None
+        if isinstance(said, str):
+            ids = known if known is not None else tokenizer(said)["input_ids"]
+        else:
+            ids, said = said, tokenizer.decode(said)
+        highest = len(tokenizer) - 1
+        if not ids or not all(0 <= token <= highest for token in ids):
+            raise ApiError(400, f"prompt: expected token ids in 0..{highest}", "invalid_value")
+        asked: Message = {"role": "user", "content": said}
+        draft = self.trajectory.draft_tokens(ids, [asked])
+        choices = []
+        for completion in await self.sample(draft, request):
+            text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            text = before_stop(text, (*self.params.stop, *request.stop))
+            message: Message = {"role": "assistant", "content": text}
+            self.trajectory.commit(draft, completion, message)
+            texts = self.token_texts(completion) if request.logprobs else []
+            finish = "length" if completion.finish_reason == "length" else "stop"
+            choices.append(Choice(message, finish, completion, texts))
+        return Answers(self.model, ids, choices)
+
+    def text_behind(self, text: str) -> list[int] | None:
+        """Returns the tokens of a text that goes on where a row ends, without encoding the row
+        again; None where no row ends so.
+        """
+        tokenizer = self.encoders.tokenizer
+        for row in reversed(self.trajectory.rows):
+            said = tokenizer.decode(row.token_ids)
+            if text.startswith(said):
+                rest = tokenizer(text[len(said) :], add_special_tokens=False)["input_ids"]
+                return [*row.token_ids, *rest]
+        return None
+
+    async def sample(self, draft: Draft, request: ChatRequest | TextRequest) -> list[Completion]:
+        """Samples as many answers as are asked for. Raises ApiError."""
+        self.num_turns += request.n
+        if self.num_turns > self.limits.max_turns:
+            raise ApiError(
+                400, f"the trajectory has had its agents.max_turns={self.limits.max_turns} turns",
+                "too_many_turns",
+            )  # fmt: skip
+        room = self.limits.max_model_len - len(draft.token_ids)
+        if room < 1:
+            raise ApiError(
+                400, f"the prompt has {len(draft.token_ids)} tokens; prompt and answer may have "
+                f"data.max_prompt_tokens + rollout.max_tokens = {self.limits.max_model_len}",
+                "context_length_exceeded",
+            )  # fmt: skip
+        most = min(request.max_tokens or room, room, self.params.max_tokens)
+        params = replace(
+            self.params, stop=(*self.params.stop, *request.stop),
+            min_tokens=min(self.params.min_tokens, most),
+        )  # fmt: skip
+        calls = [
+            EngineCall(Request(draft.token_ids, seed, max_tokens=most), params)
+            for seed in self.seeds(draft, request)
+        ]
+        return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+
+    def seeds(self, draft: Draft, request: ChatRequest | TextRequest) -> list[int]:
+        """Returns a seed for each answer: of the sample, of the prompt, and of how often that was
+        asked before. With a seed in the request it is of that instead, so that the sample's next
+        request for the same is answered in the same way.
+        """
+        own = self.trajectory.seed
+        if request.seed is not None:
+            return [seed_of(own, request.seed, i, 0, "agent's seed") for i in range(request.n)]
+        return [
+            seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft.token_ids)}")
+            for _ in range(request.n)
+        ]
+
+    def token_texts(self, completion: Completion) -> list[str]:
+        return [self.encoders.tokenizer.decode([token]) for token in completion.token_ids]
+
+    def end(self) -> Trajectory:
+        """Refuses what is still asked, and returns what was sampled."""
+        self.over = True
+        for task in self.tasks:
+            task.cancel()
+        return self.trajectory
