@@ -27,7 +27,7 @@ from spmdrl.cli.arguments import LAUNCHER, Dry, dry_flags, load_config, shown_co
 from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
-from spmdrl.config import ConfigError, PpoConfig, TrainConfig
+from spmdrl.config import ConfigError, PpoConfig, TrainConfig, require
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.distributed.env import before_torch
 from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
@@ -140,7 +140,12 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
     scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
-    check_held_out(config, scorers)
+    check_held_out(config, scorers, topology.world // config.rollout.tensor_parallel)
+    require(
+        config.agent is None or scorers == topology.world,
+        f"rewards.max_concurrent={config.rewards.max_concurrent} is below the {topology.world} "
+        "ranks: trajectories of agents are scored where they are made, so take fewer ranks",
+    )
     with ExitStack() as undo:
         rewards = RewardRunner(config.reward, config.rewards, scorers)
         undo.callback(rewards.close)

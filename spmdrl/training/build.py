@@ -161,7 +161,7 @@ def build(
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
             entropy_coef=config.algo.entropy_coef,
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
-            leftover=PartialRollouts(config.rollout) if config.rollout.oversample > 1 else None,
+            leftover=leftover_of(config),
             routing=routing_of(load_hf_config(config.model)) if replays else None,
             reply_images=images if config.multi_turn.max_images else None,
         )  # fmt: skip
@@ -312,6 +312,13 @@ def build_dialogue(
         return None
     vision = looks.vision if looks is not None else None
     return Dialogue(config, tokenizer, ranks.axis_size("dp"), vision)
+
+
+def leftover_of(config: PpoConfig) -> PartialRollouts | None:
+    """None where a step asks for no more than it trains on."""
+    if config.rollout.oversample == 1:
+        return None
+    return PartialRollouts(config.rollout, config.agent is not None)
 
 
 def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPool | None:

@@ -16,6 +16,7 @@ from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.training.build import check_enough, load_dataset
+from spmdrl.training.checks.agents import agent_lines
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
@@ -26,6 +27,12 @@ from spmdrl.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 EXAMPLES = 8  # prompts of each data set that a dry run scores
+
+# parameters of reward functions that a dry run cannot give, and who would
+ASKED = {
+    "model_score": "a model, which a dry run does not load",
+    "agent_output": "an agent, which a dry run does not start",
+}
 
 
 def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
@@ -61,6 +68,8 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         dialogue = Dialogue(config, tokenizer, engines, dataset.vision)
         lines += dialogue.lines()
         dialogue.close()
+    if config.agent is not None:
+        lines += agent_lines(config)
     trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]
     lines += trial_lines([role.model or config.model for role in trained])
     if runtime.is_main:
@@ -98,7 +107,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
     asks = {
-        source: "model_score" in rewards.reward_of(source).arguments
+        source: [name for name in ASKED if name in rewards.reward_of(source).arguments]
         for source in {prompt.data_source for prompt in prompts}
     }
     samples = [
@@ -118,7 +127,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
             raise ConfigError(told)
         logger.warning(told)
     if asks[first.data_source]:
-        return [shown, "  its reward asks a model, which a dry run does not load"]
+        return [shown, f"  its reward asks {ASKED[asks[first.data_source][0]]}"]
     if first.ground_truth is None:
         return [shown, "  no ground truth, and its reward asks for none"]
     sample = samples[0]

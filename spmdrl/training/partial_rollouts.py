@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.checkpoint.safe_load import read_plain
 from spmdrl.config import ConfigError, RolloutConfig
+from spmdrl.rollout.agents.samples import from_json, to_json
 from spmdrl.rollout.answer_codec import pack, unpack
 from spmdrl.rollout.base import Completion
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
@@ -31,6 +32,7 @@ class PartialRollouts:
     """
 
     config: RolloutConfig
+    by_agents: bool = False  # agents make the samples; those that had begun begin anew after a load
     prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
     questions: list[SampleRequest] = field(default_factory=list)  # unanswered, some of them begun
     samples: list[Sample] = field(default_factory=list)  # not scored yet
@@ -47,7 +49,9 @@ class PartialRollouts:
     def save(self, file: BinaryIO) -> None:
         """This rank's part, with all questions."""
         begun = {i: q.begun for i, q in enumerate(self.questions) if q.begun is not None}
-        ended = {i: completion_of(s) for i, s in enumerate(self.samples)}
+        by_agents = [to_json(s) for s in self.samples] if self.by_agents else []
+        said = [] if self.by_agents else self.samples
+        ended = {i: completion_of(s) for i, s in enumerate(said)}
         torch.save(
             {
                 "format": FORMAT,
@@ -58,6 +62,8 @@ class PartialRollouts:
                 "begun": as_bytes(begun),
                 "samples": table([(s.group, s.index) for s in self.samples], 2),
                 "ended": as_bytes(ended),
+                "by_agents": self.by_agents,
+                "trajectories": by_agents,
             },
             file,
         )
@@ -77,6 +83,12 @@ class PartialRollouts:
                 "the checkpoint holds unfinished answers as an earlier version of spmdrl wrote "
                 "them: drop them with --rollout.oversample 1"
             )
+        if first.get("by_agents", False) != self.by_agents:
+            raise ConfigError(
+                "the checkpoint holds samples begun "
+                f"{'without' if self.by_agents else 'by'} agents, and this run samples otherwise: "
+                "drop them with --rollout.oversample 1"
+            )
         if self.config.n != first["n"] or self.config.max_tokens < first["max_tokens"]:
             raise ConfigError(
                 f"the checkpoint holds answers begun with rollout.n={first['n']}, max_tokens="
@@ -93,11 +105,15 @@ class PartialRollouts:
         ]
         self.samples = []
         for share in shares[rank::world]:
-            ended = unpack(share["ended"].numpy().tobytes())
             asked = [
                 SampleRequest(prompts[group], group, index, seed=0)
                 for group, index in share["samples"].tolist()
             ]
+            if self.by_agents:
+                saved = zip(share["trajectories"], asked, strict=True)
+                self.samples += [from_json(s, q.prompt, q.group, q.index) for s, q in saved]
+                continue
+            ended = unpack(share["ended"].numpy().tobytes())
             self.samples += as_samples(asked, [ended[i] for i in range(len(asked))], tokenizer)
         known = [sample.routed_experts for sample in self.samples]
         known += [q.begun.routed_experts for q in self.questions if q.begun is not None]

@@ -38,8 +38,8 @@ from spmdrl.config import ConfigError, RolloutConfig
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams, WeightMismatch
 from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
-from spmdrl.rollout.seeds import seed_of
 from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Prompt
 
 CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)

@@ -4,6 +4,7 @@ trained on.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from spmdrl.rollout.agents.pool import Ended
@@ -77,3 +78,39 @@ def training_rows(samples: list[Sample], n: int) -> list[Sample]:
                 )
             )
     return found
+
+
+ROW_FIELDS = ("response_ids", "rollout_logprobs", "loss_mask", "policy_version", "finish_reason",
+              "response", "messages")  # fmt: skip
+
+
+def to_json(sample: Sample) -> str:
+    """Writes a trajectory that is not scored yet, for a checkpoint."""
+    rows = [
+        {"prompt_ids": row.prompt.token_ids} | {name: getattr(row, name) for name in ROW_FIELDS}
+        for row in sample.rows
+    ]
+    last = [i for i, row in enumerate(sample.rows) if row.response_ids is sample.response_ids]
+    return json.dumps({
+        "rows": rows, "last": last[0] if last else None, "conversation": sample.messages,
+        "invalid": sample.invalid, "agent_output": sample.agent_output,
+    })  # fmt: skip
+
+
+def from_json(text: str, prompt: Prompt, group: int, index: int) -> Sample:
+    """Reads what to_json has written."""
+    saved = json.loads(text)
+    rows = [
+        Sample(
+            prompt=replace(prompt, token_ids=row.pop("prompt_ids")), group=group, index=index, **row
+        )
+        for row in saved["rows"]
+    ]
+    if saved["last"] is None:
+        last = Sample(prompt, group, index, [], [], [], [], "error")
+    else:
+        last = rows[saved["last"]]
+    return replace(
+        last, rows=rows, messages=saved["conversation"], invalid=saved["invalid"],
+        agent_output=saved["agent_output"],
+    )  # fmt: skip

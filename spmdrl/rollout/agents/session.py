@@ -70,12 +70,11 @@ class Session:
         if isinstance(said, str):
             ids = known if known is not None else tokenizer(said)["input_ids"]
         else:
-            ids, said = said, tokenizer.decode(said)
+            ids = said
         highest = len(tokenizer) - 1
         if not ids or not all(0 <= token <= highest for token in ids):
             raise ApiError(400, f"prompt: expected token ids in 0..{highest}", "invalid_value")
-        asked: Message = {"role": "user", "content": said}
-        draft = self.trajectory.draft_tokens(ids, [asked])
+        draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
         choices = []
         for completion in await self.sample(draft, request):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -101,8 +100,7 @@ class Session:
 
     async def sample(self, draft: Draft, request: ChatRequest | TextRequest) -> list[Completion]:
         """Samples as many answers as are asked for. Raises ApiError."""
-        self.num_turns += request.n
-        if self.num_turns > self.limits.max_turns:
+        if self.num_turns + request.n > self.limits.max_turns:
             raise ApiError(
                 400, f"the trajectory has had its agents.max_turns={self.limits.max_turns} turns",
                 "too_many_turns",
@@ -114,6 +112,7 @@ class Session:
                 f"data.max_prompt_tokens + rollout.max_tokens = {self.limits.max_model_len}",
                 "context_length_exceeded",
             )  # fmt: skip
+        self.num_turns += request.n
         most = min(request.max_tokens or room, room, self.params.max_tokens)
         params = replace(
             self.params, stop=(*self.params.stop, *request.stop),

@@ -99,10 +99,17 @@ class Trajectory:
         ids = encode_all(messages)
         return Draft(ids, self.known_by_tokens(ids), messages, digests[-1])
 
-    def draft_tokens(self, token_ids: list[int], conversation: list[Message]) -> Draft:
-        """Finds the row that a request continues whose prompt is given as tokens."""
+    def draft_tokens(self, token_ids: list[int], spell: Callable[[list[int]], str]) -> Draft:
+        """Finds the row that a request continues whose prompt is given as tokens.
+
+        spell: the text of tokens; what the row does not have counts as said by the user.
+        """
+        behind = self.known_by_tokens(token_ids)
+        before = self.rows[behind.row].conversation if behind is not None else []
+        rest = token_ids[behind.num_tokens if behind is not None else 0 :]
+        asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
         digest = hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=16).hexdigest()
-        return Draft(token_ids, self.known_by_tokens(token_ids), conversation, digest)
+        return Draft(token_ids, behind, [*before, *asked], digest)
 
     def known_by_tokens(self, token_ids: list[int]) -> KnownTokens | None:
         """Returns the longest row that these tokens begin with, if there is one."""

@@ -38,6 +38,7 @@ from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
 from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_dialogue
 from spmdrl.rollout.multi_turn.tools import Toolbox
+from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
@@ -114,6 +115,11 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_router_replay(config, hf, hosted)
     placement = place(config, world)
     check_judge(config, len(placement.roles["reward"]))
+    check_agents(config, len(placement.roles["rollout"]) // config.rollout.tensor_parallel)
+    require(
+        config.agent is None or placement.roles["reward"] == placement.roles["rollout"],
+        "agent: rewards are given where trajectories are made, leave 'reward' out of placement",
+    )
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
@@ -147,7 +153,7 @@ def warnings_of(config: PpoConfig) -> list[str]:
             f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
             "steps: the actor is not trained"
         )
-    return [*found, *warnings_of_run(config)]
+    return [*found, *warnings_of_agents(config), *warnings_of_run(config)]
 
 
 def check_read(config: PpoConfig) -> None:
@@ -321,9 +327,9 @@ def scorer_of(config: PpoConfig) -> str | None:
     return config.reward_model.model if config.reward_model is not None else None
 
 
-def check_held_out(config: PpoConfig, num_scorers: int) -> None:
+def check_held_out(config: PpoConfig, num_scorers: int, num_engines: int) -> None:
     """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers:
-    ranks that score.
+    ranks that score; num_engines: of the rollout.
     """
     check_bounds(config)
     check_places(config)
@@ -331,6 +337,7 @@ def check_held_out(config: PpoConfig, num_scorers: int) -> None:
     check_turns(config)
     check_per_turn(config)
     check_judge(config, num_scorers)
+    check_agents(config, num_engines)
     if config.trust_remote_code:
         allow_code(config.model)
     keep_towers(config, scorer_of(config))

@@ -1,0 +1,135 @@
+"""Checks before anything is built whether agents can make the samples of a run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+
+from spmdrl.algo.advantages import estimator_of
+from spmdrl.config import AgentConfig, PpoConfig, ServeConfig, require
+from spmdrl.rewards.runner import resolve_rewards
+from spmdrl.rewards.workers.caller import arguments_of, check_shared
+from spmdrl.rewards.workers.caller import check as check_limits
+from spmdrl.rollout.agents.command import CommandAgent, missing_program
+from spmdrl.rollout.agents.pool import ARGUMENTS, agents_of
+from spmdrl.rollout.multi_turn.conversation import has_dialogue
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HIGHEST_PORT = 65535
+
+
+def check_agents(config: PpoConfig, engines: int) -> None:
+    """Raises ConfigError where agents cannot run, or do not go with the rest of the config.
+
+    engines: how many share the limits of agents.
+    """
+    reads = any("agent_output" in r.arguments for r in resolve_rewards(config.reward).values())
+    if config.agent is None:
+        for name, usual in (("agents", AgentConfig()), ("serve", ServeConfig())):
+            require(
+                getattr(config, name) == usual, f"{name} has no effect: the config has no agent"
+            )
+        require(not reads, "the reward asks for agent_output, but the config has no agent")
+        return
+    check_options(config)
+    check_limits(config.agents)
+    check_shared(config.agents, engines)
+    for agent in agents_of(config).values():
+        require(
+            callable(agent),
+            f"agent={agent!r}: expected a function, a command line as a list of words, or one of "
+            "them per data_source",
+        )
+        arguments_of(agent, ARGUMENTS, "agent")
+        if isinstance(agent, CommandAgent):
+            check_command(agent)
+    serve = config.serve
+    require(
+        serve.port >= 0 and serve.port + engines - 1 <= HIGHEST_PORT,
+        f"serve.port={serve.port}: the {engines} engines take this port and those behind it, up to "
+        f"{HIGHEST_PORT}",
+    )
+
+
+def check_command(agent: CommandAgent) -> None:
+    """Raises ConfigError for a command line that cannot be run on this host."""
+    config = agent.config
+    missing = missing_program(agent)
+    require(
+        missing is None,
+        f"agent: there is no program {missing!r} on this host (agents.runner={config.runner!r})",
+    )
+    require(
+        config.runner not in ("docker", "podman") or bool(config.runner_args),
+        f"agents.runner={config.runner!r} needs an image: agents.runner_args=('my/image',)",
+    )
+
+
+def check_options(config: PpoConfig) -> None:
+    """Raises ConfigError for options that are of one answer to one prompt, or of another way to
+    have several turns.
+    """
+    algo, rollout, estimator = config.algo, config.rollout, estimator_of(config.algo)
+    refused = {
+        "tools": bool(config.tools), "environment": config.environment is not None,
+        "algo.sample_filter": algo.sample_filter is not None,
+        "algo.overlong_buffer": algo.overlong_buffer > 0,
+        "rollout.greedy_baseline": rollout.greedy_baseline,
+        "rollout.static_split": rollout.static_split,
+        "actor.router_replay": config.actor.router_replay is not None,
+        "prm": config.prm is not None,
+        f"algo.advantage={algo.advantage!r}": estimator.token_sums,
+        "algo.aggregation, a function": callable(algo.aggregation),
+        "reward_model": config.reward_model is not None,
+    }  # fmt: skip
+    reasons = {
+        "tools": "an agent runs its own tools",
+        "environment": "an agent is its own environment",
+    }
+    usual = "it is of single answers, and a trajectory may be trained on as several sequences"
+    for name, is_on in refused.items():
+        require(not is_on, f"{name} does not go with agent: {reasons.get(name, usual)}")
+    require(
+        not has_dialogue(config) and config.data.image_max_pixels is None,
+        "data.image_max_pixels does not go with agent: agents' messages are text",
+    )
+    command = any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
+    given = {f.name for f in fields(AgentConfig) if f.name.startswith("runner")}
+    changed = {
+        name for name in given if getattr(config.agents, name) != getattr(AgentConfig(), name)
+    }
+    require(
+        command or not changed,
+        f"agents.{min(changed, default='')} has no effect: the agent is no command line",
+    )
+    require(
+        config.agents.max_staleness is None or rollout.oversample > 1,
+        f"agents.max_staleness={config.agents.max_staleness} has no effect: with "
+        "rollout.oversample=1 no trajectory goes on from step to step",
+    )
+
+
+def agent_lines(config: PpoConfig) -> list[str]:
+    """Returns lines for --dry-run: who makes the samples, and by what limits."""
+    names = [getattr(agent, "__qualname__", repr(agent)) for agent in agents_of(config).values()]
+    limits, serve = config.agents, config.serve
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    where = f"port {serve.port} and up" if serve.port else "free ports"
+    return [
+        f"agents: {', '.join(names)}; a trajectory has at most {limits.max_turns} turns and "
+        f"{limits.timeout_s:g} s, and {limits.retries} retries",
+        f"  endpoint of each engine: {serve.host}, {where}; a turn has at most "
+        f"{config.rollout.max_tokens} tokens, with its prompt at most {longest}",
+    ]
+
+
+def warnings_of_agents(config: PpoConfig) -> list[str]:
+    """Returns warnings about what may be meant, and mostly is not."""
+    if config.agent is None or config.serve.host in LOOPBACK:
+        return []
+    return [
+        f"serve.host={config.serve.host!r}: whoever reaches this address can use the model with "
+        "the run's key, which is sent without encryption"
+    ]

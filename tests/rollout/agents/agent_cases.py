@@ -1,0 +1,245 @@
+"""Agents of tests, each by the name of its case: what clients see of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from agent_models import ADD, QUESTION, SCHEMA
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def play(row: dict[str, Any], **told: Any) -> Any:
+    return await CASES[row["extra_info"]["case"]](**told)
+
+
+async def openai_chat(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    asked: list[Any] = [QUESTION]
+    first = await client.chat.completions.create(
+        model=model, messages=asked, tools=[ADD], temperature=0.9
+    )
+    said = first.choices[0].message
+    (call,) = said.tool_calls or []
+    asked += [said.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    second = await client.chat.completions.create(
+        model=model, messages=asked, tools=[ADD], logprobs=True
+    )
+    parts, usage = [], None
+    stream = await client.chat.completions.create(
+        model=model, messages=HI, stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        parts += [c.delta.content for c in chunk.choices if c.delta.content]
+    calls: list[Any] = []
+    stream = await client.chat.completions.create(
+        model=model, messages=[QUESTION], tools=[ADD], stream=True
+    )
+    async for chunk in stream:
+        calls += [call for c in chunk.choices for call in c.delta.tool_calls or []]
+    both = await client.chat.completions.create(
+        model=model, messages=HI, n=2, max_tokens=4, extra_body={"return_token_ids": True}
+    )
+    seeded = [
+        await client.chat.completions.create(model=model, messages=HI, seed=5, stop=["day"])
+        for _ in range(2)
+    ]
+    models = [each.id async for each in client.models.list()]
+    logprobs = second.choices[0].logprobs
+    return {
+        "call": [call.function.name, json.loads(call.function.arguments)],
+        "finish": [first.choices[0].finish_reason, second.choices[0].finish_reason],
+        "answer": second.choices[0].message.content,
+        "logprobs": [[each.token, each.logprob] for each in (logprobs and logprobs.content) or []],
+        "streamed": "".join(parts), "usage": usage and usage.completion_tokens,
+        "streamed_call": [calls[0].function.name, json.loads(calls[0].function.arguments)],
+        "both": [[c.message.content, c.finish_reason, c.token_ids] for c in both.choices],  # type: ignore[attr-defined]
+        "seeded": [each.choices[0].message.content for each in seeded], "models": models,
+    }  # fmt: skip
+
+
+async def anthropic(anthropic_base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from anthropic import AsyncAnthropic
+
+    client = AsyncAnthropic(base_url=anthropic_base_url, api_key=api_key, max_retries=0)
+    tools: Any = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
+    asked: list[Any] = [QUESTION]
+    first = await client.messages.create(model=model, messages=asked, max_tokens=99, tools=tools)
+    (use,) = first.content
+    result = {
+        "type": "tool_result",
+        "tool_use_id": use.id,
+        "content": [{"type": "text", "text": "5"}],
+    }
+    asked += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    second = await client.messages.create(model=model, messages=asked, max_tokens=99, tools=tools)
+    async with client.messages.stream(model=model, messages=HI, max_tokens=4) as stream:
+        text = "".join([part async for part in stream.text_stream])
+        ended = await stream.get_final_message()
+    async with client.messages.stream(
+        model=model, messages=[QUESTION], max_tokens=99, tools=tools
+    ) as stream:
+        streamed = await stream.get_final_message()
+    return {
+        "call": [use.name, use.input], "answer": second.content[0].text,
+        "stops": [first.stop_reason, second.stop_reason, ended.stop_reason, streamed.stop_reason],
+        "streamed": text, "streamed_call": [streamed.content[0].name, streamed.content[0].input],
+        "usage": second.usage.output_tokens,
+    }  # fmt: skip
+
+
+async def responses(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    tool: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA}
+    first = await client.responses.create(model=model, input="2+3", tools=[tool])
+    (call,) = first.output
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    second = await client.responses.create(
+        model=model, input=[output], tools=[tool], previous_response_id=first.id
+    )
+    items: list[Any] = [*QUESTION_ITEMS, call.model_dump(), output]
+    async with client.responses.stream(model=model, input=items, tools=[tool]) as stream:
+        kinds = [event.type async for event in stream]
+        third = await stream.get_final_response()
+    return {
+        "call": [call.name, json.loads(call.arguments)], "answer": second.output_text,
+        "again": third.output_text, "kinds": kinds,
+    }  # fmt: skip
+
+
+QUESTION_ITEMS = [{"type": "message", "role": "user", "content": "2+3"}]
+
+
+async def texts(base_url: str, api_key: str, model: str, trajectory_id: str, **_: Any) -> Any:
+    """By the header and not by the path; a prompt as text, then as text that goes on, as tokens."""
+    from openai import AsyncOpenAI
+
+    url = base_url.partition("/t/")[0] + "/v1"
+    client = AsyncOpenAI(
+        base_url=url, api_key=api_key, default_headers={"X-Trajectory-Id": trajectory_id}
+    )
+    first = await client.completions.create(
+        model=model, prompt="uhi:", logprobs=0, max_tokens=4,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    said = first.choices[0].text
+    second = await client.completions.create(model=model, prompt=f"uhi:{said}", max_tokens=4)
+    ids = first.prompt_token_ids + first.choices[0].token_ids  # type: ignore[attr-defined]
+    third = await client.completions.create(model=model, prompt=ids, max_tokens=4, echo=True)
+    stream = await client.completions.create(model=model, prompt="uhi:", stream=True)
+    streamed = "".join([chunk.choices[0].text async for chunk in stream])
+    return [said, second.choices[0].text, third.choices[0].text, streamed]
+
+
+async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    good = {"model": model, "messages": HI}
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    bodies: dict[str, Any] = {
+        "unknown model": good | {"model": "gpt-5"},
+        "no messages": {"model": model},
+        "empty": good | {"messages": []},
+        "a role that is a number": good | {"messages": [{"role": 1, "content": "x"}]},
+        "an image": good | {"messages": [{"role": "user", "content": image}]},
+        "a format": good | {"response_format": {"type": "json_object"}},
+        "a forced call": good | {"tools": [ADD], "tool_choice": "required"},
+        "a bias": good | {"logit_bias": {"5": 100}},
+        "too many": good | {"n": 1000},
+        "no tokens": good | {"max_tokens": 0},
+        "a prompt that is too long": good | {"messages": [{"role": "user", "content": "a" * 500}]},
+    }
+    found = {}
+    key = {"authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def post(url: str, **given: Any) -> list[Any]:
+            answer = await client.post(url, **given)
+            error = answer.json()["error"]
+            return [answer.status_code, error.get("code"), error["message"]]
+
+        url = f"{base_url}/chat/completions"
+        for name, body in bodies.items():
+            found[name] = await post(url, json=body, headers=key)
+        found["wrong key"] = await post(url, json=good, headers={"authorization": "Bearer x"})
+        found["no key"] = await post(url, json=good)
+        found["no JSON"] = await post(url, content=b"{", headers=key)
+        found["a list"] = await post(url, content=b"[]", headers=key)
+        found["huge"] = await post(url, content=b"x" * (1 << 21), headers=key)
+        root = base_url.partition("/t/")[0]
+        found["unknown trajectory"] = await post(
+            f"{root}/t/none/v1/chat/completions", json=good, headers=key
+        )
+        found["no trajectory"] = await post(f"{root}/v1/chat/completions", json=good, headers=key)
+        found["anthropic"] = await post(
+            f"{base_url}/messages", json=good, headers={"x-api-key": api_key}
+        )
+        for turn in range(20):
+            answer = await client.post(url, json=good | {"max_tokens": 1}, headers=key)
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                found["many turns"] = [answer.status_code, error["code"], turn]
+                break
+    return found
+
+
+async def hangs_up(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    """Gives a request up at once, then asks the same: what nobody has read is no row."""
+    key = {"authorization": f"Bearer {api_key}"}
+    body = {"model": model, "messages": HI}
+    url = f"{base_url}/chat/completions"
+    async with httpx.AsyncClient() as client:
+        for stream in (False, True):
+            with_stream = body | {"stream": stream}
+            task = asyncio.ensure_future(client.post(url, json=with_stream, headers=key))
+            await asyncio.sleep(0.05)
+            task.cancel()
+    async with httpx.AsyncClient(timeout=60) as client:
+        answer = await client.post(url, json=body, headers=key)
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def sub_agents(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    """Three at once, one of which goes on."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    talks: list[list[Any]] = [HI, [QUESTION], [*HI, *HI]]
+    answers = await asyncio.gather(
+        *(client.chat.completions.create(model=model, messages=m, max_tokens=9) for m in talks)
+    )
+    said = answers[0].choices[0].message.model_dump(exclude_none=True)
+    await client.chat.completions.create(model=model, messages=[*HI, said, *HI], max_tokens=9)
+    return {"score": 2.0, "parts": 3}
+
+
+async def never_asks(**_: Any) -> float:
+    return 1.0
+
+
+async def fails(**_: Any) -> float:
+    raise LookupError("no such thing")
+
+
+async def leaves_its_key(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    await client.chat.completions.create(model=model, messages=HI, max_tokens=2)
+    return {"score": 0.0, "told": [base_url, api_key]}
+
+
+CASES = {
+    f.__name__: f
+    for f in (openai_chat, anthropic, responses, texts, errors, hangs_up, sub_agents, never_asks,
+              fails, leaves_its_key)
+}  # fmt: skip

@@ -1,0 +1,202 @@
+"""The endpoint in a rank, with an engine behind it and the clients that agents bring. One round of
+the scheduler has a trajectory for each case.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+from agent_models import save_calling_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from agent_cases import CASES, play
+
+from spmdrl.config import AgentConfig, DataConfig, PpoConfig, RolloutConfig, ServeConfig
+from spmdrl.distributed.topology import Topology
+from spmdrl.rollout.agents.pool import AgentPool
+from spmdrl.rollout.agents.samples import NO_TURN, from_json, to_json, training_rows
+from spmdrl.rollout.hf.engine import HfEngine
+from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
+from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.types import Prompt, Sample
+
+TEMPERATURE = 0.25  # at which the model says what it knows by heart
+CONFIG = PpoConfig(
+    model="-", data=DataConfig(train="-", max_prompt_tokens=100), reward="agent", agent=play,
+    rollout=RolloutConfig(
+        engine="hf", n=1, max_tokens=100, dtype="float32", temperature=TEMPERATURE
+    ),
+    agents=AgentConfig(timeout_s=100, max_turns=9), serve=ServeConfig(max_body_mib=1),
+)  # fmt: skip
+
+
+@dataclass
+class Round:
+    samples: dict[str, Sample]  # by case
+    engine: HfEngine
+    pool: AgentPool
+
+    def output(self, case: str) -> Any:
+        sample = self.samples[case]
+        assert sample.invalid is None, sample.invalid
+        return sample.agent_output
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
+    torch.set_num_threads(1)
+    model = save_calling_model(tmp_path_factory.mktemp("model"))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
+        alone = Topology.build(torch.device("cpu"), dp=1, tp=1)
+        engine = HfEngine(str(model), CONFIG.rollout, 200, alone)
+        pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key")
+        try:
+            prompts = [
+                (i, Prompt(i, [5], "d", "t", "p", {"case": case})) for i, case in enumerate(CASES)
+            ]
+            questions = questions_of(prompts, 1, run_seed=0, step=1)
+            samples, left = sample_questions(
+                Scheduler(engine, alone), questions, training_params(CONFIG.rollout),
+                tokenizer=tokenizer, by_agents=True, agents=pool,
+            )  # fmt: skip
+            assert not left and not pool.running and not pool.ended
+            yield Round({list(CASES)[s.group]: s for s in samples}, engine, pool)
+        finally:
+            pool.close()
+            engine.shutdown()
+            dist.destroy_process_group()
+
+
+def test_openai_chat_has_tools_streams_choices_seeds_stops_and_logprobs(played: Round) -> None:
+    out = played.output("openai_chat")
+    assert out["call"] == out["streamed_call"] == ["add", {"a": 2, "b": 3}]
+    assert out["finish"] == ["tool_calls", "stop"] and out["answer"] == "it is 5"
+    assert "".join(token for token, _ in out["logprobs"]) == "it is 5<eos>"
+    assert all(-0.5 < logprob <= 0 for _, logprob in out["logprobs"])
+    assert out["streamed"] == "good day to you" and out["usage"] == 16
+    assert [text for text, _, _ in out["both"]] == ["good"] * 2
+    assert all(finish == "length" and len(ids) == 4 for _, finish, ids in out["both"])
+    assert out["seeded"] == ["good "] * 2
+    assert out["models"] == ["policy"]
+
+
+def test_anthropic_messages_has_tools_and_streams(played: Round) -> None:
+    out = played.output("anthropic")
+    assert out["call"] == out["streamed_call"] == ["add", {"a": 2, "b": 3}]
+    assert out["answer"] == "it is 5" and out["usage"] == 8
+    assert out["stops"] == ["tool_use", "end_turn", "max_tokens", "tool_use"]
+    assert out["streamed"] == "good"
+
+
+def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
+    out = played.output("responses")
+    assert out["call"] == ["add", {"a": 2, "b": 3}]
+    assert out["answer"] == out["again"] == "it is 5"
+    assert out["kinds"][0] == "response.created" and out["kinds"][-1] == "response.completed"
+    assert "response.output_text.delta" in out["kinds"]
+    rows = played.samples["responses"].rows  # the second request for the same is a fork
+    assert [row.num_turns for row in rows] == [2, 1]
+
+
+def test_texts_go_on_with_the_tokens_that_were_sampled(played: Round) -> None:
+    assert played.output("texts") == ["good", " day", " day", "good day to you"]
+    rows = played.samples["texts"].rows
+    assert [(row.num_turns, sum(row.loss_mask)) for row in rows] == [(2, 8), (1, 4), (1, 16)]
+
+
+REFUSED = {
+    "unknown model": (404, "model_not_found"), "no messages": (400, "missing_field"),
+    "empty": (400, "invalid_messages"), "a role that is a number": (400, "invalid_messages"),
+    "an image": (400, "unsupported_content"), "a format": (400, "unsupported_field"),
+    "a forced call": (400, "unsupported_field"), "a bias": (400, "unsupported_field"),
+    "too many": (400, "invalid_value"), "no tokens": (400, "invalid_value"),
+    "a prompt that is too long": (400, "context_length_exceeded"),
+    "wrong key": (401, "invalid_api_key"), "no key": (401, "invalid_api_key"),
+    "no JSON": (400, "invalid_json"), "a list": (400, "invalid_json"),
+    "huge": (413, "body_too_large"), "unknown trajectory": (404, "unknown_trajectory"),
+    "no trajectory": (404, "no_trajectory"), "anthropic": (400, None),
+    "many turns": (400, "too_many_turns"),
+}  # fmt: skip
+
+
+def test_what_cannot_be_answered_is_refused_with_a_status_and_a_reason(played: Round) -> None:
+    out = played.output("errors")
+    assert {name: tuple(found[:2]) for name, found in out.items()} == REFUSED
+    assert out["many turns"][2] == CONFIG.agents.max_turns
+    assert "max_tokens is required" in out["anthropic"][2]
+    assert "serve.max_body_mib=1 MiB" in out["huge"][2]
+
+
+def test_what_nobody_has_waited_for_is_no_row(played: Round) -> None:
+    assert played.output("hangs_up") == "good day to you"
+    assert [row.response for row in played.samples["hangs_up"].rows] == ["good day to you"]
+
+
+def test_sub_agents_have_rows_of_their_own(played: Round) -> None:
+    sample = played.samples["sub_agents"]
+    assert sorted(row.num_turns for row in sample.rows) == [1, 1, 2] and sample.num_turns == 4
+    sample.reward, sample.group, sample.index = 2.0, 5, 3
+    rows = training_rows([sample], n=4)
+    assert [row.index for row in rows] == [3, 7, 11] and {row.reward for row in rows} == {2.0}
+    assert {row.group for row in rows} == {5}
+
+
+def test_an_agent_that_fails_or_never_asks_makes_an_invalid_sample(played: Round) -> None:
+    fails, silent = played.samples["fails"], played.samples["never_asks"]
+    assert "LookupError: no such thing" in (fails.invalid or "")
+    assert silent.invalid == NO_TURN and silent.agent_output == 1.0
+    assert training_rows([fails, silent], n=1) == []
+
+
+def test_a_trajectory_that_is_over_answers_no_more(played: Round) -> None:
+    url, key = played.output("leaves_its_key")["told"]
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    for path in ("chat/completions", "messages"):
+        answer = httpx.post(
+            f"{url}/{path}", json=body | {"max_tokens": 2}, headers={"x-api-key": key}, timeout=10
+        )
+        assert answer.status_code == 410 and "is over" in answer.json()["error"]["message"]
+    health = httpx.get(url.partition("/t/")[0] + "/health", timeout=10).json()
+    assert health == {"trajectories": 0, "requests": 0}
+
+
+def test_every_row_has_the_log_probabilities_of_the_model(played: Round) -> None:
+    """Computed anew from its tokens: nothing was shifted, lost or encoded again."""
+    num_rows = 0
+    for sample in played.samples.values():
+        for row in sample.rows:
+            ids = torch.tensor([*row.prompt.token_ids, *row.response_ids])
+            with torch.no_grad():
+                logits = played.engine.model(input_ids=ids[None]).logits[0, :-1]
+            logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            own = logprobs[len(row.prompt.token_ids) - 1 :] * torch.tensor(row.loss_mask)
+            assert own.tolist() == pytest.approx(row.rollout_logprobs, abs=1e-4)
+            assert len(row.loss_mask) == len(row.policy_version) == len(row.response_ids)
+            num_rows += 1
+    assert num_rows > 20
+
+
+def test_a_trajectory_is_the_same_behind_a_checkpoint(played: Round) -> None:
+    for sample in played.samples.values():
+        sample.reward = None
+        again = from_json(to_json(sample), sample.prompt, sample.group, sample.index)
+        assert [row.response_ids for row in again.rows] == [r.response_ids for r in sample.rows]
+        assert [row.prompt.token_ids for row in again.rows] == [
+            row.prompt.token_ids for row in sample.rows
+        ]
+        assert (again.response_ids, again.messages, again.invalid, again.agent_output) == (
+            sample.response_ids, sample.messages, sample.invalid, sample.agent_output,
+        )  # fmt: skip
