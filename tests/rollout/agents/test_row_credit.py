@@ -1,5 +1,5 @@
-"""A trajectory that is trained on as several rows counts once: the same advantages and weights as if
-it were one sequence.
+"""A trajectory that is trained on as several rows counts once: it has the advantages and weights of
+one sequence.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def trajectories(seed: int) -> list[Sample]:
         prompt = Prompt(group, [1, 2], "d", "t", "p")
         for index in range(N):
             rows = [sequence(draw, prompt, index, draw.randint(1, 5)) for _ in range(index % 3 + 1)]
-            reward = draw.choice([0.0, 1.0, 2.5])
+            reward = draw.uniform(0, 2)
             found.append(replace(rows[-1], rows=rows, reward=reward))
     found[5].reward, found[5].invalid = None, "it failed"
     return found

@@ -1,0 +1,188 @@
+"""Whole runs whose samples agents make: the same numbers on any number of ranks, agents of several
+frameworks, programs, and trajectories that outlive a step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from programs import CONFIG, metrics_of, train, write_task
+
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
+PLAY = CONFIG.replace("reward=reward,", 'reward="agent",').replace(
+    "max_prompt_tokens=16", "max_prompt_tokens=60"
+).replace("config = PpoConfig(", '''
+async def play(prompt, base_url, api_key, model, sample_index):
+    """Three turns, and a conversation beside them; every fourth sample drops what it said."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    asked, score = [{"role": "user", "content": prompt}], 0.0
+    for turn in range(3):
+        answer = await client.chat.completions.create(model=model, messages=asked)
+        said = answer.choices[0].message.content
+        score += sum(letter.isdigit() for letter in said)
+        if sample_index == 3:
+            said = "cut"
+        asked += [{"role": "assistant", "content": said}, {"role": "user", "content": f"({turn})"}]
+    other = [{"role": "user", "content": "aside"}]
+    await client.chat.completions.create(model=model, messages=other, max_tokens=4)
+    return {"score": score, "asked": len(asked)}
+
+config = PpoConfig(
+    agent=play,
+''')  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, qwen3):
+    path = tmp_path_factory.mktemp("agents")
+    Path(path, "model").symlink_to(qwen3)
+    write_task(path)
+    Path(path, "play.py").write_text(PLAY)
+    return path
+
+
+def run(folder: Path, name: str, ranks: int, *args: str) -> list[dict]:
+    config = [] if "--config" in args else ["--config", "play.py"]
+    done = train(folder, ranks, *config, "--run_dir", name, "--log_samples", "32", *args)
+    assert done.code == 0, done.output[-4000:]
+    return metrics_of(folder / name)
+
+
+def samples_of(folder: Path, name: str, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / name / f"samples/step_{step}.jsonl").open()]
+
+
+SAME = ("reward/mean", "turns/mean", "turns/reply_tokens", "response/tokens", "rollout/loss_tokens",
+        "agents/rows", "actor/loss", "actor/grad_norm", "advantage/std", "eval/reward")  # fmt: skip
+
+
+def test_numbers_do_not_depend_on_the_ranks(folder):
+    """Rows of a trajectory are dealt to ranks one by one."""
+    vllm = ("--rollout.engine", "vllm")
+    alone = run(folder, "alone", 1, *vllm)
+    assert all(row["actor/logprob_diff_max"] < 1e-4 for row in alone[1:])
+    assert all(row["actor/ratio_max"] == 1.0 for row in alone[1:])
+    # a talk is one row, but where what was said is dropped each turn begins another
+    assert alone[1]["agents/rows"] == (3 * 2 + 4) / 4 and alone[1]["turns/mean"] == 4
+    for sample in samples_of(folder, "alone", 1):
+        rows = sample["rows"]
+        assert [sum(m["role"] == "assistant" for m in row) for row in rows] == (
+            [1, 1, 1, 1] if sample["sample"] == 3 else [3, 1]
+        )
+        assert sample["agent_output"]["asked"] == 7 == sample["asked"]
+    for name, tensor_parallel in (("two engines", "1"), ("two ranks of one engine", "2")):
+        rows = run(folder, name, 2, *vllm, "--rollout.tensor_parallel", tensor_parallel)
+        for row, right in zip(rows, alone, strict=True):
+            for key in SAME:
+                if key in right:
+                    assert row[key] == pytest.approx(right[key], rel=1e-4), (name, key)
+
+
+def test_trajectories_go_on_in_the_next_step_and_after_a_resume(folder):
+    slow = PLAY.replace(
+        "    asked, score =",
+        "    import asyncio, zlib\n"
+        "    await asyncio.sleep(zlib.crc32(f'{prompt}{sample_index}'.encode()) % 7 / 7)\n"
+        "    asked, score =",
+    )
+    Path(folder, "slow.py").write_text(slow)
+    args = ["--config", "slow.py", "--rollout.oversample", "1.5", "--algo.correction.level",
+            "token", "--checkpoint.every_steps", "2", "--agents.max_staleness", "1",
+            "--data.eval", "None"]  # fmt: skip
+    run(folder, "partial", 2, *args)
+    files = sorted((folder / "partial/checkpoints/step_00000002").glob("leftover_*.pt"))
+    saved = [torch.load(path, weights_only=True) for path in files]
+    assert all(each["by_agents"] for each in saved)
+    left = len(saved[0]["questions"]) + sum(len(each["trajectories"]) for each in saved)
+    assert left == 4 * len(saved[0]["prompts"]) > 0
+    rows = run(folder, "partial", 1, *args, "--steps", "4", "--resume", "auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for step, row in enumerate(rows, start=1):
+        assert row["reward/invalid"] == 0 and row["turns/mean"] == 4
+        assert row["staleness/max"] <= 2
+        assert len(samples_of(folder, "partial", step)) == 32
+
+
+FRAMEWORKS = PLAY.replace("    agent=play,", '''    agent={"a": pydantic, "b": graph, "c": PROGRAM},
+    agents=AgentConfig(retries=1, timeout_s=120),''').replace("config = PpoConfig(", '''
+def digits(text):
+    return float(sum(letter.isdigit() for letter in text))
+
+async def pydantic(prompt, base_url, api_key, model):
+    """pydantic-ai; fails at the first try."""
+    from pathlib import Path
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    tried = Path("tried")
+    if not tried.exists():
+        tried.touch()
+        raise RuntimeError("the first try of all")
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key)
+    result = await Agent(OpenAIChatModel(model, provider=provider)).run(prompt)
+    return digits(result.output)
+
+async def graph(prompt, base_url, api_key, model):
+    """langgraph: a graph of one node, by LangChain's client."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    chat = ChatOpenAI(base_url=base_url, api_key=api_key, model=model)
+
+    async def answer(state):
+        return {"messages": [await chat.ainvoke(state["messages"])]}
+
+    built = StateGraph(MessagesState).add_node("answer", answer).add_edge(START, "answer")
+    state = await built.add_edge("answer", END).compile().ainvoke({"messages": [("user", prompt)]})
+    return digits(state["messages"][-1].content)
+
+import sys
+
+PROGRAM = [sys.executable, "program.py", "{prompt}"]
+
+config = PpoConfig(
+''', 1)  # fmt: skip
+PROGRAM = """
+import json, os, sys
+import httpx
+
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+row = json.loads(os.environ["SPMDRL_ROW"])
+assert row["prompt"] == sys.argv[1]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": sys.argv[1]}]}
+answer = httpx.post(f"{url}/chat/completions", json=body, timeout=60,
+                    headers={"authorization": f"Bearer {key}"}).json()
+said = answer["choices"][0]["message"]["content"]
+print("said", repr(said))
+print(json.dumps({"score": float(sum(c.isdigit() for c in said))}))
+"""
+
+
+def test_agents_of_frameworks_and_a_program_learn(folder):
+    """Each data_source has an agent of its own; the reward is the number of digits said."""
+    for name in ("train", "eval"):
+        rows = [json.loads(line) for line in Path(folder, f"{name}.jsonl").open()]
+        for i, row in enumerate(rows):
+            row["data_source"] = "abc"[i % 3]
+        Path(folder, f"{name}_3.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    Path(folder, "frameworks.py").write_text(FRAMEWORKS)
+    Path(folder, "program.py").write_text(PROGRAM)
+    rows = run(folder, "frameworks", 2, "--config", "frameworks.py", "--steps", "4",
+               "--data.train", "train_3.jsonl", "--data.eval", "eval_3.jsonl",
+               "--actor.optim.lr", "0.01")  # fmt: skip
+    assert Path(folder, "tried").exists()
+    assert all(row["reward/invalid"] == 0 for row in rows[1:])
+    for source in "abc":
+        held_out = [row for row in rows if f"eval/{source}/reward" in row]
+        first, last = held_out[0], held_out[-1]
+        assert last[f"eval/{source}/reward"] > first[f"eval/{source}/reward"] + 2, source
+    samples = [s for step in (1, 2, 3, 4) for s in samples_of(folder, "frameworks", step)]
+    outputs = [s["agent_output"]["output"] for s in samples if s["data_source"] == "c"]
+    assert outputs and all(output.startswith("said ") for output in outputs)
