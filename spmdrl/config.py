@@ -105,8 +105,8 @@ class AgentConfig:
     # first token is of weights older by more steps than this; None: it goes on
     max_staleness: int | None = None
     parser: str = "hermes"  # vLLM's name for how the model writes a tool call
-    # where an agent that is a command line runs; bubblewrap: without the network but the endpoint,
-    # and with the file system read-only but /tmp
+    # where an agent that is a command line runs; bubblewrap: with the host's network, and its file
+    # system read-only but /tmp
     runner: Literal["process", "bubblewrap", "docker", "podman", "srun"] = "process"
     runner_args: tuple[str, ...] = ()  # behind the runner's own: ("--image", ...), ("my/image",)
 

@@ -95,7 +95,8 @@ class Sample:
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     agent_output: Any = None  # with an agent: what it returned
     # with an agent: the sequences that are trained on, in the order in which they began; this
-    # sample is then the trajectory, and has the tokens of the one that was said last
+    # sample is then the trajectory. It has the tokens of the first, and the messages and the
+    # response of the one in which the last turn was said
     rows: list[Sample] = field(default_factory=list)
 
     @property

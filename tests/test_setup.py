@@ -168,7 +168,7 @@ def test_picture_of_a_step_has_its_lines_in_their_order() -> None:
     assert drawn == names
 
 
-@pytest.mark.parametrize("name", ["memory_of_step", "micro_batches"])
+@pytest.mark.parametrize("name", ["memory_of_step", "micro_batches", "trajectory_rows"])
 def test_picture_says_what_its_script_draws_now(name: str, tmp_path: Path) -> None:
     script = load_module(f"docs/pictures/{name}.py")
     script.__file__ = str(tmp_path / "now.py")

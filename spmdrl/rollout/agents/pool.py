@@ -29,6 +29,12 @@ MODEL = "policy"  # the name of the model at the endpoint
 Address = tuple[int, int, int]  # of a sample: its prompt's id, which of the prompt's, its seed
 
 
+def asked_in(prompt: Prompt) -> str:
+    """Returns what a prompt asks as text, without the chat template: its last message."""
+    content = prompt.messages[-1].get("content")
+    return content if isinstance(content, str) else prompt.text
+
+
 @dataclass(frozen=True)
 class Task:
     """A sample that an agent is to make."""
@@ -46,7 +52,8 @@ class Task:
         """The row of the data set, as agents get it."""
         prompt = self.prompt
         return {
-            "prompt": prompt.text, "messages": prompt.messages, "ground_truth": prompt.ground_truth,
+            "prompt": asked_in(prompt), "messages": prompt.messages,
+            "ground_truth": prompt.ground_truth,
             "data_source": prompt.data_source, "extra_info": prompt.extra_info,
             "sample_index": self.sample_index,
         }  # fmt: skip

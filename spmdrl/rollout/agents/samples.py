@@ -25,10 +25,11 @@ def trajectory_sample(prompt: Prompt, group: int, index: int, ended: Ended) -> S
             agent_output=reply.value,
         )  # fmt: skip
     last = trajectory.last_row
-    conversation = trajectory.rows[last].conversation
     return replace(
-        rows[last], rows=rows, messages=conversation, invalid=invalid, agent_output=reply.value
-    )
+        rows[0], rows=rows, messages=trajectory.rows[last].conversation, invalid=invalid,
+        response=rows[last].response, finish_reason=rows[last].finish_reason,
+        agent_output=reply.value,
+    )  # fmt: skip
 
 
 def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
@@ -80,6 +81,7 @@ def training_rows(samples: list[Sample], n: int) -> list[Sample]:
     return found
 
 
+TRAJECTORY_FIELDS = ("messages", "response", "finish_reason", "invalid", "agent_output")
 ROW_FIELDS = ("response_ids", "rollout_logprobs", "loss_mask", "policy_version", "finish_reason",
               "response", "messages")  # fmt: skip
 
@@ -90,11 +92,8 @@ def to_json(sample: Sample) -> str:
         {"prompt_ids": row.prompt.token_ids} | {name: getattr(row, name) for name in ROW_FIELDS}
         for row in sample.rows
     ]
-    last = [i for i, row in enumerate(sample.rows) if row.response_ids is sample.response_ids]
-    return json.dumps({
-        "rows": rows, "last": last[0] if last else None, "conversation": sample.messages,
-        "invalid": sample.invalid, "agent_output": sample.agent_output,
-    })  # fmt: skip
+    own = {name: getattr(sample, name) for name in TRAJECTORY_FIELDS}
+    return json.dumps({"rows": rows, **own})
 
 
 def from_json(text: str, prompt: Prompt, group: int, index: int) -> Sample:
@@ -106,11 +105,5 @@ def from_json(text: str, prompt: Prompt, group: int, index: int) -> Sample:
         )
         for row in saved["rows"]
     ]
-    if saved["last"] is None:
-        last = Sample(prompt, group, index, [], [], [], [], "error")
-    else:
-        last = rows[saved["last"]]
-    return replace(
-        last, rows=rows, messages=saved["conversation"], invalid=saved["invalid"],
-        agent_output=saved["agent_output"],
-    )  # fmt: skip
+    first = rows[0] if rows else Sample(prompt, group, index, [], [], [], [], "error")
+    return replace(first, rows=rows, **{name: saved[name] for name in TRAJECTORY_FIELDS})

@@ -38,8 +38,8 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
-        """The address that agents on this host call."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        """The address that agents call."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def serve(self) -> None:

@@ -127,13 +127,19 @@ class Trajectory:
         """
         number = self.row_for(draft)
         row = self.rows[number]
-        add_context(row, draft.token_ids[len(row.token_ids) :])
+        between = draft.token_ids[len(row.token_ids) :]
+        add_context(row, between)
         row.token_ids += answer.token_ids
         row.logprobs += answer.logprobs
         row.versions += answer.versions
         row.loss_mask += [1] * len(answer.token_ids)
-        row.conversation = [*draft.conversation, said]
-        row.num_turns += 1
+        if between:
+            row.conversation = [*draft.conversation, said]
+            row.num_turns += 1
+        else:  # a text that goes on where the last turn has ended is one turn with it
+            *before, last = draft.conversation
+            longer = {**last, "content": last["content"] + said["content"]}
+            row.conversation = [*before, longer]
         row.finish_reason = answer.finish_reason
         self.last_row = number
         digest = next_digest(draft.digest, said)

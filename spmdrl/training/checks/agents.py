@@ -45,6 +45,11 @@ def check_agents(config: PpoConfig, engines: int) -> None:
         arguments_of(agent, ARGUMENTS, "agent")
         if isinstance(agent, CommandAgent):
             check_command(agent)
+    require(
+        config.agents.timeout_s < config.stall_timeout_s,
+        f"agents.timeout_s={config.agents.timeout_s:g} is not below stall_timeout_s="
+        f"{config.stall_timeout_s:g}: a rank that waits for its agents would be taken for stalled",
+    )
     serve = config.serve
     require(
         serve.port >= 0 and serve.port + engines - 1 <= HIGHEST_PORT,
