@@ -45,7 +45,7 @@ check: lint  ## lint, then the tests that start no ranks and no engine: 60 to 90
 
 test: lint  ## lint, then the whole test suite, two files at a time
 	@failed=0; \
-	$(BIN)/python -m pytest -m clock || failed=1; \
+	$(BIN)/python -m pytest -m clock $$(grep -rl 'mark\.clock' tests --include='test_*.py') || failed=1; \
 	$(BIN)/python -m pytest -m "not clock" --numprocesses 2 --dist loadfile --no-loadscope-reorder || failed=1; \
 	exit $$failed
 

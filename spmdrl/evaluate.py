@@ -29,7 +29,7 @@ from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError, PpoConfig, TrainConfig, require
 from spmdrl.data.benchmark_config import benchmark_config
-from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
@@ -82,9 +82,10 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import notes_last
-    from spmdrl.training.fetch import fetch
-    from spmdrl.training.runtime import started
+    with without_garbage_collection():
+        from spmdrl.distributed.process import notes_last
+        from spmdrl.training.fetch import fetch
+        from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
         value = fetch(value, runtime.phases, "none" if dry.run else "all", ("eval",))

@@ -22,7 +22,7 @@ from spmdrl.cli.help import asks_for_help, refuse_unknown
 from spmdrl.cli.hub_names import HubName, hub_model
 from spmdrl.cli.paths import check_model_path, check_writable, missing_checkpoint
 from spmdrl.config import ConfigError
-from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import exit_config
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
@@ -89,15 +89,16 @@ def write(
     """Writes this process's part of the folder; the first one uploads it. Raises ConfigError."""
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import LineHandler
-    from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
-        Writers,
-        export,
-        export_adapter,
-    )
-    from spmdrl.hub.hf_folder import keep_tower
-    from spmdrl.hub.remote_code import allow_code
-    from spmdrl.hub.upload import push_export
+    with without_garbage_collection():
+        from spmdrl.distributed.process import LineHandler
+        from spmdrl.engines.hf_export import (  # torch comes in here, see spmdrl/ppo.py
+            Writers,
+            export,
+            export_adapter,
+        )
+        from spmdrl.hub.hf_folder import keep_tower
+        from spmdrl.hub.remote_code import allow_code
+        from spmdrl.hub.upload import push_export
 
     folders = Path(checkpoint), Path(out)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[LineHandler()])

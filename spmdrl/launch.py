@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 
+from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import PROGRESS
 
@@ -23,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     keep_output()
     if os.environ.get("SLURM_PROCID", "0") == "0":  # Slurm starts one launcher on each node
         PROGRESS.line("spmdrl: starting the processes of the run")
-    from spmdrl.distributed import launcher  # torch comes in here, which takes seconds
+    with without_garbage_collection():
+        from spmdrl.distributed import launcher  # torch comes in here, which takes seconds
 
     return launcher.main(arguments)
 

@@ -14,7 +14,7 @@ from spmdrl.algo.option_help import option_lines
 from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, PpoConfig
-from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import GUARD, exit_config
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
@@ -48,12 +48,13 @@ def main(
     PROGRESS.now(LIBRARIES)
     # Not at the top: a wrong key should cost a fraction of a second, and torch takes seconds.
     before_torch()
-    from spmdrl.distributed.process import notes_last
-    from spmdrl.training.checks.rl import check
-    from spmdrl.training.dry_run import show_plan
-    from spmdrl.training.fetch import fetch
-    from spmdrl.training.rl import train
-    from spmdrl.training.runtime import started
+    with without_garbage_collection():
+        from spmdrl.distributed.process import notes_last
+        from spmdrl.training.checks.rl import check
+        from spmdrl.training.dry_run import show_plan
+        from spmdrl.training.fetch import fetch
+        from spmdrl.training.rl import train
+        from spmdrl.training.runtime import started
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world

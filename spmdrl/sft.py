@@ -16,7 +16,7 @@ import fire
 from spmdrl.cli.arguments import read_arguments
 from spmdrl.cli.help import asks_for_help
 from spmdrl.config import ConfigError, SftConfig
-from spmdrl.distributed.env import before_torch
+from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import GUARD, exit_config
 from spmdrl.distributed.output import keep_output
 from spmdrl.distributed.progress import LIBRARIES, PROGRESS
@@ -57,13 +57,14 @@ def main(
         exit_config(error)
     PROGRESS.now(LIBRARIES)
     before_torch()
-    from spmdrl.distributed.process import notes_last
-    from spmdrl.training.checks.supervised import (
-        check_sft,  # torch comes in here, see spmdrl/ppo.py
-    )
-    from spmdrl.training.fetch import fetch
-    from spmdrl.training.runtime import started
-    from spmdrl.training.supervised import show_plan, train
+    with without_garbage_collection():
+        from spmdrl.distributed.process import notes_last
+        from spmdrl.training.checks.supervised import (
+            check_sft,  # torch comes in here, see spmdrl/ppo.py
+        )
+        from spmdrl.training.fetch import fetch
+        from spmdrl.training.runtime import started
+        from spmdrl.training.supervised import show_plan, train
 
     with started(value) as runtime, notes_last(dry.run):
         world = dry.ranks or runtime.topology.world

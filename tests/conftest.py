@@ -1,3 +1,4 @@
+import gc
 import os
 import random
 import sys
@@ -10,6 +11,11 @@ from zlib import crc32
 import pytest
 from ranks import ENGINE_ENV, STRICT
 
+# byte code is kept, whatever the environment says: to compile spmdrl alone takes each process two
+# seconds, and there are hundreds
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 for name, value in ENGINE_ENV.items():
     os.environ.setdefault(name, value)
 
@@ -17,6 +23,7 @@ import torch  # noqa: E402  it reads OMP_NUM_THREADS
 from tiny_models import save_qwen3  # noqa: E402
 
 torch.set_num_threads(1)
+gc.disable()  # until all test files are imported, see pytest_collection_finish
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
     items.sort(key=lambda item: place(marks[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection leaves out all that is imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

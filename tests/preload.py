@@ -6,7 +6,11 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 
 # ruff: noqa: E402, F401
 import gc
+import sys
 from importlib.util import find_spec
+
+gc.disable()
+sys.dont_write_bytecode = False  # see conftest.py
 
 from spmdrl.distributed.env import before_torch
 
@@ -20,9 +24,11 @@ import matplotlib.figure
 import megatron.core.models.gpt
 import PIL.Image
 import pyarrow.compute
+import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.run
 import transformers.models.qwen3.modeling_qwen3
+from spmdrl_kernels import scan
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import spmdrl.cli.help
@@ -63,6 +69,13 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
 PIL.Image.preinit()
 get_checkpoint_conversion_mapping("qwen3")  # makes the patterns of all models, and keeps them
 
+# the loops over packed sequences, which every process compiles: two seconds for the three
+ones, ends = torch.ones(2), torch.tensor([0, 2])
+scan.gae(ones, ones, ones, ends, 1.0, ones[:1].double())
+scan.returns_to_go(ones, ones, ends, 1.0)
+scan.running_sum(ones, ones, ends)
+
 gc.collect()
 gc.freeze()
+gc.enable()
 gc.unfreeze = lambda: None  # vLLM calls it at its start and its end; modules never become garbage

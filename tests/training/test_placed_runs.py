@@ -224,7 +224,7 @@ def test_a_killed_rank_ends_the_others_with_its_own_failure(folder, rank):
     proc = start(
         folder, 2, "--config", "cfg.py", "--steps", "1000", "--eval_every", "0",
         "--run_dir", "dead", "--placement", '{"actor":"0","rollout":"1"}', "--async_steps", "1",
-        forked=False,
+        forked=rank == 1,  # once as torchrun itself starts them
     )  # fmt: skip
     wait_for(folder, "step 2/1000", proc)
     victim = pids_of(proc.pid)[rank]

@@ -25,6 +25,7 @@ from spmdrl.config import (
 )
 from spmdrl.data.images import ImageLimits
 from spmdrl.distributed.accelerator import require_compiler
+from spmdrl.distributed.env import without_garbage_collection
 from spmdrl.hub.hf_folder import has_tower, language_config, load_hf_config, whole_config
 from spmdrl.hub.quantized_weights import is_mxfp4, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
@@ -66,7 +67,8 @@ def check_engine_args(config: RolloutConfig, strict: bool) -> None:
 def import_vllm() -> None:
     """Raises ConfigError where vLLM is installed and cannot be imported."""
     try:
-        compat.import_engine()
+        with without_garbage_collection():
+            compat.import_engine()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # of a library it loads
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
