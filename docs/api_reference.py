@@ -60,7 +60,7 @@ API = (
         "A judge in words asks a server with the messages of a sample; a tool with a state makes "
         "it anew from them. See [vision.md](../vision.md), [multi_turn.md](../multi_turn.md).",
         {
-            "spmdrl.rewards.judge": "openai_messages",
+            "spmdrl.rewards.openai_chat": "openai_messages",
             "spmdrl.rewards.workers.stateful_tools": "rebuild",
         },
     ),

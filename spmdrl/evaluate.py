@@ -140,7 +140,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
     scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
-    check_held_out(config, scorers)
+    check_held_out(config, scorers, topology.world)
     with ExitStack() as undo:
         rewards = RewardRunner(config.reward, config.rewards, scorers)
         undo.callback(rewards.close)
@@ -156,6 +156,8 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
         model = model_of(config, runtime)
         sampler = sampler_of(config, model.folder, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
+        if sampler.judge is not None:
+            undo.callback(sampler.judge.engine.shutdown)
         keep_what_stands()
         if sampler.dialogue is not None:
             undo.callback(sampler.dialogue.close)
@@ -306,12 +308,20 @@ def sampler_of(
     from spmdrl.rollout.build import build_engine, engine_text
     from spmdrl.rollout.scheduler import Scheduler
     from spmdrl.training.build import build_dialogue, build_reward_model, with_replies
+    from spmdrl.training.language_judge import build_judge
     from spmdrl.training.roles import Sampler
     from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
     looks = with_replies(looks, config.multi_turn)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
+    judge = None
+    if config.judge is not None:
+        with runtime.phases("build judge"):
+            judges = Topology.build(
+                topology.device, range(rewards.ranks), dp=-1, tp=config.judge.tensor_parallel
+            )
+            judge = build_judge(config, judges, topology, config.judge.sleep)
     with runtime.phases("build rollout"):
         if config.trust_remote_code:
             allow_code(model)
@@ -329,7 +339,7 @@ def sampler_of(
         scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
         reward_model = build_reward_model(config, scoring, topology)
     mine = rewards if scoring.here else None
-    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue)
+    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue, judge)
 
 
 if __name__ == "__main__":

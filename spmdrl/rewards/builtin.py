@@ -264,8 +264,14 @@ def model(model_score: float) -> float:
     return model_score
 
 
+def judge(judge_score: float) -> float:
+    """Returns what the judge says (PpoConfig.judge)."""
+    return judge_score
+
+
 BUILT_INS: dict[str, Callable[..., Any]] = {
     "model": model,
+    "judge": judge,
     "gsm8k": graded_gsm8k,
     "math": graded_math,
     "code": code,

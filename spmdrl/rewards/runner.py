@@ -45,9 +45,12 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "images": lambda sample: [image_part(i.encoded)["image"] for i in sample.prompt.images],
     "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
+    "judge_score": lambda sample: sample.judgement.score if sample.judgement else None,
+    "judge_verdicts": lambda sample: sample.judgement.verdicts if sample.judgement else [],
 }
 
 
+ONLY_BY_NAME = ("images", "judge_score", "judge_verdicts")
 LATE_IS_WRONG = (math, graded_math)  # an answer that cannot be read in time is a wrong one
 
 
@@ -106,6 +109,10 @@ class RewardRunner:
                 f"{', '.join(repr(name) for name in self.rewards)}"
             )
         return reward
+
+    def asks_judge(self, sample: Sample) -> bool:
+        """Whether the reward of a sample reads what the judge says. Raises ConfigError."""
+        return takes_judgement(self.reward_of(sample.prompt.data_source))
 
     def score(
         self, samples: list[Sample], scored: Callable[[Sample], None] = lambda sample: None
@@ -194,6 +201,15 @@ def asks_model(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
     return any("model_score" in each.arguments for each in resolve_rewards(reward).values())
 
 
+def asks_judge(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+    """Whether a reward reads what the judge says. Raises ConfigError."""
+    return any(takes_judgement(each) for each in resolve_rewards(reward).values())
+
+
+def takes_judgement(reward: Reward) -> bool:
+    return not {"judge_score", "judge_verdicts"}.isdisjoint(reward.arguments)
+
+
 def built_ins_of(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> list[str]:
     """The names of the built-in functions among the rewards. Raises ConfigError."""
     names = {function: name for name, function in BUILT_INS.items()}
@@ -248,8 +264,9 @@ def resolve_reward(reward: RewardFn | str) -> Reward:
     if (needs := innermost(reward)) in CHECKED_FIRST:
         CHECKED_FIRST[needs]()
     names = arguments_of(reward, ARGUMENTS, "reward")
-    if "images" not in inspect.signature(reward).parameters:  # megabytes, for nobody: of **kwargs
-        names = tuple(name for name in names if name != "images")
+    # not through **kwargs: megabytes for nobody, and a judge that the run may not have
+    named = inspect.signature(reward).parameters
+    names = tuple(name for name in names if name in named or name not in ONLY_BY_NAME)
     return Reward(reward, names)
 
 

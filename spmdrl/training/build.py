@@ -36,6 +36,7 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.language_judge import build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -122,6 +123,14 @@ def build(
     with phases("build reward model"):
         scoring = topologies.scoring
         reward_model = build_reward_model(config, scoring, topology)
+    judge = None
+    if config.judge is not None:
+        with phases("build judge"):  # before the engine that samples, which measures what is free
+            PROGRESS.detail(model_text(config.judge.model))
+            sleeps = shares_ranks(config, placement)
+            judge = build_judge(config, topologies.judge, topology, sleeps)
+            if judge is not None:
+                undo.callback(judge.engine.shutdown)
     with phases("build rollout"):
         ranks = topologies.rollout
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -147,7 +156,8 @@ def build(
         roles = Roles(
             config, topology, topologies.sampling, topologies.training, weights.topology, phases,
             P2PChannel(topology),
-            tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue), weights,
+            tokenizer, Sampler(ranks, driver, scoring, rewards, reward_model, dialogue, judge),
+            weights,
             mailbox=WeightVersions(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
             prm=trainers.get("prm"), kl_coef=config.algo.kl_coef,
@@ -327,3 +337,5 @@ def close(roles: Roles) -> None:
         roles.sampler.dialogue.close()
     if roles.sampler.here:
         roles.sampler.engine.shutdown()
+    if roles.sampler.judge is not None:
+        roles.sampler.judge.engine.shutdown()

@@ -13,7 +13,7 @@ from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
-from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.runner import Reward, RewardRunner, takes_judgement
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.describe import describe
@@ -98,7 +98,7 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
     first = prompts[0]
     shown = f"  prompt {first.id} ({first.data_source}): ...{first.text[-200:]!r}"
     asks = {
-        source: "model_score" in rewards.reward_of(source).arguments
+        source: asks_a_model(rewards.reward_of(source))
         for source in {prompt.data_source for prompt in prompts}
     }
     samples = [
@@ -126,6 +126,10 @@ def scored_examples(prompts: list[Prompt], rewards: Any, config: RewardConfig) -
     if sample.reward == 0:
         verdict += " (right only if the grader wants more than the bare answer)"
     return [shown, f"  reward of its ground truth {sample.response!r} as the answer: {verdict}"]
+
+
+def asks_a_model(reward: Reward) -> bool:
+    return "model_score" in reward.arguments or takes_judgement(reward)
 
 
 def answered_rightly(prompt: Prompt) -> Sample:

@@ -52,6 +52,7 @@ from spmdrl.training.checks.common import (
     warnings_of_optimizer,
     warnings_of_run,
 )
+from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.strict import check_strict, check_strict_model
@@ -101,9 +102,9 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_roles(config, world)
     if config.trust_remote_code:
         roles = training_roles(config).values()
-        judge = [] if config.reward_model is None else [config.reward_model.model]
+        scorers = [s.model for s in (config.reward_model, config.judge) if s is not None]
         others = [role.model or config.model for role in roles]
-        for model in dict.fromkeys([config.model, *others, *judge]):
+        for model in dict.fromkeys([config.model, *others, *scorers]):
             allow_code(model)
     keep_towers(
         config, scorer_of(config), *(role.model for role in training_roles(config).values())
@@ -113,7 +114,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_strict(config, hf, hosted)
     check_router_replay(config, hf, hosted)
     placement = place(config, world)
-    check_judge(config, len(placement.roles["reward"]))
+    check_scores_of_model(config, len(placement.roles["reward"]))
+    check_judge(config, placement.roles["rollout"], placement.roles["reward"])
     for name, role in training_roles(config).items():
         if role.engine == "megatron" and not (hosted and name == "actor"):
             check_megatron(name, role, role.model or config.model, len(placement.roles[name]))
@@ -128,6 +130,7 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
     """Checks what the files of the models say; hosted: the weights are another program's. Raises
     ConfigError.
     """
+    check_judge_files(config)
     check_model_files("model", config.model, hf, has_weights=not hosted)
     check_eos(config.model, config.rollout)
     for name, role in training_roles(config).items():
@@ -293,7 +296,7 @@ def check_per_turn(config: PpoConfig) -> None:
     )
 
 
-def check_judge(config: PpoConfig, num_ranks: int) -> None:
+def check_scores_of_model(config: PpoConfig, num_ranks: int) -> None:
     """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
     asked, given = asks_model(config.reward), config.reward_model
     require(
@@ -321,23 +324,26 @@ def scorer_of(config: PpoConfig) -> str | None:
     return config.reward_model.model if config.reward_model is not None else None
 
 
-def check_held_out(config: PpoConfig, num_scorers: int) -> None:
-    """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers:
-    ranks that score.
+def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
+    """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers: the
+    first of the `world` ranks, which score.
     """
     check_bounds(config)
     check_places(config)
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
-    check_judge(config, num_scorers)
+    check_scores_of_model(config, num_scorers)
     if config.trust_remote_code:
-        allow_code(config.model)
+        for model in [config.model, *([config.judge.model] if config.judge else [])]:
+            allow_code(model)
     keep_towers(config, scorer_of(config))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     if config.strict:
         check_strict_model(hf, config.rollout.engine)
+    check_judge(config, tuple(range(world)), tuple(range(num_scorers)))
+    check_judge_files(config)
     if config.resume == "never":  # else it is a checkpoint, whose weights are exported first
         check_model_files("model", config.model, hf)
     check_eos(config.model, config.rollout)
