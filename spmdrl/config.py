@@ -76,6 +76,22 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class SandboxConfig:
+    """Remote sandboxes, in which the reward "code" and the tool "python" run programs instead of in
+    bubblewrap on this machine. docs/remote_sandboxes.md"""
+
+    # SandboxFusion's HTTP API; E2B (package e2b, E2B_API_KEY); Modal (package modal, its token)
+    kind: Literal["fusion", "e2b", "modal"] = "fusion"
+    urls: tuple[str, ...] = ()  # of fusion: servers, used in turn: ("http://10.0.0.7:8080",)
+    image: str = ""  # of e2b: the name of a template; of modal: an image of a registry
+    max_concurrent: int = 4  # tests of a response at a time; responses: rewards.workers per rank
+    retries: int = 4  # of a call for which there is no room (429, 5xx), or no connection
+    backoff_s: float = 0.5  # before the first retry; twice as long before each further one
+    # assert statements run beside the program there, so that it can forge their passing
+    allow_asserts: bool = False
+
+
+@dataclass(frozen=True)
 class JudgeConfig:
     """A frozen language model that judges answers in words, in an engine on the ranks of `reward`:
     its score is the parameter `judge_score` of reward functions. docs/judge.md"""
@@ -560,6 +576,7 @@ class PpoConfig(RunConfig):
     # of each of these: the first tokens, with log-probabilities and advantages; 0: none of them
     log_sample_tokens: int = 1024
     judge: JudgeConfig | None = None  # reward="judge": its score and nothing else
+    sandbox: SandboxConfig | None = None  # None: of this machine, docs/sandbox.md
 
 
 @dataclass(frozen=True)

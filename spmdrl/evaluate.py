@@ -133,7 +133,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     from spmdrl.checkpoint.run_dir import lock_run_dir
     from spmdrl.distributed.process import keep_what_stands
     from spmdrl.hub.hf_folder import load_tokenizer
-    from spmdrl.rewards.runner import RewardRunner
+    from spmdrl.rewards.runner import RewardRunner, rewards_of
     from spmdrl.training.build import load_held_out
     from spmdrl.training.checks.rl import check_held_out
 
@@ -142,7 +142,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
     check_held_out(config, scorers, topology.world)
     with ExitStack() as undo:
-        rewards = RewardRunner(config.reward, config.rewards, scorers)
+        rewards = RewardRunner(rewards_of(config), config.rewards, scorers)
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)
         with phases("load data"):

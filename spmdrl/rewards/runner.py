@@ -13,15 +13,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import ConfigError, RewardConfig, RewardFn
+from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, SandboxConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
+from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
@@ -91,7 +93,9 @@ class RewardRunner:
         config: RewardConfig,
         ranks: int = 1,
     ) -> None:
-        """ranks: how many have a runner, and share the limits for coroutines."""
+        """reward: as rewards_of returns it. ranks: how many have a runner, and share the limits for
+        coroutines.
+        """
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
         self.ranks, self.per_turn, self.config = ranks, config.per_turn, config
         self.caller = Caller([r.function for r in self.rewards.values()], config, ranks)
@@ -185,6 +189,33 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
     return outcome
 
 
+def rewards_of(config: PpoConfig) -> RewardFn | str | Mapping[str, RewardFn | str]:
+    """Returns config.reward with "code" bound to remote sandboxes, where the config has any."""
+    reward, sandbox = config.reward, config.sandbox
+    if sandbox is None:
+        return reward
+    if isinstance(reward, Mapping):
+        return {source: bound(each, sandbox) for source, each in reward.items()}
+    return bound(reward, sandbox)
+
+
+def bound(reward: RewardFn | str, sandbox: SandboxConfig) -> RewardFn | str:
+    """What a user has bound to a sandbox of its own keeps it."""
+    if not is_code(reward) or getattr(reward, "keywords", {}).get("sandbox") is not None:
+        return reward
+    return partial(BUILT_INS[reward] if isinstance(reward, str) else reward, sandbox=sandbox)
+
+
+def is_code(reward: RewardFn | str) -> bool:
+    """Whether it is the built-in reward that runs programs, by name or with other limits."""
+    return reward == "code" or (callable(reward) and innermost(reward) is BUILT_INS["code"])
+
+
+def runs_programs(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+    """Whether a reward runs programs in a sandbox."""
+    return any(map(is_code, reward.values() if isinstance(reward, Mapping) else [reward]))
+
+
 def resolve_rewards(
     reward: RewardFn | str | Mapping[str, RewardFn | str],
 ) -> dict[str | None, Reward]:
@@ -261,7 +292,10 @@ def resolve_reward(reward: RewardFn | str) -> Reward:
         reward = BUILT_INS[reward]
     if not callable(reward):
         raise ConfigError(f"a reward is a function or one of {list(BUILT_INS)}, got {reward!r}")
-    if (needs := innermost(reward)) in CHECKED_FIRST:
+    remote = reward.keywords.get("sandbox") if isinstance(reward, partial) else None
+    if remote is not None:
+        check_remote(remote)
+    elif (needs := innermost(reward)) in CHECKED_FIRST:
         CHECKED_FIRST[needs]()
     names = arguments_of(reward, ARGUMENTS, "reward")
     # not through **kwargs: megabytes for nobody, and a judge that the run may not have

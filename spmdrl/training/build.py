@@ -26,7 +26,7 @@ from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
-from spmdrl.rewards.runner import RewardRunner, needs_truth, takes_truth
+from spmdrl.rewards.runner import RewardRunner, needs_truth, rewards_of, takes_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
@@ -107,7 +107,7 @@ def build(
     topologies = build_topologies(config, placement, topology, host.topology if host else None)
     scorers = placement.roles["reward"]
     scores = topology.rank in scorers
-    rewards = RewardRunner(config.reward, config.rewards, len(scorers)) if scores else None
+    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers)) if scores else None
     if rewards is not None:
         undo.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)
@@ -232,10 +232,10 @@ def load_dataset(
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
+    reward = rewards_of(config)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
-        needs_truth(config.reward), truth_checker(config.reward), vision, benchmark,
-        takes_truth(config.reward),
+        needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
-from spmdrl.rewards.runner import Reward, RewardRunner, takes_judgement
+from spmdrl.rewards.runner import Reward, RewardRunner, rewards_of, takes_judgement
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_replies
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.describe import describe
@@ -35,7 +35,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """
     ranks, gpu_gib = dry.ranks or runtime.topology.world, dry.gpu_gib or gpu_gib_here()
     scorers = place(config, ranks).roles["reward"]
-    rewards = RewardRunner(config.reward, config.rewards, len(scorers))
+    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
     lines, num_prompts, lengths = [], 0, None

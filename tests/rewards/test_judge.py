@@ -229,7 +229,7 @@ def test_what_cannot_work_is_refused(qwen3: Any, judge: Any, rest: Any, why: str
 
 def test_an_engine_that_only_a_push_fills_holds_no_judge(qwen3: Any) -> None:
     config = ppo_config(qwen3, rollout=rollout_config(engine="sglang"))
-    with pytest.raises(ConfigError, match="set judge.engine to 'vllm' or 'hf'"):
+    with pytest.raises(ConfigError, match=r"set judge\.engine to 'vllm' or 'hf'"):
         check_sampling(JudgeConfig("m"), config)
 
 

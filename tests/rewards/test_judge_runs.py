@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.ranks
 
-# each verdict is a number; the last digits of a text of random weights differ enough
+# any text is a verdict here, since the judge has random weights
 RULES = """
 def asked(question, answer):
     return f"judge {question}{answer}!"
@@ -53,7 +53,7 @@ def folder(tmp_path_factory, qwen3):
     Path(path, "each.py").write_text(JUDGED)
     Path(path, "pairs.py").write_text(PAIRED)
     Path(path, "told.py").write_text(JUDGED.replace('reward="judge"', "reward=told"))
-    save_qwen3(path / "judge", seed=5)
+    save_qwen3(path / "judge", seed=5, tie_word_embeddings=False, initializer_range=0.15)
     return path
 
 
@@ -107,7 +107,6 @@ def test_verdicts_are_those_of_transformers(folder, ranks, args):
     assert first["reward/judge_score"] == pytest.approx(mean)
     assert first["reward/judge_unparsable"] == 0
     assert 0 < first["reward/judge_tokens"] <= 12
-    assert first["time/judge_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_win_rates_are_over_the_answers_of_a_group_on_all_ranks(folder, ranks, a
 
 def test_a_resumed_run_gets_the_verdicts_of_one_that_went_on(folder):
     done = train(folder, 2, "--config", "pairs.py", "--run_dir", "resumed", "--resume",
-                 "pairs 2/checkpoints/step_1")  # fmt: skip
+                 "pairs 2/checkpoints/step_00000001")  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     went_on, resumed = (samples_of(folder / n, "step_2") for n in ("pairs 2", "resumed"))
     keys = ("response", "reward", "judge_verdicts")
@@ -161,7 +160,7 @@ def test_a_function_adds_to_it_and_an_evaluation_asks_it_too(folder):
 
 def test_what_cannot_be_read_is_counted_and_a_dry_run_refuses(folder):
     done = train(folder, 1, "--config", "each.py", "--run_dir", "unread", "--judge.verdict",
-                 "(zzzzz)", "--judge.unparsable", "-3.0", "--steps", "1")  # fmt: skip
+                 "z(z)z", "--judge.unparsable", "-3.0", "--steps", "1")  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     first = next(row for row in metrics_of(folder / "unread") if row["step"] == 1)
     assert first["reward/judge_unparsable"] == 1

@@ -11,7 +11,7 @@ from spmdrl.engines.megatron.layout import divisors
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.hub.model_files import check_model_files, eos_token_ids
 from spmdrl.rewards.judge import check_words
-from spmdrl.rewards.runner import asks_judge
+from spmdrl.rewards.runner import asks_judge, rewards_of
 from spmdrl.rollout.build import ENGINES, check_engine
 from spmdrl.training.language_judge import engine_config
 
@@ -20,7 +20,7 @@ def check_judge(config: PpoConfig, sampling: Ranks, scoring: Ranks) -> None:
     """Raises ConfigError for a judge that cannot be asked, or that nobody asks. sampling, scoring:
     the ranks of rollout and reward.
     """
-    asked, judge = asks_judge(config.reward), config.judge
+    asked, judge = asks_judge(rewards_of(config)), config.judge
     require(
         judge is not None or not asked,
         "the reward asks for judge_score, but there is no judge: set it, "

@@ -37,6 +37,7 @@ BOUNDS: Bounds = {
     "JudgeConfig.max_tokens": COUNT, "JudgeConfig.top_p": (TINY, 1),
     "JudgeConfig.max_num_seqs": COUNT, "JudgeConfig.gpu_memory_utilization": (TINY, 1),
     "JudgeConfig.kv_cache_mib": COUNT, "JudgeConfig.unparsable": (-1e15, None),
+    "SandboxConfig.max_concurrent": (1, 256), "SandboxConfig.retries": (0, 100),
     "MultiTurnConfig.max_turns": COUNT, "MultiTurnConfig.max_calls": COUNT,
     "MultiTurnConfig.max_reply_tokens": COUNT, "MultiTurnConfig.max_image_tokens": COUNT,
     "MultiTurnConfig.workers": (1, 4096), "MultiTurnConfig.timeout_s": CALL_S,

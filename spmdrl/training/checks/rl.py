@@ -33,7 +33,7 @@ from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
-from spmdrl.rewards.runner import asks_model, built_ins_of
+from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
 from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_replies
@@ -94,6 +94,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
+    check_sandbox(config)
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -257,7 +258,7 @@ def check_turns(config: PpoConfig) -> None:
         "rollout.static_split=True repeats a run bit for bit, but when a tool or an environment "
         "answers, and so what is in a batch with what, is a matter of timing: leave it False",
     )
-    Toolbox(config.tools)
+    Toolbox(config.tools, config.sandbox)
     if config.environment is not None:
         arguments_of(config.environment, ARGUMENTS, "environment")
 
@@ -287,7 +288,7 @@ def check_reply_images(hf: PreTrainedConfig, config: PpoConfig) -> None:
 
 def check_per_turn(config: PpoConfig) -> None:
     """Raises ConfigError for a reward that knows nothing of turns."""
-    found = built_ins_of(config.reward) if config.rewards.per_turn else []
+    found = built_ins_of(rewards_of(config)) if config.rewards.per_turn else []
     require(
         not found,
         f"rewards.per_turn=True: the built-in reward {', '.join(map(repr, found))} scores a sample "
@@ -296,9 +297,17 @@ def check_per_turn(config: PpoConfig) -> None:
     )
 
 
+def check_sandbox(config: PpoConfig) -> None:
+    """Raises ConfigError for remote sandboxes that nothing would use."""
+    require(
+        config.sandbox is None or runs_programs(config.reward) or "python" in config.tools,
+        'sandbox has no effect: neither a reward "code" nor a tool "python" runs programs',
+    )
+
+
 def check_scores_of_model(config: PpoConfig, num_ranks: int) -> None:
     """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
-    asked, given = asks_model(config.reward), config.reward_model
+    asked, given = asks_model(rewards_of(config)), config.reward_model
     require(
         given is not None or not asked,
         "the reward asks for model_score, but there is no reward_model: set it, "
@@ -333,6 +342,7 @@ def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
+    check_sandbox(config)
     check_scores_of_model(config, num_scorers)
     if config.trust_remote_code:
         for model in [config.model, *([config.judge.model] if config.judge else [])]:
