@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from spmdrl.rewards.sandbox.sandbox import Limits, Result, SandboxError
+from spmdrl.rewards.sandbox.sandbox import Limits, Result, SandboxError, Status
 
 
 class Place(Protocol):
@@ -28,5 +28,5 @@ def ended(exit_code: int | None, stdout: str, stderr: str, seconds: float) -> Re
     """Returns the Result of a program that ended by itself, or by a signal."""
     if exit_code is None:
         return Result("killed", None, stdout, stderr, "", seconds)
-    status = "ok" if exit_code == 0 else "killed" if exit_code < 0 else "error"
+    status: Status = "ok" if exit_code == 0 else "killed" if exit_code < 0 else "error"
     return Result(status, exit_code, stdout, stderr, "", seconds)
