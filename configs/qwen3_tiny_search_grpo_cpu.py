@@ -27,6 +27,7 @@ URL = os.environ.get("SEARCH_URL", "http://127.0.0.1:8817/retrieve")
 TOPK = 2
 QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+CLIENTS: dict = {}  # of the process that searches: a client takes longer to make than a search
 
 
 async def search_engine(messages: list[dict]) -> str | None:
@@ -36,9 +37,10 @@ async def search_engine(messages: list[dict]) -> str | None:
     queries = QUERY.findall(messages[-1]["content"])
     if not queries:
         return None
+    if URL not in CLIENTS:
+        CLIENTS[URL] = httpx.AsyncClient(timeout=20)
     asked = {"queries": [queries[-1].strip()], "topk": TOPK}
-    async with httpx.AsyncClient(timeout=20) as client:
-        found = (await client.post(URL, json=asked)).raise_for_status().json()["result"][0]
+    found = (await CLIENTS[URL].post(URL, json=asked)).raise_for_status().json()["result"][0]
     texts = [hit["document"]["contents"] for hit in found]
     shown = " ".join(f"Doc {i}: {text}" for i, text in enumerate(texts, start=1))
     return f"<information> {shown} </information>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,24 @@ import pytest
 import torch
 from plan_configs import ppo_config, rollout_config
 
-from spmdrl.config import AlgoConfig, ConfigError, JudgeConfig, RolloutConfig
+from spmdrl.cli.arguments import load_config
+from spmdrl.config import AlgoConfig, ConfigError, JudgeConfig, PpoConfig, RolloutConfig
 from spmdrl.distributed.placement import place
 from spmdrl.rewards.judge import (
     answer_of,
     asked_messages,
     better_messages,
+    check_words,
     read_verdict,
     score_messages,
 )
 from spmdrl.rewards.runner import asks_judge
 from spmdrl.rollout.kv_storage import move_back, move_to_host
 from spmdrl.training.checks.describe import describe
-from spmdrl.training.checks.judge import check_sampling
+from spmdrl.training.checks.judge import check_comparisons, check_sampling
 from spmdrl.training.checks.judge_memory import judge_memory
 from spmdrl.training.checks.memory_plan import memory_plan
+from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.rl import check, check_held_out
 from spmdrl.training.language_judge import (
     NOBODY,
@@ -37,6 +41,7 @@ from spmdrl.training.language_judge import (
 )
 from spmdrl.types import Judgement, Prompt, Sample
 
+ROOT = Path(__file__).parents[2]
 EACH, PAIRS = JudgeConfig("m"), JudgeConfig("m", compare="pairs")
 
 
@@ -277,3 +282,16 @@ def test_functions_with_open_keywords_do_not_ask_for_it() -> None:
     assert not asks_judge(lambda response, **rest: 0.0)
     assert asks_judge(lambda judge_verdicts: 0.0)
     assert asks_judge({"a": "gsm8k", "b": "judge"})
+
+
+@pytest.mark.parametrize("name", ["rubric", "pairs"])
+def test_the_examples_ask_what_they_are_to_ask(name: str) -> None:
+    config = load_config(str(ROOT / "examples" / "judge" / f"{name}.py"), PpoConfig, {})
+    assert config.judge is not None and asks_judge(config.reward)
+    check_bounds(config)
+    check_words(config.judge)
+    check_comparisons(config.judge, config)
+    answers = ["four"] if config.judge.compare == "each" else ["four", "five"]
+    asked = asked_messages(config.judge, sample_of(), answers)
+    assert all(answer in asked[-1]["content"] for answer in answers)
+    place(config, 8)
