@@ -58,9 +58,11 @@ API = (
     Section(
         "For reward functions and tools",
         "A judge in words asks a server with the messages of a sample; a tool with a state makes "
-        "it anew from them. See [vision.md](../vision.md), [multi_turn.md](../multi_turn.md).",
+        "it anew from them; programs run in a remote sandbox. See [vision.md](../vision.md), "
+        "[multi_turn.md](../multi_turn.md), [remote_sandboxes.md](../remote_sandboxes.md).",
         {
-            "spmdrl.rewards.judge": "openai_messages",
+            "spmdrl.rewards.openai_chat": "openai_messages",
+            "spmdrl.rewards.sandbox.remote": "run_tests_in",
             "spmdrl.rewards.workers.stateful_tools": "rebuild",
         },
     ),

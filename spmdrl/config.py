@@ -76,6 +76,58 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class SandboxConfig:
+    """Remote sandboxes, in which the reward "code" and the tool "python" run programs instead of in
+    bubblewrap on this machine. docs/remote_sandboxes.md"""
+
+    # SandboxFusion's HTTP API; E2B (package e2b, E2B_API_KEY); Modal (package modal, its token)
+    kind: Literal["fusion", "e2b", "modal"] = "fusion"
+    urls: tuple[str, ...] = ()  # of fusion: servers, used in turn: ("http://10.0.0.7:8080",)
+    image: str = ""  # of e2b: the name of a template; of modal: an image of a registry
+    max_concurrent: int = 4  # tests of a response at a time; responses: rewards.workers per rank
+    retries: int = 4  # of a call for which there is no room (429, 5xx), or no connection
+    backoff_s: float = 0.5  # before the first retry; twice as long before each further one
+    # assert statements run beside the program there, so that it can forge their passing
+    allow_asserts: bool = False
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A frozen language model that judges answers in words, in an engine on the ranks of `reward`:
+    its score is the parameter `judge_score` of reward functions. docs/judge.md"""
+
+    model: str = ""  # required
+    # each: an answer by itself; pairs: which of two answers to a prompt is better, and the score of
+    # an answer is the share of its comparisons that it wins
+    compare: Literal["each", "pairs"] = "each"
+    rubric: str = ""  # what makes a good answer; "": it is right, complete and to the point
+    # text of a user's message, with {question}, {answer}, {ground_truth}, {rubric}, or a function
+    # of these that returns such a text or a list of messages; None: docs/judge.md has it
+    template: str | Callable[..., Any] | None = None
+    # a regular expression, whose last match has the score as its first group, or a function of the
+    # verdict's text; None: what the template of None asks for
+    verdict: str | Callable[[str], Any] | None = None
+    # the score of a sample none of whose verdicts can be read; "invalid": it has none
+    unparsable: Literal["invalid"] | float = "invalid"
+    # of pairs: other answers that each is compared with as the first of both, and as the second of
+    # both; 0: all of the group
+    opponents: int = 0
+    engine: Literal["vllm", "hf"] | None = None  # None: as rollout.engine
+    tensor_parallel: int = 1
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    max_prompt_tokens: int = 4096  # of what it reads
+    max_tokens: int = 1024  # of a verdict
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    max_num_seqs: int = 256  # verdicts written at once, per engine
+    gpu_memory_utilization: float = 0.3  # vLLM's, on a GPU
+    kv_cache_mib: int | None = None  # as rollout.kv_cache_mib
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # as rollout.engine_args
+    sleep: bool = True  # give its memory back while others work on its ranks
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of its own template
+
+
+@dataclass(frozen=True)
 class MultiTurnConfig:
     """Turns of a sample, where `PpoConfig.tools` or `.environment` answer. docs/multi_turn.md"""
 
@@ -558,6 +610,8 @@ class PpoConfig(RunConfig):
     log_samples: int = 16  # per step, written to samples/
     # of each of these: the first tokens, with log-probabilities and advantages; 0: none of them
     log_sample_tokens: int = 1024
+    judge: JudgeConfig | None = None  # reward="judge": its score and nothing else
+    sandbox: SandboxConfig | None = None  # None: of this machine, docs/sandbox.md
 
 
 @dataclass(frozen=True)

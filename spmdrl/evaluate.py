@@ -134,21 +134,21 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     from spmdrl.checkpoint.run_dir import lock_run_dir
     from spmdrl.distributed.process import keep_what_stands
     from spmdrl.hub.hf_folder import load_tokenizer
-    from spmdrl.rewards.runner import RewardRunner
+    from spmdrl.rewards.runner import RewardRunner, rewards_of
     from spmdrl.training.build import load_held_out
     from spmdrl.training.checks.rl import check_held_out
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
     scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
-    check_held_out(config, scorers, topology.world // config.rollout.tensor_parallel)
+    check_held_out(config, scorers, topology.world)
     require(
         config.agent is None or scorers == topology.world,
         f"rewards.max_concurrent={config.rewards.max_concurrent} is below the {topology.world} "
         "ranks: trajectories of agents are scored where they are made, so take fewer ranks",
     )
     with ExitStack() as undo:
-        rewards = RewardRunner(config.reward, config.rewards, scorers)
+        rewards = RewardRunner(rewards_of(config), config.rewards, scorers)
         undo.callback(rewards.close)
         tokenizer = load_tokenizer(config.model)
         with phases("load data"):
@@ -162,6 +162,8 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
         model = model_of(config, runtime)
         sampler = sampler_of(config, model.folder, rewards, tokenizer, runtime, dataset.looks())
         undo.callback(sampler.engine.shutdown)
+        if sampler.judge is not None:
+            undo.callback(sampler.judge.engine.shutdown)
         keep_what_stands()
         for started in (sampler.dialogue, sampler.agents):
             if started is not None:
@@ -318,12 +320,20 @@ def sampler_of(
         build_reward_model,
         with_replies,
     )
+    from spmdrl.training.language_judge import build_judge
     from spmdrl.training.roles import Sampler
     from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
     looks = with_replies(looks, config.multi_turn)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
+    judge = None
+    if config.judge is not None:
+        with runtime.phases("build judge"):
+            judges = Topology.build(
+                topology.device, range(rewards.ranks), dp=-1, tp=config.judge.tensor_parallel
+            )
+            judge = build_judge(config, judges, topology, config.judge.sleep)
     with runtime.phases("build rollout"):
         if config.trust_remote_code:
             allow_code(model)
@@ -342,7 +352,7 @@ def sampler_of(
         scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
         reward_model = build_reward_model(config, scoring, topology)
     mine = rewards if scoring.here else None
-    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue, agents)
+    return Sampler(ranks, scheduler, scoring, mine, reward_model, dialogue, agents, judge)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,16 @@ class Prompt:
 
 
 @dataclass
+class Judgement:
+    """What the judge (PpoConfig.judge) says of a sample."""
+
+    score: float | None  # None: no verdict could be read
+    verdicts: list[str]  # as the judge wrote them; of pairs one a comparison
+    num_unparsable: int  # of these
+    num_tokens: int  # of these together
+
+
+@dataclass
 class Sample:
     """One trajectory. The per-token lists have one entry per response token."""
 
@@ -86,6 +96,7 @@ class Sample:
     reward: float | None = None  # None: not scored yet, or invalid; those of its turns included
     turn_rewards: list[float] = field(default_factory=list)  # rewards.per_turn: one a turn
     model_score: float | None = None  # what the reward model says, where there is one
+    judgement: Judgement | None = None  # what the judge says, where there is one
     penalty: float = 0.0  # added to the reward for the algorithm (DAPO's overlong punishment)
     greedy_reward: float = 0.0  # of the greedy answer to the same prompt, where it was asked for
     invalid: str | None = None  # why there is no reward: the traceback or the time limit

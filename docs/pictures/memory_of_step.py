@@ -31,7 +31,8 @@ MODEL = {  # what the plan needs of Qwen3-8B's published config.json
 }  # fmt: skip
 GPUS, GPU_GIB = 8, 80.0
 COLOURS = dict(zip(PARTS, (
-    "#4477aa", "#228833", "#ccbb44", "#66ccee", "#cc6633", "#bbbbbb", "#aa3377", "#222222",
+    "#4477aa", "#882255", "#228833", "#ccbb44", "#66ccee", "#cc6633", "#bbbbbb", "#aa3377",
+    "#222222",
 ), strict=True))  # fmt: skip
 
 

@@ -41,7 +41,8 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
         chat_template_kwargs=config.data.chat_template_kwargs,
     )  # fmt: skip
     config = replace(
-        config, data=data, reward=known.reward, reward_model=None,
+        config, data=data, reward=known.reward, reward_model=None, judge=None,
+        sandbox=config.sandbox if known.reward == "code" else None,
         run_dir=f"{config.run_dir}_{name}",
         rewards=replace(config.rewards, per_turn=False), eval_samples=known.samples,
         eval_temperature=known.temperature, eval_top_p=known.top_p, eval_top_k=0,

@@ -269,9 +269,15 @@ def agent(agent_output: Any) -> Any:
     return agent_output
 
 
+def judge(judge_score: float) -> float:
+    """Returns what the judge says (PpoConfig.judge)."""
+    return judge_score
+
+
 BUILT_INS: dict[str, Callable[..., Any]] = {
     "model": model,
     "agent": agent,
+    "judge": judge,
     "gsm8k": graded_gsm8k,
     "math": graded_math,
     "code": code,

@@ -8,10 +8,15 @@ here, so that a program has nothing to gain by printing a marker, leaving early 
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
+from spmdrl.config import SandboxConfig
+from spmdrl.rewards.sandbox.remote import run_tests_in
 from spmdrl.rewards.sandbox.sandbox import (
     USUAL,
     Kind,
@@ -20,7 +25,6 @@ from spmdrl.rewards.sandbox.sandbox import (
     SandboxError,
     ask_value,
     run_code,
-    run_tests,
 )
 from spmdrl.rewards.sandbox.values import plain
 
@@ -39,6 +43,7 @@ def code(
     ground_truth: Any,
     limits: Limits = USUAL,
     total_s: float = TOTAL_S,
+    sandbox: SandboxConfig | None = None,
 ) -> dict[str, float]:
     r"""Runs the last ``` block of `response` that is Python or, where there is none, the last one
     that names no language.
@@ -52,6 +57,7 @@ def code(
 
     Returns score, passed, total, no_code, and limit_hit: 1 where a limit ended a test. `limits`
     are for a test, `total_s` for all of them; a test that it leaves no time for has not passed.
+    `sandbox`: where programs run; None: on this machine.
     Raises ValueError for a ground truth that is none of these, SandboxError where ours failed.
     """
     truth = parsed(ground_truth)
@@ -59,7 +65,8 @@ def code(
     program = with_head(head_of(truth), last_block(response))
     results: list[Result] = []
     if program is not None:
-        results = run_tests(program, kind, [given for given, _ in tests], limits, total_s)
+        given = [each for each, _ in tests]
+        results = run_tests_in(sandbox, program, kind, given, limits, total_s)
     passed = sum(
         is_right(kind, result, right) for result, (_, right) in zip(results, tests, strict=False)
     )
@@ -81,7 +88,23 @@ def python(code: str) -> str:
     Args:
         code: the program; print what you want to know
     """
-    result = run_code(code)
+    return printed(run_code(code))
+
+
+def python_in(sandbox: SandboxConfig | None) -> Callable[[str], str]:
+    """Returns the tool `python` that runs its programs there; None: on this machine."""
+    if sandbox is None:
+        return python
+
+    @functools.wraps(python)
+    def remote(code: str) -> str:
+        return printed(run_tests_in(sandbox, code, "run", [b""], USUAL, math.inf)[0])
+
+    return remote
+
+
+def printed(result: Result) -> str:
+    """Returns what a program has printed, and how it ended where that is not as it should."""
     if result.status == "ok" and result.exit_code == 0:
         return result.stdout
     return f"{result.stdout}\n{result.stderr}\n[{result.status}]".strip()

@@ -13,15 +13,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import ConfigError, RewardConfig, RewardFn
+from spmdrl.config import ConfigError, PpoConfig, RewardConfig, RewardFn, SandboxConfig
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.distributed.topology import Topology
 from spmdrl.rewards.builtin import BUILT_INS, CHECKED_FIRST, graded_math, gsm8k, math
+from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.pool import innermost
 from spmdrl.rewards.workers.worker import RewardResult, image_part
@@ -46,9 +48,12 @@ ARGUMENTS: dict[str, Callable[[Sample], Any]] = {
     "num_turns": lambda sample: sample.num_turns,
     "model_score": lambda sample: sample.model_score,
     "agent_output": lambda sample: sample.agent_output,
+    "judge_score": lambda sample: sample.judgement.score if sample.judgement else None,
+    "judge_verdicts": lambda sample: sample.judgement.verdicts if sample.judgement else [],
 }
 
 
+ONLY_BY_NAME = ("images", "judge_score", "judge_verdicts")
 LATE_IS_WRONG = (math, graded_math)  # an answer that cannot be read in time is a wrong one
 
 
@@ -89,7 +94,9 @@ class RewardRunner:
         config: RewardConfig,
         ranks: int = 1,
     ) -> None:
-        """ranks: how many have a runner, and share the limits for coroutines."""
+        """reward: as rewards_of returns it. ranks: how many have a runner, and share the limits for
+        coroutines.
+        """
         self.rewards = resolve_rewards(reward)  # by data_source; None: every data_source
         self.ranks, self.per_turn, self.config = ranks, config.per_turn, config
         self.caller = Caller([r.function for r in self.rewards.values()], config, ranks)
@@ -107,6 +114,10 @@ class RewardRunner:
                 f"{', '.join(repr(name) for name in self.rewards)}"
             )
         return reward
+
+    def asks_judge(self, sample: Sample) -> bool:
+        """Whether the reward of a sample reads what the judge says. Raises ConfigError."""
+        return takes_judgement(self.reward_of(sample.prompt.data_source))
 
     def score(
         self, samples: list[Sample], scored: Callable[[Sample], None] = lambda sample: None
@@ -179,6 +190,33 @@ def with_turns(outcome: RewardResult, num_turns: int, per_turn: bool) -> RewardR
     return outcome
 
 
+def rewards_of(config: PpoConfig) -> RewardFn | str | Mapping[str, RewardFn | str]:
+    """Returns config.reward with "code" bound to remote sandboxes, where the config has any."""
+    reward, sandbox = config.reward, config.sandbox
+    if sandbox is None:
+        return reward
+    if isinstance(reward, Mapping):
+        return {source: bound(each, sandbox) for source, each in reward.items()}
+    return bound(reward, sandbox)
+
+
+def bound(reward: RewardFn | str, sandbox: SandboxConfig) -> RewardFn | str:
+    """What a user has bound to a sandbox of its own keeps it."""
+    if not is_code(reward) or getattr(reward, "keywords", {}).get("sandbox") is not None:
+        return reward
+    return partial(BUILT_INS[reward] if isinstance(reward, str) else reward, sandbox=sandbox)
+
+
+def is_code(reward: RewardFn | str) -> bool:
+    """Whether it is the built-in reward that runs programs, by name or with other limits."""
+    return reward == "code" or (callable(reward) and innermost(reward) is BUILT_INS["code"])
+
+
+def runs_programs(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+    """Whether a reward runs programs in a sandbox."""
+    return any(map(is_code, reward.values() if isinstance(reward, Mapping) else [reward]))
+
+
 def resolve_rewards(
     reward: RewardFn | str | Mapping[str, RewardFn | str],
 ) -> dict[str | None, Reward]:
@@ -193,6 +231,15 @@ def resolve_rewards(
 def asks_model(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
     """Whether a reward reads what the reward model says. Raises ConfigError."""
     return any("model_score" in each.arguments for each in resolve_rewards(reward).values())
+
+
+def asks_judge(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> bool:
+    """Whether a reward reads what the judge says. Raises ConfigError."""
+    return any(takes_judgement(each) for each in resolve_rewards(reward).values())
+
+
+def takes_judgement(reward: Reward) -> bool:
+    return not {"judge_score", "judge_verdicts"}.isdisjoint(reward.arguments)
 
 
 def built_ins_of(reward: RewardFn | str | Mapping[str, RewardFn | str]) -> list[str]:
@@ -246,11 +293,15 @@ def resolve_reward(reward: RewardFn | str) -> Reward:
         reward = BUILT_INS[reward]
     if not callable(reward):
         raise ConfigError(f"a reward is a function or one of {list(BUILT_INS)}, got {reward!r}")
-    if (needs := innermost(reward)) in CHECKED_FIRST:
+    remote = reward.keywords.get("sandbox") if isinstance(reward, partial) else None
+    if remote is not None:
+        check_remote(remote)
+    elif (needs := innermost(reward)) in CHECKED_FIRST:
         CHECKED_FIRST[needs]()
     names = arguments_of(reward, ARGUMENTS, "reward")
-    if "images" not in inspect.signature(reward).parameters:  # megabytes, for nobody: of **kwargs
-        names = tuple(name for name in names if name != "images")
+    # not through **kwargs: megabytes for nobody, and a judge that the run may not have
+    named = inspect.signature(reward).parameters
+    names = tuple(name for name in names if name in named or name not in ONLY_BY_NAME)
     return Reward(reward, names)
 
 

@@ -5,6 +5,7 @@ Asked when the data is loaded: else every sample of the row would be left withou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from spmdrl.rewards.builtin import (
 )
 from spmdrl.rewards.code import code, read_tests
 from spmdrl.rewards.instructions import ifeval, read_instructions
+from spmdrl.rewards.sandbox.remote import check_tests
 from spmdrl.rewards.workers.pool import innermost
 
 
@@ -34,6 +36,13 @@ READERS: tuple[tuple[Callable[..., Any], Callable[[Any], Any]], ...] = (
     (gsm8k, read_number), (graded_gsm8k, read_number), (code, read_tests),
     (ifeval, read_instructions), (math, check_math_truth), (graded_math, check_math_truth),
 )  # fmt: skip
+
+
+def check_kind(function: Any, ground_truth: Any) -> None:
+    """Raises ValueError where a reward's remote sandbox cannot be trusted with a row's tests."""
+    sandbox = function.keywords.get("sandbox") if isinstance(function, functools.partial) else None
+    if sandbox is not None:
+        check_tests(sandbox, read_tests(ground_truth)[0])
 
 
 NOT_READ = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -52,6 +61,7 @@ def truth_checker(
             if inner is built_in:
                 try:
                     read(ground_truth)
+                    check_kind(function, ground_truth)
                 except NOT_READ as error:
                     return f"the reward {built_in.__name__.removeprefix('graded_')!r}: {error}"
         return None

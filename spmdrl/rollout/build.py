@@ -27,7 +27,7 @@ def build_engine(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
     job: Topology | None = None, strict: bool = False, lora: LoraConfig | None = None,
     looks: ImageLimits | None = None, load_weights: bool = True,
-    return_routed_experts: bool = False,
+    return_routed_experts: bool = False, frozen: bool = False,
 ) -> RolloutEngine | None:  # fmt: skip
     """The engine that config.engine names; only its library is imported.
 
@@ -38,13 +38,14 @@ def build_engine(
     all ranks, where torch.distributed's own group cannot take CPU tensors. strict: logprobs are bit
     for bit those of a strict training engine with the same weights. load_weights: without it only
     the model's config is read, and weights must be given before anything is sampled.
-    return_routed_experts: completions have them, of every token that was computed.
+    return_routed_experts: completions have them, of every token that was computed. frozen: no push
+    follows: what sleeps wakes with its weights, whatever other engines of the process do.
     """
     engine: RolloutEngine | None = None
     if topology.here:
         engine = ENGINES[config.engine].build(
             model, config, max_model_len, topology, strict, lora, looks, load_weights,
-            return_routed_experts,
+            return_routed_experts, frozen,
         )  # fmt: skip
     level_group_count(job.control if job is not None else None)
     return engine
@@ -116,8 +117,15 @@ def shared_bytes(config: Any, ranks: list[int], world: int, threads: int) -> int
     """Returns the bytes of /dev/shm that the engines on these ranks, of one host, need on CPUs.
     config: of any program.
     """
-    rollout = getattr(config, "rollout", None)
-    if rollout is None or rollout.tensor_parallel == 1:
+    rollout, judge = getattr(config, "rollout", None), getattr(config, "judge", None)
+    if rollout is None:
         return 0
-    sampling = set(place(config, world).roles["rollout"])
-    return len(sampling & set(ranks)) * threads * ENGINES[rollout.engine].shared_bytes
+    placed, found = place(config, world).roles, 0
+    for role, name, degree in (
+        ("rollout", rollout.engine, rollout.tensor_parallel),
+        *([("reward", judge.engine or rollout.engine, judge.tensor_parallel)] if judge else []),
+    ):
+        if degree > 1:
+            here = len(set(placed[role]) & set(ranks))
+            found += here * threads * ENGINES[name].shared_bytes
+    return found

@@ -18,7 +18,7 @@ class EngineBuilder(Protocol):
     def __call__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool, lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
-        return_routed_experts: bool,
+        return_routed_experts: bool, frozen: bool,
     ) -> RolloutEngine: ...  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class EngineSpec:
     leaves_towers: bool = False  # samples the language model of files with a tower by itself
     keeps_floats: bool = False  # has floating-point weights also where a checkpoint is quantised
     mixes_dtypes: bool = False  # keeps weights in float32 where transformers does
+    holds_frozen: bool = False  # can be built as the engine of a model that no push follows
     # what it says of rollout by itself
     check: Callable[[RolloutConfig], None] = accept
     # of the model: its folder, its whole config; rollout; strict

@@ -28,7 +28,7 @@ from spmdrl.engines.fsdp.layer_kinds import shares_prefixes
 from spmdrl.engines.fsdp.router_replay import routing_of
 from spmdrl.hub.hf_folder import load_hf_config, load_tokenizer
 from spmdrl.rewards.reward_model import RewardModel, train_config
-from spmdrl.rewards.runner import RewardRunner, needs_truth, takes_truth
+from spmdrl.rewards.runner import RewardRunner, needs_truth, rewards_of, takes_truth
 from spmdrl.rewards.truths import truth_checker
 from spmdrl.rollout.agents.pool import AgentPool
 from spmdrl.rollout.build import build_engine as build_rollout
@@ -39,6 +39,7 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.language_judge import build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -109,7 +110,7 @@ def build(
     topologies = build_topologies(config, placement, topology, host.topology if host else None)
     scorers = placement.roles["reward"]
     scores = topology.rank in scorers
-    rewards = RewardRunner(config.reward, config.rewards, len(scorers)) if scores else None
+    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers)) if scores else None
     if rewards is not None:
         undo.callback(rewards.close)
     tokenizer = load_tokenizer(config.model)
@@ -125,6 +126,14 @@ def build(
     with phases("build reward model"):
         scoring = topologies.scoring
         reward_model = build_reward_model(config, scoring, topology)
+    judge = None
+    if config.judge is not None:
+        with phases("build judge"):  # before the engine that samples, which measures what is free
+            PROGRESS.detail(model_text(config.judge.model))
+            sleeps = shares_ranks(config, placement)
+            judge = build_judge(config, topologies.judge, topology, sleeps)
+            if judge is not None:
+                undo.callback(judge.engine.shutdown)
     with phases("build rollout"):
         ranks = topologies.rollout
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -154,7 +163,7 @@ def build(
             config, topology, topologies.sampling, topologies.training, weights.topology, phases,
             P2PChannel(topology),
             tokenizer,
-            Sampler(ranks, driver, scoring, rewards, reward_model, dialogue, agents),
+            Sampler(ranks, driver, scoring, rewards, reward_model, dialogue, agents, judge),
             weights,
             mailbox=WeightVersions(topology) if config.async_steps else None,
             actor=actor, ref=trainers.get("ref"), critic=trainers.get("critic"),
@@ -230,10 +239,10 @@ def load_dataset(
     """Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
+    reward = rewards_of(config)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
-        needs_truth(config.reward), truth_checker(config.reward), vision, benchmark,
-        takes_truth(config.reward),
+        needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward),
     )  # fmt: skip
 
 
@@ -354,3 +363,5 @@ def close(roles: Roles) -> None:
         roles.sampler.agents.close()
     if roles.sampler.here:
         roles.sampler.engine.shutdown()
+    if roles.sampler.judge is not None:
+        roles.sampler.judge.engine.shutdown()

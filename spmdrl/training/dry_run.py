@@ -13,7 +13,7 @@ from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
 from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
-from spmdrl.rewards.runner import RewardRunner
+from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.agents import agent_lines
@@ -31,6 +31,8 @@ EXAMPLES = 8  # prompts of each data set that a dry run scores
 # parameters of reward functions that a dry run cannot give, and who would
 ASKED = {
     "model_score": "a model, which a dry run does not load",
+    "judge_score": "a judge, which a dry run does not load",
+    "judge_verdicts": "a judge, which a dry run does not load",
     "agent_output": "an agent, which a dry run does not start",
 }
 
@@ -42,7 +44,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     """
     ranks, gpu_gib = dry.ranks or runtime.topology.world, dry.gpu_gib or gpu_gib_here()
     scorers = place(config, ranks).roles["reward"]
-    rewards = RewardRunner(config.reward, config.rewards, len(scorers))
+    rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
     lines, num_prompts, lengths = [], 0, None

@@ -47,6 +47,7 @@ def can_overlap(roles: Roles) -> bool:
         and not config.rollout.greedy_baseline
         and not has_replies(config)
         and config.reward_model is None
+        and config.judge is None
         and roles.leftover is None
         and roles.sampler.scoring.ranks == roles.sampler.topology.ranks
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from spmdrl.rewards.runner import RewardRunner, Scoring
 from spmdrl.rollout.answer_codec import pack, unpack
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.roles import Sampler
-from spmdrl.types import Prompt, Sample
+from spmdrl.types import Judgement, Prompt, Sample
 
 
 class ScoringContext(Protocol):
@@ -41,6 +41,7 @@ def score(
     rewards, sampling, phases = by.sampler.rewards, by.sampling, by.phases
     if by.sampler.scoring.ranks == by.sampler.topology.ranks:
         ask_model(samples, by)
+        ask_judge(samples, by, held_out=phase == "evaluate")
         with phases(phase, sampling):
             assert rewards is not None
             run_functions(samples, rewards, by)
@@ -49,6 +50,7 @@ def score(
     with phases(phase, sampling):
         sent, received, makers = send_to_scorers(samples, by, prompt_of)
     ask_model(received, by)
+    ask_judge(received, by, held_out=phase == "evaluate")
     with phases(phase, sampling):
         if rewards is not None:
             run_functions(received, rewards, by)
@@ -86,6 +88,15 @@ def ask_model(samples: list[Sample], by: ScoringContext) -> None:
             model.score(samples)
 
 
+def ask_judge(samples: list[Sample], by: ScoringContext, held_out: bool) -> None:
+    """Sets judgement, where there is a judge. On the ranks that score."""
+    judge, rewards = by.sampler.judge, by.sampler.rewards
+    if judge is not None:
+        assert rewards is not None
+        with by.phases("judge", by.sampler.scoring):
+            judge.score(samples, rewards.asks_judge, held_out, by.phases.still_going)
+
+
 def send_to_scorers(
     samples: list[Sample], by: ScoringContext, prompt_of: Callable[[int], Prompt]
 ) -> tuple[list[Sample], list[Sample], list[int]]:
@@ -99,14 +110,18 @@ def send_to_scorers(
     parts = [[s for s, r in zip(samples, scorer_of, strict=True) if r == rank]
              for rank in range(sampling.world)]  # fmt: skip
     sent = [s for part in parts for s in part]
-    head = torch.tensor([[s.prompt.id, s.index] for s in sent], dtype=torch.int64).reshape(-1, 2)
+    rows = [[s.prompt.id, s.index, s.group] for s in sent]
+    head = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
     counts = [len(part) for part in parts]
     addresses = all_to_all_rows(head, counts, sampling)
     makers = all_to_all_rows(torch.full((len(head), 1), sampling.rank), counts, sampling)
     said = [[replace(completion_of(s), routed_experts=None) for s in part] for part in parts]
     packed = [pack(dict(enumerate(part))) for part in said]
     answers = [a for part in all_to_all_bytes(packed, sampling) for a in unpack(part).values()]
-    questions = [SampleRequest(prompt_of(id), 0, index, seed=0) for id, index in addresses.tolist()]
+    questions = [
+        SampleRequest(prompt_of(id), group, index, seed=0)
+        for id, index, group in addresses.tolist()
+    ]
     received = as_samples(questions, answers, by.tokenizer)
     return sent, received, makers.flatten().tolist()
 
@@ -119,11 +134,14 @@ def return_verdicts(
     """
     verdicts: list[list[Any]] = [[] for _ in range(sampling.world)]
     for s, maker in zip(received, makers, strict=True):
-        verdicts[maker].append([s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards])
+        judged = None if s.judgement is None else astuple(s.judgement)
+        told = [s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards, judged]
+        verdicts[maker].append(told)
     returned = all_to_all_bytes([json.dumps(v).encode() for v in verdicts], sampling)
     own = [verdict for part in returned for verdict in json.loads(part)]
     for s, verdict in zip(sent, own, strict=True):
-        s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards = verdict
+        s.reward, s.invalid, s.reward_info, s.pred, s.turn_rewards, judged = verdict
+        s.judgement = None if judged is None else Judgement(*judged)
 
 
 def all_to_all_bytes(parts: list[bytes], topology: Topology) -> list[bytes]:

@@ -22,6 +22,7 @@ from spmdrl.rollout.base import RolloutEngine
 from spmdrl.rollout.multi_turn.conversation import Dialogue
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.language_judge import LanguageJudge
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.weight_sync import WeightSync
@@ -70,6 +71,7 @@ class Sampler:
     reward_model: RewardModel | None = None  # on ranks that score
     dialogue: Dialogue | None = None  # on an engine's leader, where answers may have several turns
     agents: AgentPool | None = None  # on an engine's leader, where agents make the samples
+    judge: LanguageJudge | None = None  # on ranks that score
 
     @property
     def here(self) -> bool:

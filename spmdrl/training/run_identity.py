@@ -75,10 +75,11 @@ def identity(config: RunConfig, tokenizer: Any, files: Iterable[Files] = ()) -> 
                 is_base = config.actor.lora is not None and path == config.model
                 weigh = name == "ref" and not is_base
                 found["models"][name] = model_print(path, with_weights=weigh)
-        if config.reward_model is not None:
-            path = config.reward_model.model
-            found["models"]["reward_model"] = model_print(path, with_weights=True)
-            found["tokenizers"]["reward_model"] = tokenizer_print(load_tokenizer(path))
+        scorers = {"reward_model": config.reward_model, "judge": config.judge}
+        for name, scorer in scorers.items():
+            if scorer is not None:
+                found["models"][name] = model_print(scorer.model, with_weights=True)
+                found["tokenizers"][name] = tokenizer_print(load_tokenizer(scorer.model))
     return json.loads(json.dumps(found))  # as it is read again
 
 
@@ -115,7 +116,7 @@ def options_in_use(config: Any) -> dict[str, str]:
 
 def code_prints(config: PpoConfig) -> Tree:
     """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
-    reward = config.reward if isinstance(config.reward, Mapping) else {"": config.reward}
+    reward = dict(config.reward) if isinstance(config.reward, Mapping) else {"": config.reward}
     tools = {as_text(tool): function_print(tool) for tool in config.tools}
     if config.environment is not None:
         tools["environment"] = function_print(config.environment)
@@ -124,8 +125,10 @@ def code_prints(config: PpoConfig) -> Tree:
         for field in dataclasses.fields(config.algo)
         if callable(getattr(config.algo, field.name))
     }
+    words = {f"judge.{name}": getattr(config.judge, name, None) for name in ("template", "verdict")}
+    judged = {name: rule for name, rule in words.items() if callable(rule)}
     return {
-        "reward": {name: function_print(function) for name, function in reward.items()},
+        "reward": {name: function_print(rule) for name, rule in (reward | judged).items()},
         "tools": tools,
         "algo": algo,
     }

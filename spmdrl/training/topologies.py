@@ -22,6 +22,7 @@ class Topologies:
     everyone: Topology
     trainers: dict[str, Topology]  # actor, ref, critic, prm: those that the run has
     scoring: Topology  # ranks that run reward functions, and the reward model
+    judge: Topology | None  # the same ranks, axes dp, tp: one engine of the judge per tp group
     rollout: Topology  # axes dp, tp: one engine per tp group
     weights: Topology  # ranks of actor and rollout
     sampling: Topology  # ranks of rollout and reward
@@ -58,6 +59,9 @@ def build_topologies(
         everyone,
         trainers,
         scoring=places.of(roles["reward"], **reward_degrees(config)),
+        judge=None
+        if config.judge is None
+        else places.of(roles["reward"], dp=-1, tp=config.judge.tensor_parallel),
         rollout=places.of(roles["rollout"], dp=-1, tp=config.rollout.tensor_parallel),
         weights=places.of(union(trainers["actor"].ranks, roles["rollout"]), dp=-1),
         sampling=places.of(placement.sampling, dp=-1),

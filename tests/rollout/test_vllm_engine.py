@@ -61,6 +61,27 @@ def test_what_else_vllm_is_told_changes_no_answer(
         told.shutdown()
 
 
+def test_a_frozen_engine_sleeps_and_wakes_with_its_weights(
+    qwen3: Path, model: Any, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a judge does on a GPU, where a CPU's engine would keep its weights."""
+    engine = VllmEngine(str(qwen3), CONFIG, MAX_MODEL_LEN, topology, frozen=True)
+    params = SamplingParams(max_tokens=16)
+    try:
+        assert worst_error(engine, model, params, n=10) < 1e-5
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine, "on_cpu", False)
+                engine.sleep()
+                engine.sleep()
+                held = [*engine.model.parameters(), *engine.runner.kv_caches]
+                assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
+                engine.wake()
+            assert worst_error(engine, model, params, n=10) < 1e-5
+    finally:
+        engine.shutdown()
+
+
 @pytest.mark.compiles
 def test_a_compiled_engine_samples_by_the_weights_that_are_pushed(
     qwen3: Path, model: Any, topology: Topology, monkeypatch: pytest.MonkeyPatch

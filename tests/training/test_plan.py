@@ -232,7 +232,7 @@ def test_a_reward_per_turn_is_of_a_function_of_ones_own(qwen3):
 
     config = ppo_config(qwen3, rewards=RewardConfig(per_turn=True), reward=reward)
     check(config, 1)
-    check_held_out(config, 1)
+    check_held_out(config, 1, 1)
     assert "of which it sees the sum" in describe(config, 1, 100)
     tokens = ppo_config(
         qwen3, rewards=RewardConfig(per_turn=True), reward=reward, algo=AlgoConfig("reinforce")
@@ -246,7 +246,7 @@ def test_a_reward_per_turn_is_of_a_function_of_ones_own(qwen3):
     for words in ("whitened over all valid samples", "k3 is cut at 10.0", "one over all, those"):
         assert words in shown
     with pytest.raises(ConfigError, match="'gsm8k' scores a sample as a whole"):
-        check_held_out(ppo_config(qwen3, rewards=RewardConfig(per_turn=True)), 1)
+        check_held_out(ppo_config(qwen3, rewards=RewardConfig(per_turn=True)), 1, 1)
 
 
 def test_a_folder_without_a_model(tmp_path):

@@ -105,7 +105,7 @@ def test_answers_about_images_are_scored_by_what_the_reward_model_sees(folder: P
     scored = IMAGE_CONFIG.replace("reward=reward", "reward=judged")
     Path(folder, "ppo.py").write_text(scored.replace("config = PpoConfig(", '''
 def judged(model_score, messages, images):
-    from spmdrl.rewards.judge import openai_messages
+    from spmdrl.rewards.openai_chat import openai_messages
 
     asked = openai_messages(messages, images)[0]["content"]
     shown = [part for part in asked if part["type"] == "image_url"] if images else []

@@ -16,7 +16,7 @@ OWN_CACHE = ("minimax",)  # model types; transformers gives them no cache of the
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
-    return_routed_experts: bool,
+    return_routed_experts: bool, frozen: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.hf.engine import HfEngine
 
@@ -62,6 +62,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     keeps_floats=True,
     mixes_dtypes=True,
+    holds_frozen=True,  # its weights go to the host, and come back
     check_routed_experts=accept,
     check=check,
     check_model=check_model,

@@ -92,7 +92,7 @@ class Dialogue:
     ) -> None:  # fmt: skip
         """vision: of a model that sees images, which replies may then show."""
         self.limits, self.environment = config.multi_turn, config.environment
-        self.toolbox = Toolbox(config.tools)
+        self.toolbox = Toolbox(config.tools, config.sandbox)
         self.parser = (
             CallParser(self.limits.parser, tokenizer, self.toolbox.schemas)
             if config.tools

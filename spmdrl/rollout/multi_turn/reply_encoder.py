@@ -125,9 +125,8 @@ def prompts_of(config: PpoConfig) -> DataConfig:
         raise ConfigError(
             "data.chat_template_kwargs has 'tools', and so has the config: name them once"
         )
-    return replace(
-        config.data, chat_template_kwargs={**given, "tools": Toolbox(config.tools).schemas}
-    )
+    tools = Toolbox(config.tools, config.sandbox).schemas
+    return replace(config.data, chat_template_kwargs={**given, "tools": tools})
 
 
 def turns_of(answer: Completion) -> list[list[int]]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
-from spmdrl.config import ConfigError
-from spmdrl.rewards.code import python
+from spmdrl.config import ConfigError, SandboxConfig
+from spmdrl.rewards.code import python, python_in
+from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.sandbox.sandbox import check as check_sandbox
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rewards.workers.stateful_tools import Objects, methods_of
@@ -36,7 +37,10 @@ class Call(NamedTuple):
 class Toolbox:
     """The tools of a run, by name. Raises ConfigError for a function that cannot be described."""
 
-    def __init__(self, tools: Sequence[Callable[..., Any] | str]) -> None:
+    def __init__(
+        self, tools: Sequence[Callable[..., Any] | str], sandbox: SandboxConfig | None = None
+    ) -> None:  # fmt: skip
+        """sandbox: where the tool "python" runs its programs; None: on this machine."""
         self.functions: dict[str, Callable[..., Any]] = {}  # and methods, bound to their class
         self.schemas: list[dict[str, Any]] = []  # as chat templates take them
         self.objects: dict[str, Objects] = {}  # by method
@@ -49,7 +53,8 @@ class Toolbox:
                 continue
             function = python if isinstance(tool, str) else tool
             if function is python:
-                check_sandbox()
+                check_sandbox() if sandbox is None else check_remote(sandbox)
+                function = python_in(sandbox)
             self.add(function)
 
     def add(self, function: Callable[..., Any]) -> None:

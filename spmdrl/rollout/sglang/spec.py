@@ -17,12 +17,12 @@ from spmdrl.rollout.spec import EngineSpec
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
-    return_routed_experts: bool,
+    return_routed_experts: bool, frozen: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.sglang.engine import SglangEngine
 
     assert not strict and lora is None and looks is None  # refused below
-    assert not return_routed_experts
+    assert not return_routed_experts and not frozen
     return SglangEngine(model, config, max_model_len, topology, load_weights)
 
 

@@ -89,8 +89,11 @@ def build_core(
     looks: ImageLimits | None = None,
     load_weights: bool = True,
     return_routed_experts: bool = False,
+    frozen: bool = False,
 ) -> Any:
-    """vLLM's engine for this rank of its tensor-parallel group. Collective over it."""
+    """vLLM's engine for this rank of its tensor-parallel group. frozen: it sleeps without vLLM's
+    allocator, whose sleep is that of all engines of the process. Collective over the group.
+    """
     on_cpu = device.type == "cpu"
     eager = is_eager(config, not on_cpu, strict)
     if on_cpu and not eager:
@@ -100,7 +103,7 @@ def build_core(
     by_itself = has_tower(model) and not load_weights
     name = model_class(AutoModelForCausalLM, type(hf)).__name__ if by_itself else None
     args = engine_args(model, hf, config, max_model_len, on_cpu, eager, by_itself, load_weights,
-                       lora, looks, return_routed_experts and not on_cpu)  # fmt: skip
+                       lora, looks, return_routed_experts and not on_cpu, frozen)  # fmt: skip
     if config.quantization == "fp8" and not on_cpu:
         disabled = os.environ.get("VLLM_DISABLED_KERNELS", "").split(",")
         os.environ["VLLM_DISABLED_KERNELS"] = ",".join([*disabled, *vllm_fp8.REARRANGING])
@@ -123,7 +126,7 @@ def build_core(
 def engine_args(
     model: str, hf: Any, config: RolloutConfig, max_model_len: int, on_cpu: bool, eager: bool,
     by_itself: bool, load_weights: bool, lora: LoraConfig | None, looks: ImageLimits | None,
-    return_routed_experts: bool,
+    return_routed_experts: bool, frozen: bool,
 ) -> Any:  # fmt: skip
     """Returns vLLM's EngineArgs. by_itself: the language model of files with a tower."""
     from vllm import EngineArgs
@@ -147,7 +150,7 @@ def engine_args(
         enforce_eager=eager,
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=kv_cache_bytes(config, on_cpu),
-        enable_sleep_mode=config.sleep and not on_cpu,
+        enable_sleep_mode=config.sleep and not on_cpu and not frozen,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,

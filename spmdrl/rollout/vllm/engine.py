@@ -39,7 +39,7 @@ from spmdrl.rollout.base import (
     generate,
     require_tensor_parallel,
 )
-from spmdrl.rollout.kv_storage import free_kv_cache, restore_kv_cache
+from spmdrl.rollout.kv_storage import free_kv_cache, move_back, move_to_host, restore_kv_cache
 from spmdrl.rollout.process_state import preserved_process
 from spmdrl.rollout.seeds import seed_of_continuation
 from spmdrl.rollout.vllm import compat
@@ -67,13 +67,13 @@ class VllmEngine:
     def __init__(
         self, model: str, config: RolloutConfig, max_model_len: int, topology: Topology,
         strict: bool = False, lora: LoraConfig | None = None, looks: ImageLimits | None = None,
-        load_weights: bool = True, return_routed_experts: bool = False,
+        load_weights: bool = True, return_routed_experts: bool = False, frozen: bool = False,
     ) -> None:  # fmt: skip
         """Collective over `topology`, whose axes are dp and tp. strict: see strict.py.
 
         lora: the adapter is kept beside the weights; None: it is in them, or there is none. looks:
         which images prompts have, where the model sees any. return_routed_experts: answers have
-        them.
+        them. frozen: no push follows a sleep, so that the weights go to the host and come back.
         Raises ConfigError where tp is not config.tensor_parallel, or the model cannot be strict.
         """
         require_tensor_parallel(config, topology)
@@ -83,6 +83,8 @@ class VllmEngine:
         self.on_cpu = topology.device.type == "cpu"
         self.may_sleep = config.sleep
         self.freed_kv_cache: list[tuple[torch.UntypedStorage, int]] = []
+        self.is_frozen = frozen
+        self.on_host: list[tuple[torch.UntypedStorage, Tensor]] = []  # weights, while it sleeps
         self.eos_token_ids = eos_token_ids(model)
         self.max_num_seqs, self.policy_version = config.max_num_seqs, 0
         self.num_requests = 0  # so far
@@ -101,7 +103,7 @@ class VllmEngine:
                 with patches, world_of(group):
                     self.core = build_core(
                         model, config, max_model_len, group, topology.device, strict, lora, looks,
-                        load_weights, return_routed_experts,
+                        load_weights, return_routed_experts, frozen,
                     )  # fmt: skip
             self.expert_layers = self.find_expert_layers() if return_routed_experts else []
             vllm_latent.mark_absorbed(self.model)
@@ -416,20 +418,27 @@ class VllmEngine:
 
         On a GPU, vLLM drops weights and KV cache (level 2), because a push of weights follows
         `wake` anyway. A push of adapters alone does not bring the weights, so then they move to
-        the host's memory (level 1). On a CPU, the KV cache is freed and the weights stay.
+        the host's memory (level 1). On a CPU, the KV cache is freed and the weights stay. Those of
+        a frozen engine move to the host without vLLM's allocator, which is one for all engines of
+        the process.
         """
         if not self.may_sleep or self.freed_kv_cache:
             return
         self.forget_prefixes()
-        if self.on_cpu:
+        if self.on_cpu or self.is_frozen:
             self.freed_kv_cache = free_kv_cache(self.runner.kv_caches)
         else:
             self.core.sleep(level=2 if self.slots is None else 1)
+        if self.is_frozen and not self.on_cpu:
+            self.on_host = move_to_host(self.model)
 
     def wake(self, tags: Sequence[str] = WAKE_TAGS) -> None:
         if not self.may_sleep:
             return
-        if not self.on_cpu:
+        if self.is_frozen and "weights" in tags:
+            move_back(self.on_host)
+            self.on_host = []
+        if not self.on_cpu and not self.is_frozen:
             self.core.wake_up(list(tags))
         elif "kv_cache" in tags:
             restore_kv_cache(self.runner.kv_caches, self.freed_kv_cache)

@@ -33,13 +33,13 @@ from spmdrl.rollout.vllm.model_types import (
 def build(
     model: str, config: RolloutConfig, max_model_len: int, topology: Topology, strict: bool,
     lora: LoraConfig | None, looks: ImageLimits | None, load_weights: bool,
-    return_routed_experts: bool,
+    return_routed_experts: bool, frozen: bool,
 ) -> RolloutEngine:  # fmt: skip
     from spmdrl.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(
         model, config, max_model_len, topology, strict, lora, looks, load_weights,
-        return_routed_experts,
+        return_routed_experts, frozen,
     )  # fmt: skip
 
 
@@ -103,6 +103,7 @@ SPEC = EngineSpec(
     leaves_towers=True,
     takes_engine_args=True,
     spreads_experts=True,
+    holds_frozen=True,
     check=check,
     check_model=check_model,
     check_adapter=check_adapter,

@@ -87,7 +87,7 @@ def check_options(config: PpoConfig) -> None:
         "prm": config.prm is not None,
         f"algo.advantage={algo.advantage!r}": estimator.token_sums,
         "algo.aggregation, a function": callable(algo.aggregation),
-        "reward_model": config.reward_model is not None,
+        "reward_model": config.reward_model is not None, "judge": config.judge is not None,
     }  # fmt: skip
     reasons = {
         "tools": "an agent runs its own tools",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.algo.losses import aggregation_of
 from spmdrl.algo.objectives import needs_old_logprobs
-from spmdrl.config import PpoConfig, SupervisedConfig, TrainConfig
+from spmdrl.config import JudgeConfig, PpoConfig, SupervisedConfig, TrainConfig
 from spmdrl.distributed.placement import Ranks, place, show_ranks, training_roles
 from spmdrl.distributed.topology import resolve_degrees, train_degrees
 from spmdrl.engines.stored_dtype import stored_dtype
@@ -106,10 +106,24 @@ def placement_lines(config: PpoConfig, world: int) -> list[str]:
                  f"engines x tp {rollout.tensor_parallel}{experts}")  # fmt: skip
     lines.append(f"  reward   ranks {show_ranks(roles['reward'])}: {config.rewards.workers} "
                  "processes each")  # fmt: skip
+    if config.judge is not None:
+        lines.append(judge_text(config, config.judge, roles["reward"]))
     if config.async_steps:
         lines.append(f"  sampling runs up to {config.async_steps} steps ahead of training; both "
                      "meet where the run evaluates or saves")  # fmt: skip
     return lines
+
+
+def judge_text(config: PpoConfig, judge: JudgeConfig, ranks: Ranks) -> str:
+    engines, name = len(ranks) // judge.tensor_parallel, judge.engine or config.rollout.engine
+    how = "each answer by itself"
+    if judge.compare == "pairs":
+        others = judge.opponents or config.rollout.n - 1
+        how = f"{config.rollout.n * others} comparisons a prompt"
+    return (
+        f"  judge    ranks {show_ranks(ranks)}: {engines} {name} engines x tp "
+        f"{judge.tensor_parallel}; {how}"
+    )
 
 
 def role_line(name: str, role: TrainConfig, ranks: Ranks) -> str:

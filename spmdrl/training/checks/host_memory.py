@@ -19,13 +19,12 @@ CGROUPS = (  # limit and use, of version 2 and 1
 )
 
 
-def process_gib(engine: EngineSpec | None = None) -> float:
-    """Interpreter, libraries and data of a rank: this process, which has loaded the same. engine:
-    the one that samples there, whose library may not be imported here.
+def process_gib(*engines: EngineSpec) -> float:
+    """Interpreter, libraries and data of a rank: this process, which has loaded the same. engines:
+    those that sample there, whose libraries may not be imported here.
     """
     taken = psutil.Process().memory_info().rss + RUN_BYTES
-    if engine is not None and engine.library not in sys.modules:
-        taken += engine.library_bytes
+    taken += sum(each.library_bytes for each in engines if each.library not in sys.modules)
     return taken / GIB
 
 

@@ -210,6 +210,10 @@ def changes(config: RunConfig) -> list[tuple[int, str, RunConfig]]:
         if judge is not None and not judge.offload_params:
             changed = replace(config, reward_model=replace(judge, offload_params=True))
             made.append((2, "reward_model.offload_params=True", changed))
+        for cost, field, value in judge_changes(config):
+            assert config.judge is not None
+            changed = replace(config, judge=replace(config.judge, **{field: value}))
+            made.append((cost, f"judge.{field}={value!r}", changed))
     return sorted(made, key=lambda change: change[0])
 
 
@@ -252,6 +256,20 @@ def role_changes(
         yield 5, "optim.name", "adamw8bit"
     if trained and on_fsdp and role.lora is None and name == "actor":
         yield OTHER_TRAINING, "lora", LoraConfig()
+
+
+def judge_changes(config: PpoConfig) -> Iterator[tuple[int, str, Any]]:
+    """(cost, field, value) of the judge's engine, as rollout_changes."""
+    judge = config.judge
+    if judge is None:
+        return
+    if not judge.sleep:
+        yield 2, "sleep", True
+    if judge.kv_cache_mib is None and ENGINES[judge.engine or config.rollout.engine].has_kv_cache:
+        for step in (-4, -3, -2, -1, 1, 2, 3, 4):
+            share = round(judge.gpu_memory_utilization + 0.05 * step, 2)
+            if 0.1 <= share <= 0.9:
+                yield 1, "gpu_memory_utilization", share
 
 
 def rollout_changes(config: PpoConfig) -> Iterator[tuple[int, str, Any]]:

@@ -24,6 +24,7 @@ from spmdrl.rewards.reward_model import train_config
 from spmdrl.rollout.build import ENGINES
 from spmdrl.training.checks.engine_memory import EngineMemory, engine_memory
 from spmdrl.training.checks.host_memory import process_gib
+from spmdrl.training.checks.judge_memory import judge_line, judge_memory
 from spmdrl.training.checks.memory import GIB, Memory, MicroBatches, memory_of
 from spmdrl.training.checks.model_shape import shape_of
 from spmdrl.training.checks.timeline import Phase, Timeline, Work, table, timeline_of, works_of
@@ -49,6 +50,7 @@ class MemoryPlan:
     gpu_gib: float | None = None  # of a GPU; None: ranks are on CPUs
     process: float = 0.0  # interpreter, libraries and data
     engine: EngineMemory | None = None
+    judge: EngineMemory | None = None
 
     @property
     def fullest(self) -> Timeline:
@@ -71,12 +73,13 @@ class MemoryPlan:
 
     @property
     def too_much(self) -> float:
-        """The GiB that the fullest rank has too little, and the engine within it; 0: all fits."""
+        """The GiB that the fullest rank has too little, and the engines within it; 0: all fits."""
         if self.gpu_gib is None:
             return 0.0
         over = self.fullest.peak.total + self.reserve_gib - self.gpu_gib
-        lacks = self.engine.needed - self.engine.awake if self.engine is not None else 0.0
-        return max(over, 0.0) + max(lacks, 0.0)
+        engines = [each for each in (self.engine, self.judge) if each is not None]
+        lacks = sum(max(each.needed - each.awake, 0.0) for each in engines)
+        return max(over, 0.0) + lacks
 
     def all_lines(self) -> list[str]:
         lines = list(self.lines)
@@ -133,21 +136,30 @@ def memory_plan(
     )
     push = min(config.weights.bucket_mib / 1024, 4 * shape_of(config.model).count / GIB)
     lines += [engine_line(config, engine, sleeps), *push_lines(config, push)]
+    judge = judge_memory(config, placement, gpu_gib)
+    if judge is not None:
+        lines.append(judge_line(config, placement, judge))
     timelines = []
     for names, ranks in ranks_by_roles(placement).items():
         own = {name: m for name, m in roles.items() if place_of(name) in names}
         copy = copied(config, sum(m.saved for n, m in own.items() if n in LEARN))
         timeline = timeline_of(
             works_of(config), own, engine if "rollout" in names else None, sleeps, push, copy,
-            on_gpu,
+            on_gpu, judge if "reward" in names else None,
         )  # fmt: skip
         if timeline.phases:
             timelines.append(replace(timeline, roles=names, ranks=ranks))
     saved = max(sum(m.saved for n, m in roles.items() if n in LEARN and place_of(n) in names)
                 for names in ranks_by_roles(placement))  # fmt: skip
     lines += copies_of_checkpoint(config, saved)
-    process = process_gib(ENGINES[config.rollout.engine])
-    return MemoryPlan(tuple(lines), tuple(timelines), world, gpu_gib, process, engine)
+    process = process_gib(*(ENGINES[name] for name in engine_names(config)))
+    return MemoryPlan(tuple(lines), tuple(timelines), world, gpu_gib, process, engine, judge)
+
+
+def engine_names(config: PpoConfig) -> set[str]:
+    """Returns the rollout engines of a run: that of the policy, and of a judge."""
+    named = config.judge.engine if config.judge is not None else None
+    return {config.rollout.engine, named or config.rollout.engine}
 
 
 LEARN = ("actor", "critic", "prm")  # roles that are saved

@@ -33,7 +33,7 @@ from spmdrl.hub.hf_folder import has_tower, load_hf_config, sees_images
 from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
-from spmdrl.rewards.runner import asks_model, built_ins_of
+from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
 from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_dialogue
@@ -53,6 +53,7 @@ from spmdrl.training.checks.common import (
     warnings_of_optimizer,
     warnings_of_run,
 )
+from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_replay import check_router_replay
 from spmdrl.training.checks.strict import check_strict, check_strict_model
@@ -94,6 +95,7 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
+    check_sandbox(config)
     require(
         data.prompts_per_step % algo.mini_batches == 0,
         f"data.prompts_per_step={data.prompts_per_step} does not divide into "
@@ -102,9 +104,9 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_roles(config, world)
     if config.trust_remote_code:
         roles = training_roles(config).values()
-        judge = [] if config.reward_model is None else [config.reward_model.model]
+        scorers = [s.model for s in (config.reward_model, config.judge) if s is not None]
         others = [role.model or config.model for role in roles]
-        for model in dict.fromkeys([config.model, *others, *judge]):
+        for model in dict.fromkeys([config.model, *others, *scorers]):
             allow_code(model)
     keep_towers(
         config, scorer_of(config), *(role.model for role in training_roles(config).values())
@@ -114,7 +116,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_strict(config, hf, hosted)
     check_router_replay(config, hf, hosted)
     placement = place(config, world)
-    check_judge(config, len(placement.roles["reward"]))
+    check_scores_of_model(config, len(placement.roles["reward"]))
+    check_judge(config, placement.roles["rollout"], placement.roles["reward"])
     check_agents(config, len(placement.roles["rollout"]) // config.rollout.tensor_parallel)
     require(
         config.agent is None or placement.roles["reward"] == placement.roles["rollout"],
@@ -134,6 +137,7 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
     """Checks what the files of the models say; hosted: the weights are another program's. Raises
     ConfigError.
     """
+    check_judge_files(config)
     check_model_files("model", config.model, hf, has_weights=not hosted)
     check_eos(config.model, config.rollout)
     for name, role in training_roles(config).items():
@@ -260,7 +264,7 @@ def check_turns(config: PpoConfig) -> None:
         "rollout.static_split=True repeats a run bit for bit, but when a tool or an environment "
         "answers, and so what is in a batch with what, is a matter of timing: leave it False",
     )
-    Toolbox(config.tools)
+    Toolbox(config.tools, config.sandbox)
     if config.environment is not None:
         arguments_of(config.environment, ARGUMENTS, "environment")
 
@@ -290,7 +294,7 @@ def check_reply_images(hf: PreTrainedConfig, config: PpoConfig) -> None:
 
 def check_per_turn(config: PpoConfig) -> None:
     """Raises ConfigError for a reward that knows nothing of turns."""
-    found = built_ins_of(config.reward) if config.rewards.per_turn else []
+    found = built_ins_of(rewards_of(config)) if config.rewards.per_turn else []
     require(
         not found,
         f"rewards.per_turn=True: the built-in reward {', '.join(map(repr, found))} scores a sample "
@@ -299,9 +303,17 @@ def check_per_turn(config: PpoConfig) -> None:
     )
 
 
-def check_judge(config: PpoConfig, num_ranks: int) -> None:
+def check_sandbox(config: PpoConfig) -> None:
+    """Raises ConfigError for remote sandboxes that nothing would use."""
+    require(
+        config.sandbox is None or runs_programs(config.reward) or "python" in config.tools,
+        'sandbox has no effect: neither a reward "code" nor a tool "python" runs programs',
+    )
+
+
+def check_scores_of_model(config: PpoConfig, num_ranks: int) -> None:
     """Raises ConfigError for a reward model that cannot be asked, or that nobody asks."""
-    asked, given = asks_model(config.reward), config.reward_model
+    asked, given = asks_model(rewards_of(config)), config.reward_model
     require(
         given is not None or not asked,
         "the reward asks for model_score, but there is no reward_model: set it, "
@@ -327,24 +339,28 @@ def scorer_of(config: PpoConfig) -> str | None:
     return config.reward_model.model if config.reward_model is not None else None
 
 
-def check_held_out(config: PpoConfig, num_scorers: int, num_engines: int) -> None:
-    """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers:
-    ranks that score; num_engines: of the rollout.
+def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
+    """Checks the config of an evaluation by itself, as `check` does that of a run. num_scorers: the
+    first of the `world` ranks, which score.
     """
     check_bounds(config)
     check_places(config)
     check_evaluation(config)
     check_turns(config)
     check_per_turn(config)
-    check_judge(config, num_scorers)
-    check_agents(config, num_engines)
+    check_sandbox(config)
+    check_scores_of_model(config, num_scorers)
+    check_agents(config, world // config.rollout.tensor_parallel)
     if config.trust_remote_code:
-        allow_code(config.model)
+        for model in [config.model, *([config.judge.model] if config.judge else [])]:
+            allow_code(model)
     keep_towers(config, scorer_of(config))
     hf = load_hf_config(config.model)
     check_model(hf, config)
     if config.strict:
         check_strict_model(hf, config.rollout.engine)
+    check_judge(config, tuple(range(world)), tuple(range(num_scorers)))
+    check_judge_files(config)
     if config.resume == "never":  # else it is a checkpoint, whose weights are exported first
         check_model_files("model", config.model, hf)
     check_eos(config.model, config.rollout)

@@ -16,7 +16,8 @@ from spmdrl.training.checks.engine_memory import EngineMemory
 from spmdrl.training.checks.memory import Memory
 
 PARTS = (
-    "engine", "weights", "optimizer", "gradients", "activations", "temporary", "push", "save",
+    "engine", "judge", "weights", "optimizer", "gradients", "activations", "temporary", "push",
+    "save",
 )  # fmt: skip
 
 
@@ -25,7 +26,7 @@ class Work:
     """One phase of a step: what is done, by which role, and which roles are on the device."""
 
     phase: str
-    what: Literal["sample", "look", "update", "push"]
+    what: Literal["sample", "judge", "look", "update", "push"]
     role: str | None = None
     loaded: frozenset[str] = frozenset()
 
@@ -68,6 +69,7 @@ def works_of(config: PpoConfig) -> list[Work]:
     works = [
         Work("rollout", "sample"),
         Work("reward_model", "look", "reward_model", frozenset({"reward_model"})),
+        *([Work("judge", "judge")] if config.judge is not None else []),
         Work("ref_logprobs", "look", "ref", frozenset({"ref"})),
         Work("values", "look", "critic", critic),
     ]
@@ -84,19 +86,22 @@ def works_of(config: PpoConfig) -> list[Work]:
 
 def timeline_of(
     works: Iterable[Work], roles: Mapping[str, Memory], engine: EngineMemory | None, sleeps: bool,
-    push: float, copy: float, on_gpu: bool,
+    push: float, copy: float, on_gpu: bool, judge: EngineMemory | None = None,
 ) -> Timeline:  # fmt: skip
     """roles: those of this rank; engine: where it samples. push: GiB under way while weights are
-    sent; copy: of a checkpoint, on the host.
+    sent; copy: of a checkpoint, on the host. judge: the engine of the judge, where it is.
     """
     phases = []
     for work in works:
         joins = engine is not None and work.what in ("sample", "push")
+        joins |= judge is not None and work.what == "judge"
         if work.role not in roles and not joins:
             continue
         parts = dict.fromkeys(PARTS, 0.0)
         if engine is not None:
             parts["engine"] = engine_in(work, engine, sleeps, on_gpu)
+        if judge is not None:
+            parts["judge"] = judge.awake if work.what == "judge" else judge.asleep
         for name, memory in roles.items():
             at_work = name in work.loaded or not on_gpu
             add(parts, memory.on_device(at_work, only_weights=work.what == "push" and on_gpu))
@@ -109,13 +114,15 @@ def timeline_of(
             memory = roles[work.role]
             add(parts, memory.update() if work.what == "update" else memory.look())
         phases.append(Phase(work.phase, parts))
-    return Timeline(phases, on_host(roles, engine, sleeps, on_gpu) + copy)
+    away = on_host(roles, engine, sleeps, on_gpu)
+    away += judge.asleep_on_host if judge is not None else 0.0
+    return Timeline(phases, away + copy)
 
 
 def engine_in(work: Work, engine: EngineMemory, sleeps: bool, on_gpu: bool) -> float:
     """Returns the GiB of an engine in a phase. For a push it wakes its weights alone; its KV cache
     follows when the trainer's weights have left (training/push_weights.py)."""
-    if not sleeps or work.what == "sample" or work.role == "reward_model":
+    if not sleeps or work.what in ("sample", "judge") or work.role == "reward_model":
         return engine.awake
     if work.what == "push" and on_gpu:
         return min(engine.awake, engine.asleep + engine.weights)

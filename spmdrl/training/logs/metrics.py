@@ -36,7 +36,7 @@ from spmdrl.training.logs.step_line import (
     unknown,
 )
 from spmdrl.training.logs.trackers import Tracker
-from spmdrl.types import Message, Picture, Prompt, Sample
+from spmdrl.types import Judgement, Message, Picture, Prompt, Sample
 
 MOST_INVALID = 64  # rows per rank and step in samples/
 # of samples/, with those that spmdrl.view adds
@@ -45,11 +45,12 @@ COLUMNS_OF_ROWS = {
     "invalid", "finish_reason", "response_tokens", "pred", "chat", "messages", "turn_rewards",
     "rows", "agent_output",
     "images", "tokens", "logprobs", "step", "advantage", "advantages", "trainer_logprobs",
-    "update_logprobs",
+    "update_logprobs", "judge_score", "judge_verdicts",
 }  # fmt: skip
 MOST_IMAGES = 8  # of a prompt that are written to samples/images/
 MOST_IMAGE_BYTES = 4 * 2**20  # a larger image is not written there
-RESERVED_PER_TURN = (*RESERVED, "turns", "outcome")
+RESERVED_PER_TURN = ("turns", "outcome")
+RESERVED_JUDGED = ("judge_score", "judge_unparsable", "judge_tokens")
 
 
 class RunLog:
@@ -284,11 +285,16 @@ def sample_row(s: Sample, replies: bool, of_tokens: Mapping[str, Any]) -> dict[s
         **({"turn_rewards": s.turn_rewards} if s.turn_rewards else {}),
         **({"rows": [row.messages for row in s.rows]} if len(s.rows) > 1 else {}),
         **({} if s.agent_output is None else {"agent_output": s.agent_output}),
+        **(judge_fields(s.judgement) if s.judgement is not None else {}),
         **({"images": []} if s.prompt.images else {}),  # their files, once they are written
         **of_tokens,
     }  # fmt: skip
     reported = s.reward_info.items()
     return row | {f"info_{name}" if name in COLUMNS_OF_ROWS else name: v for name, v in reported}
+
+
+def judge_fields(judgement: Judgement) -> dict[str, Any]:
+    return {"judge_score": judgement.score, "judge_verdicts": judgement.verdicts}
 
 
 def without_pictures(chat: list[Message]) -> list[Message]:
@@ -328,6 +334,15 @@ def count_replies(s: Sample, add: Callable[[str, float], None]) -> None:
         add("tools/failed", bool(call.get("is_error")))
 
 
+def count_verdicts(judgement: Judgement, add: Callable[[str, float], None]) -> None:
+    """reward/judge_score; reward/judge_unparsable: fraction of the verdicts;
+    reward/judge_tokens: of all verdicts on a sample."""
+    if judgement.score is not None:
+        add("reward/judge_score", judgement.score)
+    add("reward/judge_unparsable", judgement.num_unparsable / len(judgement.verdicts))
+    add("reward/judge_tokens", judgement.num_tokens)
+
+
 def sample_metrics(
     samples: list[Sample],
     topology: Topology,
@@ -341,9 +356,9 @@ def sample_metrics(
     reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
     response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
     <data_source>/reward/mean where there are several sources. replies: see count_replies. per_turn:
-    reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward.
+    reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward. Where there is
+    a judge, see count_verdicts.
     """
-    reserved = RESERVED_PER_TURN if per_turn else RESERVED
     sums: dict[str, tuple[Fraction, int]] = {}  # name -> (sum without rounding, count)
 
     def add(name: str, value: float) -> None:
@@ -356,6 +371,8 @@ def sample_metrics(
         if replies:
             count_replies(s, add)
         add("reward/invalid", s.invalid is not None)
+        if s.judgement is not None:
+            count_verdicts(s.judgement, add)
         if s.reward is None:
             continue
         if penalised:
@@ -364,6 +381,8 @@ def sample_metrics(
         add("reward/std", s.reward**2)
         if by_source:
             add(f"{s.prompt.data_source}/reward/mean", s.reward)
+        judged = RESERVED_JUDGED if s.judgement is not None else ()
+        reserved = (*RESERVED, *(RESERVED_PER_TURN if per_turn else ()), *judged)
         for name, value in s.reward_info.items():
             add(f"reward/info_{name}" if name in reserved else f"reward/{name}", value)
         if per_turn:
