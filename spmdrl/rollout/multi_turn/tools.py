@@ -18,9 +18,9 @@ from spmdrl.rewards.code import python
 from spmdrl.rewards.sandbox.sandbox import check as check_sandbox
 from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rewards.workers.stateful_tools import Objects, methods_of
+from spmdrl.rollout.multi_turn.environment import OBJECT_TAKES
 from spmdrl.rollout.vllm import compat as vllm_compat
 
-OBJECT_TAKES = ("ground_truth", "data_source", "extra_info", "sample_index")
 FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
 
 
