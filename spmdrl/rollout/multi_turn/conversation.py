@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("user", "tool", "system")  # that an environment may speak as
 
+
 class ToolRequest(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
@@ -319,11 +320,11 @@ def said_by_environment(
     value, record, problem = split_step(result.value)
     if problem:
         return [], None, f"the environment returned {problem}"
-    messages, problem = said(value, rules)
+    messages, problem = messages_in(value, rules)
     return messages, record, problem
 
 
-def said(value: Any, rules: ImageRules) -> tuple[list[Message], str]:
+def messages_in(value: Any, rules: ImageRules) -> tuple[list[Message], str]:
     """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
     try:
         value = said_with_images(value, rules)
