@@ -56,3 +56,7 @@ class WrongStep:
 
 class AsyncStep:
     async def step(self, action: str) -> str: ...
+
+
+def parse_say(text: str) -> dict[str, str] | None:
+    return {"say": text}

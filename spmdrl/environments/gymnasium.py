@@ -39,7 +39,7 @@ def parse_action(text: str, env: Any) -> Any:
     Of a space of numbers (Discrete) it is the last number in the turn's last <action>...</action>
     or \boxed{...}, else in the turn; of any other space, or of none, the text there.
     """
-    space = getattr(env, "action_space", None)
+    space: Any = getattr(env, "action_space", None)
     if not hasattr(space, "n"):
         return spoken_action(text) or None
     number = last_number(text)

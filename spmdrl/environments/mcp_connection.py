@@ -129,9 +129,8 @@ def said_by(result: Any) -> Any:
         raise ToolFailed(" ".join(" ".join(map(str, parts)).split()) or "the tool failed")
     if not parts and result.structured_content is not None:
         return result.structured_content
-    if all(isinstance(part, str) for part in parts):
-        return "\n".join(parts)
-    return parts
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def part_of(block: Any) -> str | bytes:

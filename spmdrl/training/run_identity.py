@@ -117,8 +117,8 @@ def code_prints(config: PpoConfig) -> Tree:
     """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
     reward = config.reward if isinstance(config.reward, Mapping) else {"": config.reward}
     tools = {as_text(tool): function_print(tool) for tool in config.tools}
-    several = isinstance(config.environment, Mapping)
-    environments = config.environment if several else {"": config.environment}
+    given = config.environment
+    environments = given if isinstance(given, Mapping) else {"": given}
     for source, environment in environments.items():
         if environment is not None:
             name = f"environment {source}" if source else "environment"
