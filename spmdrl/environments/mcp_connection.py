@@ -31,9 +31,13 @@ WRONG_REQUEST = range(-32603, -32599)
 class ToolFailed(Exception):
     """The server's answer to a call is an error. The policy reads the message."""
 
+    __module__ = "builtins"  # tracebacks, whose last line the policy reads, then leave ours out
+
 
 class ServerLost(ToolFailed):
     """The connection to the server ended. The next call opens another."""
+
+    __module__ = "builtins"
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,7 @@ class Session:
     def __init__(self, url: str) -> None:
         address = url.rstrip("/").replace("http", "ws", 1) + "/ws"
         self.stack = ExitStack()
-        given: dict[str, Any] = {
-            "open_timeout": OPEN_S,
-            "max_size": MOST_MIB << 20,
-            "compression": None,
-        }
+        given: dict[str, Any] = {"open_timeout": OPEN_S, "max_size": MOST_MIB << 20}
         try:
             self.socket: ClientConnection = self.stack.enter_context(connect(address, **given))
         except (OSError, WebSocketException) as error:

@@ -81,7 +81,7 @@ def test_an_engine_shares_a_server(round: TurnHandler, tokenizer: Any) -> None:
         played(round, tokenizer, turn, call("count"), call("draw") + call("add", b=3))
     )
     assert sums[:2] == ["3", "4"]
-    assert sums[2].endswith("Error executing tool fail: there is no tea")
+    assert sums[2] == "Error: ToolFailed: Error executing tool fail: there is no tea"
     assert sums[3].startswith("Error: ") and "greater than or equal to 0" in sums[3]
     assert counted[0].startswith("1 of ") and counted[0].endswith(" for ours")
     assert "an image, and the model sees none" in drawn[0] and "Field required" in drawn[1]

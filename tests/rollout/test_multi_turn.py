@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 from chat_tokenizers import ENDS
 from dialogues import (
-    LIMIT, PROMPT, TEMPLATE, answer, call, chat_tokenizer, config_of, contents, played, said, then,
-)  # fmt: skip
+    LIMIT,
+    PROMPT,
+    TEMPLATE,
+    answer,
+    call,
+    chat_tokenizer,
+    config_of,
+    contents,
+    played,
+    said,
+    then,
+)
 from reply_tools import (
     Alias,
     Asks,
