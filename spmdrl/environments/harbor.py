@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdrl.config import ConfigError
 from spmdrl.environments import terminal
@@ -41,13 +41,6 @@ MOST_VERDICT = 1 << 16  # bytes
 # ---- rows
 
 
-class Files(NamedTuple):
-    """What a task's folder begins with."""
-
-    workdir: str  # where the folder is in the sandbox
-    copies: list[tuple[str, str]]  # a file or folder of environment/, and where it goes
-
-
 def task_rows(
     folder: str | Path, data_source: str = "terminal", command_s: float = 20.0, system: str = ""
 ) -> list[Row]:
@@ -64,7 +57,7 @@ def task_rows(
         files, chat = files_of(task), [{"role": "user", "content": said}]
         info = {
             "task": str(task), "script": script_of(task), "command_s": command_s,
-            "tests_s": tests_limit(task), **files._asdict(),
+            "tests_s": tests_limit(task), **files,
         }  # fmt: skip
         head = [{"role": "system", "content": system}] * bool(system)
         rows.append({"data_source": data_source, "prompt": [*head, *chat], "extra_info": info})
@@ -106,14 +99,19 @@ def tests_limit(task: Path) -> float:
     return TESTS_S
 
 
-def files_of(task: Path) -> Files:
-    """Returns what the Dockerfile copies into its last WORKDIR, or all of environment/ where there
-    is none. Raises ConfigError for what it copies elsewhere."""
+def files_of(task: Path) -> dict[str, Any]:
+    """Returns where a sample's folder is ("workdir") and what it begins with ("copies": a file of
+    the task, and its place in the folder).
+
+    This is what the Dockerfile copies into its last WORKDIR, or all of environment/ where there is
+    none. Raises ConfigError for what it copies elsewhere.
+    """
     context = task / "environment" if (task / "environment").is_dir() else task
     dockerfile = context / "Dockerfile"
     if not dockerfile.is_file():
         names = sorted(path.name for path in context.iterdir()) if context != task else []
-        return Files("/app", [(f"environment/{name}", name) for name in names])
+        copies = [(f"environment/{name}", name) for name in names]
+        return {"workdir": "/app", "copies": copies}
     lines = re.sub(r"\\\n", " ", dockerfile.read_text(encoding="utf-8")).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and line.lstrip()[0] != "#"]
     workdir = next((s[1].strip() for s in reversed(steps) if s[0].upper() == "WORKDIR"), "/app")
@@ -121,7 +119,8 @@ def files_of(task: Path) -> Files:
         logger.warning("%s: %d lines RUN have no effect", dockerfile, num_runs)
     copied = [step[1] for step in steps if step[0].upper() in ("COPY", "ADD")]
     pairs = [pair for names in copied for pair in copies_of(names, workdir, dockerfile)]
-    return Files(workdir, [(str(path.relative_to(task)), target) for path, target in pairs])
+    copies = [(str(path.relative_to(task)), target) for path, target in pairs]
+    return {"workdir": workdir, "copies": copies}
 
 
 def copies_of(names: str, workdir: str, dockerfile: Path) -> list[tuple[Path, str]]:
@@ -151,9 +150,9 @@ class Terminal:
     """The shell of a sample, in the folder of its task."""
 
     def __init__(self, extra_info: dict[str, Any], sample_index: int = 0) -> None:
-        self._about, self._index = extra_info, sample_index
-        self._calls: list[str] = []
-        self._folder = TaskFolder.made(extra_info)
+        self.about, self.index = extra_info, sample_index
+        self.calls: list[str] = []
+        self.folder = TaskFolder.made(extra_info)
 
     def shell(self, command: str) -> str:
         """Runs a command with bash and returns what it prints. Files last from one call to the
@@ -162,16 +161,16 @@ class Terminal:
         Args:
             command: what bash is to run, of one line or more
         """
-        if not self._folder.is_there():  # taken away: the machine's temporary files were cleared
-            self._folder = rebuild_folder(self._about, self._calls)
-        limits = replace(terminal.USUAL, wall_s=self._about["command_s"])
-        result = self._folder.run(command, limits)
-        self._calls.append(command)
-        self._folder.publish(self._index, self._calls)
+        if not self.folder.is_there():  # taken away: the machine's temporary files were cleared
+            self.folder = rebuild_folder(self.about, self.calls)
+        limits = replace(terminal.USUAL, wall_s=self.about["command_s"])
+        result = self.folder.run(command, limits)
+        self.calls.append(command)
+        self.folder.publish(self.index, self.calls)
         return told(result, limits.wall_s)
 
     @staticmethod
-    def _check_here() -> None:
+    def __tool_check__() -> None:
         """Raises ConfigError where no shell can be run."""
         terminal.check()
 

@@ -31,6 +31,7 @@ from spmdrl.rewards.workers.stateful_tools import CLOSE
 
 LIST_LIMIT_S = 60.0  # for a server to start and to say which tools it has
 MOST_LISTED = 100  # pages of tools
+CONNECTION = "the connection"  # of a sample's object; no tool has such a name
 MOST_LOG = 1000  # characters quoted of what a server wrote to stderr
 
 
@@ -169,10 +170,10 @@ def sample_tools(server: McpServer, schemas: Mapping[str, tuple[str, dict[str, A
             )
 
     def start(self: Any) -> None:
-        self._connection = SampleConnection(server)
+        vars(self)[CONNECTION] = SampleConnection(server)
 
     def end(self: Any) -> None:
-        self._connection.close()
+        vars(self)[CONNECTION].close()
 
     methods = {name: method_of(name, *about) for name, about in schemas.items()}
     cls = type("McpSession", (), {"__init__": start, CLOSE: end, **methods})
@@ -182,7 +183,7 @@ def sample_tools(server: McpServer, schemas: Mapping[str, tuple[str, dict[str, A
 
 def method_of(method: str, name: str, schema: dict[str, Any]) -> FunctionType:
     def call(self: Any, /, **arguments: Any) -> Any:
-        return self._connection.call(name, arguments)
+        return vars(self)[CONNECTION].call(name, arguments)
 
     call.__name__ = method
     call.schema = schema  # type: ignore[attr-defined]

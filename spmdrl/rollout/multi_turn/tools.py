@@ -43,7 +43,7 @@ class Toolbox:
         self.objects: dict[str, Objects] = {}  # by method
         for tool in tools:
             if inspect.isclass(tool):
-                getattr(tool, "_check_here", bool)()
+                getattr(tool, "__tool_check__", bool)()  # whether it can work on this host
                 objects = Objects(tool, arguments_of(tool, OBJECT_TAKES, "tool"))
                 for method in methods_of_tool(tool):
                     self.add(method)
