@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from typing import Annotated
 
 from mcp.server.mcpserver import Context, Image, MCPServer
@@ -48,6 +49,13 @@ def fail(what: str) -> str:
 def draw() -> list:
     """Draws."""
     return ["a dot:", Image(data=PNG, format="png")]
+
+
+@server.tool()
+async def hang() -> str:
+    """Holds up the whole server."""
+    time.sleep(100)
+    return ""
 
 
 @server.tool()

@@ -24,6 +24,7 @@ except ImportError as problem:
     ) from problem
 
 CLOSE_LIMIT_S = 10.0
+ALIVE_S = 10.0  # for a server to answer at all, after a call that was given up
 # JSON-RPC's codes for a request that is wrong; any other error may mean that the server is gone
 WRONG_REQUEST = range(-32603, -32599)
 
@@ -83,6 +84,7 @@ class Connection:
         self.server = server
         self.opened: asyncio.Future[Client] | None = None
         self.task: asyncio.Task[None] | None = None
+        self.look: asyncio.Task[None] | None = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Raises ToolFailed."""
@@ -94,6 +96,9 @@ class Connection:
             # a call that ends in time leaves the connection to the others
             client = await asyncio.shield(opened)
             result = await client.call_tool(name, arguments)
+        except asyncio.CancelledError:  # it is late: the server may hang, and the others with it
+            self.look = asyncio.create_task(self.drop_if_silent(opened))
+            raise
         except MCPError as error:
             if error.code in WRONG_REQUEST:
                 raise ToolFailed(told(error)) from error
@@ -114,6 +119,14 @@ class Connection:
                 opened.set_exception(error)
         finally:
             opened.cancel()  # nobody is to wait for what was closed before it was there
+
+    async def drop_if_silent(self, opened: asyncio.Future[Client]) -> None:
+        """Closes a connection to a server that does not even list its tools."""
+        try:
+            client = await asyncio.wait_for(asyncio.shield(opened), ALIVE_S)
+            await asyncio.wait_for(client.list_tools(cache_mode="bypass"), ALIVE_S)
+        except Exception:  # noqa: BLE001  of the SDK: what is wrong with it, the next call will tell
+            await self.drop(opened)
 
     async def drop(self, opened: asyncio.Future[Client] | None) -> None:
         """Closes the connection, unless another call has opened a new one since."""

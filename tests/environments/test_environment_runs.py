@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 from programs import CONFIG, metrics_of, train, write_task
+
+from spmdrl.environments.episodes import write_rows
+from spmdrl.environments.gymnasium import episode_rows
+from spmdrl.environments.harbor import task_rows
 
 pytestmark = pytest.mark.ranks
 
@@ -87,3 +92,33 @@ def test_a_dry_run_shows_and_refuses(folder: Path) -> None:
     done = train(folder, 1, "--config", "cfg.py", "--dry-run")
     assert done.code != 0
     assert "`environment` has no data_source 'sums'; it has 'game', 'sum'" in done.output
+
+
+@pytest.mark.sandbox
+def test_a_dry_run_of_what_the_adapters_make(folder: Path) -> None:
+    """Rows without a ground truth; tools with schemas of a server and of a class."""
+    rows = episode_rows("Blackjack-v1", range(8), "Play.", data_source="cards")
+    task = folder / "tasks/hello"
+    Path(task, "tests").mkdir(parents=True)
+    Path(task, "instruction.md").write_text("Write hello into hi.")
+    Path(task, "tests/test.sh").write_text("grep -q hello hi")
+    write_rows(folder / "train.jsonl", [*rows, *task_rows(folder / "tasks")])
+    server = Path(__file__).parents[1] / "mcp_server.py"
+    adapters = CONFIG.replace("max_prompt_tokens=16", "max_prompt_tokens=500").replace(
+        "    reward=reward,\n", ""
+    ).replace(', eval="eval.jsonl"', "").replace("config = PpoConfig(", f"""
+from spmdrl.environments.episodes import episode_reward
+from spmdrl.environments.gymnasium import GymnasiumEpisode
+from spmdrl.environments.harbor import Terminal, task_reward
+from spmdrl.environments.mcp import mcp_tools
+
+config = PpoConfig(
+    tools=(Terminal, *mcp_tools([{sys.executable!r}, {str(server)!r}], only=["add"])),
+    environment={{"cards": GymnasiumEpisode, "terminal": None}},
+    reward={{"cards": episode_reward, "terminal": task_reward}},
+""")  # fmt: skip
+    Path(folder, "cfg.py").write_text(adapters)
+    done = train(folder, 1, "--config", "cfg.py", "--dry-run")
+    assert done.code == 0, done.output[-4000:]
+    assert "tool shell, tool add, environment GymnasiumEpisode of cards" in done.output
+    assert "train data: 9 prompts" in done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from dialogues import LIMIT, PROMPT, call, config_of, contents, played
 
 from spmdrl.config import ConfigError, MultiTurnConfig
+from spmdrl.environments import mcp_connection
 from spmdrl.environments.mcp import mcp_tools
+from spmdrl.environments.mcp_connection import Connection, McpServer
 from spmdrl.rollout.multi_turn.conversation import Dialogue, TurnHandler
 from spmdrl.rollout.multi_turn.tools import Toolbox
 
@@ -109,6 +112,23 @@ def test_a_server_is_reached_over_http(round: TurnHandler, tokenizer: Any) -> No
         turns = call("web_my_count"), call("web_my_count")
         counted = contents(played(round, tokenizer, *turns, position=position))
         assert [first_words(replies) for replies in counted] == [["1"], ["2"]]
+
+
+def test_a_server_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_connection, "ALIVE_S", 0.3)
+
+    async def calls() -> str:
+        connection = Connection(McpServer(tuple(COMMAND)))
+        assert await connection.call("add", {"a": 1}) == "3"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.call("hang", {}), 0.3)
+        assert connection.look is not None
+        await connection.look
+        said = await connection.call("add", {"a": 2})
+        await connection.drop(connection.opened)
+        return said
+
+    assert asyncio.run(calls()) == "4"
 
 
 @pytest.mark.parametrize(
