@@ -1,8 +1,8 @@
 """Episodes on an OpenEnv server.
 
-OPENENV_PYTHON names a Python that has the package openenv, which cannot be installed beside vLLM
-(its fastmcp wants mcp 1): then the server is that of the package. Without it, it is one that speaks
-the package's protocol.
+OPENENV_PYTHON names a Python that has the package openenv, whose version 0.10.0 cannot be installed
+beside vLLM (its fastmcp wants mcp 1): then the server is that of the package. Without it, it is one
+that speaks the package's protocol.
 """
 
 from __future__ import annotations
