@@ -67,6 +67,17 @@ API = (
         },
     ),
     Section(
+        "Environments of others",
+        "Tools, environments, reward functions and rows: [environments.md](../environments.md).",
+        {
+            "spmdrl.environments.mcp": "mcp_tools",
+            "spmdrl.environments.gymnasium": "GymnasiumEpisode episode_rows",
+            "spmdrl.environments.openenv": "OpenEnvEpisode openenv_rows",
+            "spmdrl.environments.harbor": "Terminal task_rows task_reward",
+            "spmdrl.environments.episodes": "turn_rewards episode_reward write_rows",
+        },
+    ),
+    Section(
         "Trackers of your own",
         "An object in `trackers`; see [trackers.md](../trackers.md).",
         {"spmdrl.config": "Tracker"},

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 RewardFn = Callable[..., Any]
+Environment = Callable[..., Any]  # a function, or a class of which each sample has an object
 Change = Literal["data", "tokenizer", "chat_template", "model", "reward", "tools"]
 
 
@@ -586,8 +587,9 @@ class PpoConfig(RunConfig):
     # functions that the policy may call, with type hints and a docstring, or classes of such
     # methods, of which each sample has an object; "python": the sandbox
     tools: tuple[Callable[..., Any] | Literal["python"], ...] = ()
-    # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last
-    environment: Callable[..., Any] | None = None
+    # answers a turn without a tool call: takes `messages`, returns messages; None: it was the last.
+    # Or a class with a method `step`. One, or one per data_source
+    environment: Environment | Mapping[str, Environment | None] | None = None
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     # a function or a command line that makes a sample by requests to an OpenAI or Anthropic
     # endpoint inside the ranks, or one per data_source. docs/agents.md

@@ -135,6 +135,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     from spmdrl.distributed.process import keep_what_stands
     from spmdrl.hub.hf_folder import load_tokenizer
     from spmdrl.rewards.runner import RewardRunner, rewards_of
+    from spmdrl.rollout.multi_turn.environment import check_environments
     from spmdrl.training.build import load_held_out
     from spmdrl.training.checks.rl import check_held_out
 
@@ -154,6 +155,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
         with phases("load data"):
             prompts, dataset = load_held_out(config, tokenizer, topology, benchmark)
             rewards.check_sources(dataset.data_sources)
+            check_environments(config.environment, dataset.data_sources)
         if dry.run:
             if runtime.is_main:
                 show_dry_run(config, dry, len(prompts), dataset, rewards)

@@ -133,7 +133,10 @@ def metrics_of_the_code() -> set[str]:
     kinds: dict[str, set[str]] = {
         "<>/<>": set(),  # of supervised learning, and of data sources: below
         "<>/skipped_updates": set(),
-        "<>/reward/mean": set(),  # by data source: eval/reward *
+        **{
+            f"<>/{name}": {"<>"}  # by data source
+            for name in ("reward/mean", "reward/<>", "turns/mean", "response/mean_tokens")
+        },
         **{f"{kind}/<>": {"<>_s"} for kind in ("time", "time_min", "time_mean", "time_max")},
         "memory/<>": keys_of("training/logs/metrics.py", "memory_of_process"),
         "moved/<>_mib": keys_of("training/rl.py", "report_of"),

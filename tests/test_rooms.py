@@ -18,7 +18,7 @@ KERNELS = Path(__file__).parents[1] / "kernels" / "spmdrl_kernels"
 # programs: they come last, and no room imports one.
 ORDER = (
     "config", "cli", "types", "hub", "distributed", "checkpoint", "algo", "data", "weights",
-    "engines", "rewards", "rollout", "training", "migration", "programs",
+    "engines", "rewards", "rollout", "environments", "training", "migration", "programs",
 )  # fmt: skip
 MOST_FILES_AT_THE_TOP = 14
 MOST_LINES_OF_THE_STEP = 40

@@ -34,6 +34,7 @@ from spmdrl.rollout.agents.pool import AgentPool
 from spmdrl.rollout.build import build_engine as build_rollout
 from spmdrl.rollout.build import engine_text, is_filled_by_push
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
+from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
@@ -217,6 +218,7 @@ def load_prompts(
         looks = prompts.looks(dataset)
     if rewards is not None:
         rewards.check_sources(sorted(sources))
+    check_environments(config.environment, sorted(sources))
     return prompts, held_out, order, looks
 
 

@@ -15,6 +15,7 @@ from spmdrl.distributed.progress import PROGRESS
 from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
+from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import check_enough, load_dataset
 from spmdrl.training.checks.agents import agent_lines
 from spmdrl.training.checks.describe import describe
@@ -53,6 +54,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
             continue
         dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
+        check_environments(config.environment, dataset.data_sources)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
             check_enough(config, num_prompts)

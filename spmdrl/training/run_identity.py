@@ -118,8 +118,12 @@ def code_prints(config: PpoConfig) -> Tree:
     """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
     reward = dict(config.reward) if isinstance(config.reward, Mapping) else {"": config.reward}
     tools = {as_text(tool): function_print(tool) for tool in config.tools}
-    if config.environment is not None:
-        tools["environment"] = function_print(config.environment)
+    given = config.environment
+    environments = given if isinstance(given, Mapping) else {"": given}
+    for source, environment in environments.items():
+        if environment is not None:
+            name = f"environment {source}" if source else "environment"
+            tools[name] = function_print(environment)
     algo = {
         field.name: function_print(getattr(config.algo, field.name))
         for field in dataclasses.fields(config.algo)

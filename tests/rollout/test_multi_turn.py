@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizers import ENDS, split_like_qwen
+from chat_tokenizers import ENDS
+from dialogues import (
+    LIMIT,
+    PROMPT,
+    TEMPLATE,
+    answer,
+    call,
+    chat_tokenizer,
+    config_of,
+    contents,
+    played,
+    said,
+    then,
+)
 from reply_tools import (
     Alias,
     Asks,
@@ -36,9 +49,8 @@ from reply_tools import (
     tell_there,
     untyped,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig, RolloutConfig
+from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, RolloutConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.rewards.workers import async_loop as coroutines
 from spmdrl.rewards.workers.caller import Caller
@@ -56,50 +68,11 @@ from spmdrl.rollout.multi_turn.reply_encoder import prompts_of, turns_of
 from spmdrl.rollout.multi_turn.tools import Toolbox, schema_of
 from spmdrl.rollout.sampling import SampleRequest, as_samples, completion_of
 from spmdrl.training.checks.rl import check_turns
-from spmdrl.types import Prompt
-
-# As Qwen's: a tool's reply is the user's turn, several of them are one.
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
-{{ m.content }}
-</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- else %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-PROMPT = Prompt(
-    7, [1, 2], "maths", "42", "6 x 7?", {"secret": 5}, [{"role": "user", "content": "6 x 7?"}]
-)
-LIMIT = SamplingParams(max_tokens=1000)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made, trainer = split_like_qwen()
-    trainer.special_tokens = ENDS
-    made.train_from_iterator(["the answer is 42 multiply arguments name"] * 3, trainer)
-    folder = tmp_path_factory.mktemp("chat")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    fast.add_tokens(["<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>"])
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def config_of(**fields: Any) -> PpoConfig:
-    base = PpoConfig("m", DataConfig("t"), "math", rollout=RolloutConfig(max_tokens=1000))
-    return replace(base, **fields)
+    return chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture
@@ -115,28 +88,6 @@ def talk(tokenizer: Any) -> Any:
     yield begin
     for each in made:
         each.close()
-
-
-def said(tokenizer: Any, text: str, reason: str = "stop") -> Completion:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Completion(ids, [-0.5] * len(ids), reason, [3] * len(ids))
-
-
-def call(name: str, **arguments: Any) -> str:
-    asked = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{asked}\n</tool_call>"
-
-
-def answer(talk: TurnHandler, turn: Completion) -> Completion:
-    """What comes of it, or the turn itself where nobody replies."""
-    if not talk.ask(0, turn):
-        return turn
-    end = time.monotonic() + 30
-    while not (came := talk.came()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert len(talk) == 0
-    return came[0]
 
 
 def test_a_reply_stands_behind_the_turn_as_the_template_writes_it(
@@ -472,9 +423,9 @@ def test_what_is_given_up_does_not_run_on(tmp_path: Path) -> None:
     given_up, going_on = [caller.submit(tell_there, {"file": str(f)}) for f in (first, second)]
     end = time.monotonic() + 20
     for file, event in ((first, given_up.future.cancel), (second, caller.close)):
-        for said, act in (("runs", event), ("cancelled", lambda: None)):
-            while not file.exists() or file.read_text() != said:
-                assert time.monotonic() < end, f"{file} never said {said}"
+        for word, act in (("runs", event), ("cancelled", lambda: None)):
+            while not file.exists() or file.read_text() != word:
+                assert time.monotonic() < end, f"{file} never said {word}"
                 time.sleep(0.01)
             act()
     assert going_on.future.cancelled()
@@ -497,25 +448,6 @@ def test_a_reply_without_tokens_makes_the_sample_invalid(talk: Any, tokenizer: A
     data = DataConfig("t", chat_template_kwargs={"chat_template": bare})
     result = answer(talk(environment=lambda messages: "", data=data), said(tokenizer, "hi"))
     assert result.finish_reason == "error" and "has no tokens" in result.replies[-1]
-
-
-def contents(completion: Completion) -> list[list[str]]:
-    return [[m["content"] for m in json.loads(reply)] for reply in completion.replies]
-
-
-def then(turn: Completion, more: Completion) -> Completion:
-    """The policy goes on behind a reply."""
-    return Completion(
-        turn.token_ids + more.token_ids, turn.logprobs + more.logprobs, more.finish_reason,
-        turn.versions + more.versions, turn.replies,
-    )  # fmt: skip
-
-
-def played(round: TurnHandler, tokenizer: Any, *turns: str) -> Completion:
-    sample = answer(round, said(tokenizer, turns[0] + "<|im_end|>"))
-    for text in turns[1:]:
-        sample = answer(round, then(sample, said(tokenizer, text + "<|im_end|>")))
-    return sample
 
 
 def earn(*coins: int) -> str:

@@ -222,20 +222,24 @@ class launched:
         return self.process
 
     def __exit__(self, *_: object) -> None:
-        process = self.process
-        if process.poll() is None:
-            if self.weak:
-                os.killpg(process.pid, signal.SIGKILL)
-            # init first: bubblewrap then ends by itself, after the kernel has ended all the others
-            for pid in children(process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
+        end(self.process, self.weak)
+
+
+def end(process: subprocess.Popen[bytes], weak: bool = False) -> None:
+    """Ends all processes of a sandbox, and closes its pipes."""
+    if process.poll() is None:
+        if weak:
+            os.killpg(process.pid, signal.SIGKILL)
+        # init first: bubblewrap then ends by itself, after the kernel has ended all the others
+        for pid in children(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
             pipe.close()
 
 

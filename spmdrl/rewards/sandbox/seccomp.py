@@ -60,8 +60,33 @@ OTHER_PROCESSES = {
 }  # fmt: skip
 PAIRS = {"sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48,
          "getsockname": 51, "getpeername": 52, "getsockopt": 55}  # fmt: skip
+# for the commands of a terminal, which has a network without any other machine
+TERMINAL = {
+    "connect": 42, "accept": 43, "bind": 49, "listen": 50, "setsockopt": 54, "accept4": 288,
+    "recvmmsg": 299, "sendmmsg": 307, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
+    "mknod": 133, "mknodat": 259, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190,
+    "getxattr": 191, "lgetxattr": 192, "fgetxattr": 193, "listxattr": 194, "llistxattr": 195,
+    "flistxattr": 196, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
+    "inotify_add_watch": 254, "inotify_rm_watch": 255, "inotify_init1": 294, "mincore": 27,
+    "setuid": 105, "setgid": 106, "setreuid": 113, "setregid": 114, "setpriority": 141,
+    "sched_getparam": 143, "sched_getscheduler": 145, "sched_get_priority_max": 146,
+    "sched_get_priority_min": 147, "sync": 162, "sched_setaffinity": 203, "timer_create": 222,
+    "timer_settime": 223, "timer_gettime": 224, "timer_delete": 226, "splice": 275, "tee": 276,
+    "timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd4": 289,
+    "syncfs": 306, "futimesat": 261,
+}  # fmt: skip
 
-MMAP, IOCTL, SOCKETPAIR, CLONE, FCNTL, PRCTL, PRLIMIT, CLONE3 = 9, 16, 53, 56, 72, 157, 302, 435
+MMAP, IOCTL, SOCKET, SOCKETPAIR, CLONE, FCNTL, PRCTL, PRLIMIT, CLONE3 = (
+    9,
+    16,
+    41,
+    53,
+    56,
+    72,
+    157,
+    302,
+    435,
+)
 OPEN, OPENAT = 2, 257
 HUGE_PAGES = 0x40000
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
@@ -72,16 +97,18 @@ IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # F_DUPFD .. F_SETLKW, F_OFD_*, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no F_SETOWN, which sends signals
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 PRCTLS = (1, 2, 3, 4, 15, 16, 39)  # death signal, dumpable, name, no_new_privs (to read)
+FAMILIES = (1, 2, 10)  # of sockets of a terminal: AF_UNIX, AF_INET, AF_INET6
 UNIX, STREAM_KINDS = 1, (1, 1 | 0o4000, 1 | 0o2000000, 1 | 0o2004000)
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def program(read_only: bool = False) -> bytes:
+def program(read_only: bool = False, terminal: bool = False) -> bytes:
     """An array of struct sock_filter for bwrap --seccomp or prctl(PR_SET_SECCOMP).
 
     read_only: nothing may be written, no process made and none signalled, for use without
-    namespaces. Raises OSError on another processor than x86-64.
+    namespaces. terminal: what shells and their commands need as well, sockets among it. Raises
+    OSError on another processor than x86-64.
     """
     if platform.machine() != "x86_64":
         raise OSError(f"the sandbox knows the system calls of x86-64, not of {platform.machine()}")
@@ -89,7 +116,7 @@ def program(read_only: bool = False) -> bytes:
     if read_only:
         del allowed["open"], allowed["openat"]
     else:
-        allowed |= {**FILES_WRITTEN, **OTHER_PROCESSES}
+        allowed |= {**FILES_WRITTEN, **OTHER_PROCESSES, **(TERMINAL if terminal else {})}
     code: list[Instruction] = [
         (LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, X86_64), (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUM), (JUMP_GREATER, 0, 1, X32_BIT - 1), (RETURN, 0, 0, KILL),
@@ -98,7 +125,10 @@ def program(read_only: bool = False) -> bytes:
     ]  # fmt: skip
     for number in sorted(allowed.values()):
         code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    for number, tests in conditions(read_only).items():
+    rules = conditions(read_only)
+    if terminal:
+        rules[SOCKET] = one_of(0, FAMILIES)
+    for number, tests in rules.items():
         code += when(number, tests)
     code.append((RETURN, 0, 0, FAIL | EPERM))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)

@@ -186,7 +186,8 @@ def modules_by_value(functions: list[Function]) -> list[ModuleType]:
 
     Without __main__: cloudpickle sends what is defined there by value anyway.
     """
-    modules = [sys.modules.get(module_name(function)) for function in functions]
+    parts = [part for function in functions for part in parts_of(function)]
+    modules = [sys.modules.get(module_name(part)) for part in parts]
     own = {m for m in modules if m is not None and not is_importable(m)}
     folders = {folder_of(m) for m in own} - {""}
     loaded = [m for m in list(sys.modules.values()) if folder_of(m) in folders]
@@ -210,11 +211,20 @@ def is_importable(module: ModuleType) -> bool:
 
 
 def module_name(function: Function) -> str:
-    """Returns the name of the module that defines a function, the function in a partial, or an
-    object's class.
-    """
-    function = function.cls if isinstance(function, Objects) else innermost(function)
+    """Returns the name of the module that defines a function."""
     return getattr(function, "__module__", None) or type(function).__module__
+
+
+def parts_of(function: Function) -> list[Function]:
+    """Returns the functions that one is made of: an object's class, and of a partial the function
+    in it and those that it is given.
+    """
+    function = function.cls if isinstance(function, Objects) else function
+    given: list[Any] = []
+    while isinstance(function, functools.partial):
+        given += [*function.args, *function.keywords.values()]
+        function = function.func
+    return [function, *(part for each in given if callable(each) for part in parts_of(each))]
 
 
 def innermost(function: Function) -> Function:
@@ -224,5 +234,5 @@ def innermost(function: Function) -> Function:
 
 
 def name_of(function: Function) -> str:
-    named = function.cls if isinstance(function, Objects) else function
+    named = innermost(function.cls) if isinstance(function, Objects) else function
     return getattr(named, "__qualname__", None) or repr(named)

@@ -58,8 +58,8 @@ def methods_of(cls: type) -> dict[str, FunctionType]:
 class Objects:
     """The objects of one class; called in a worker process, for one sample at a time."""
 
-    def __init__(self, cls: type, takes: Sequence[str] = ()) -> None:
-        """takes: names of the arguments that it is made with."""
+    def __init__(self, cls: Any, takes: Sequence[str] = ()) -> None:
+        """cls: a class, or a partial of one. takes: names of the arguments that it is made with."""
         self.cls, self.takes = cls, takes
         self.kept: OrderedDict[str, tuple[list[str], Any]] = OrderedDict()  # calls so far, object
 

@@ -13,18 +13,31 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spmdrl.config import PpoConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.table_files import BadRow
-from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
-from spmdrl.rewards.workers.pool import name_of
-from spmdrl.rewards.workers.stateful_tools import CALLED_WITH, Objects, calls_of
+from spmdrl.rewards.workers.caller import Caller, Submitted
+from spmdrl.rewards.workers.stateful_tools import CALLED_WITH, Made, Objects, calls_of
 from spmdrl.rewards.workers.worker import Reply, plain
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, SamplingParams
+from spmdrl.rollout.multi_turn.environment import (
+    ARGUMENTS,
+    RECORD,
+    STEP,
+    Answerer,
+    Turn,
+    environment_names,
+    environment_of,
+    is_record,
+    paid,
+    record_of,
+    resolve_environments,
+    split_step,
+    steps_of,
+)
 from spmdrl.rollout.multi_turn.images import (
     ImageRules,
     ShownImages,
@@ -41,37 +54,20 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("user", "tool", "system")  # that an environment may speak as
 
-# What an environment can ask for by naming a parameter.
-ARGUMENTS: dict[str, Callable[[Turn], Any]] = {
-    "messages": lambda turn: turn.chat,
-    "ground_truth": lambda turn: turn.prompt.ground_truth,
-    "data_source": lambda turn: turn.prompt.data_source,
-    "extra_info": lambda turn: turn.prompt.extra_info,
-    "sample_index": lambda turn: turn.sample_index,
-    "num_turns": lambda turn: turn.number,
-}
-
-
-class Turn(NamedTuple):
-    """The policy has spoken: what an environment is told."""
-
-    prompt: Prompt
-    sample_index: int  # which of the prompt's
-    chat: list[Message]  # from the prompt on, this turn included
-    number: int  # 1: the first
-
 
 class ToolRequest(NamedTuple):
     """A tool, or the environment where `call` is None."""
 
     call: Call | None
     under_way: Submitted | None  # None: it is not called; call.problem may say why
-    place: int = 0  # of its reply among those to all calls of the same object
+    # of its reply among those to all calls of the same object; None: it is no object's
+    place: int | None = None
 
     def has_happened(self) -> bool:
         """Whether an object has changed, and not got lost with its process."""
-        is_method = self.call is not None and self.call.objects is not None
-        return is_method and self.under_way is not None and not self.under_way.result().error
+        if self.place is None or self.under_way is None:
+            return False
+        return not self.under_way.result().error
 
 
 class Pending(NamedTuple):
@@ -91,7 +87,7 @@ class Dialogue:
         vision: ImageProcessor | None = None,
     ) -> None:  # fmt: skip
         """vision: of a model that sees images, which replies may then show."""
-        self.limits, self.environment = config.multi_turn, config.environment
+        self.limits = config.multi_turn
         self.toolbox = Toolbox(config.tools, config.sandbox)
         self.parser = (
             CallParser(self.limits.parser, tokenizer, self.toolbox.schemas)
@@ -99,13 +95,10 @@ class Dialogue:
             else None
         )
         self.replies = ReplyEncoder(config, tokenizer, vision)
-        self.arguments: tuple[str, ...] = ()
-        functions = self.toolbox.called
-        if self.environment is not None:
-            self.arguments = arguments_of(self.environment, ARGUMENTS, "environment")
-            functions.append(self.environment)
+        self.environments = resolve_environments(config.environment)
+        asked = [found.called for found in self.environments.values() if found is not None]
         self.images = ImageRules(vision, self.limits)
-        self.caller = Caller(functions, self.limits, num_engines, Reply)
+        self.caller = Caller([*self.toolbox.called, *asked], self.limits, num_engines, Reply)
 
     def calls_in(self, text: str, extra_info: dict[str, Any]) -> list[Call]:
         """Returns what the policy asks of tools in a turn."""
@@ -128,8 +121,7 @@ class Dialogue:
     def lines(self) -> list[str]:
         """Returns lines for --dry-run: who replies, and how a reply looks to the model."""
         limits, who = self.limits, [f"tool {name}" for name in self.toolbox.functions]
-        if self.environment is not None:
-            who.append(f"environment {name_of(self.environment)}")
+        who += environment_names(self.environments)
         role = "tool" if self.toolbox.functions else "user"
         written = self.replies.encoder.spell(self.replies.ids([{"role": role, "content": "1"}]))
         shown = [
@@ -175,25 +167,34 @@ class TurnHandler(NoCalls):
     def requests_of(self, position: int, turn: Completion) -> list[ToolRequest]:
         """Each call of a tool; without one the environment, if there is one. In the last turn that
         there may be nothing is called, since nobody would read the reply."""
-        by, (prompt, sample_index) = self.by, self.addressed[position]
+        by, (prompt, _) = self.by, self.addressed[position]
         turns = turns_of(turn)
         calls = by.calls_in(by.replies.spoken(turns[-1]), prompt.extra_info)
-        if calls or by.environment is None:
+        environment = environment_of(by.environments, prompt.data_source)
+        if calls or environment is None:
             is_last = len(turns) >= by.limits.max_turns
             if is_last:
                 return [ToolRequest(call, None) for call in calls]
             return self.submitted(calls, position, turn)
-        said = messages_of(turn, by.replies.texts(turn))
-        told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns))
-        given = {name: ARGUMENTS[name](told) for name in by.arguments}
-        return [ToolRequest(None, by.caller.submit(by.environment, given))]
+        return [self.submitted_to(environment, position, turn)]
+
+    def submitted_to(self, environment: Answerer, position: int, turn: Completion) -> ToolRequest:
+        prompt, sample_index = self.addressed[position]
+        said = messages_of(turn, self.by.replies.texts(turn))
+        told = Turn(prompt, sample_index, [*prompt.messages, *said], len(turns_of(turn)))
+        given = environment.given(told)
+        if not isinstance(environment.called, Objects):
+            return ToolRequest(None, self.by.caller.submit(environment.called, given))
+        calls: list[Made] = [(STEP, {"action": said[-1]["content"]})]
+        asked = self.call_object(environment.called, given, steps_of(said), calls, position, turn)
+        return ToolRequest(None, asked, 0)
 
     def submitted(self, calls: list[Call], position: int, turn: Completion) -> list[ToolRequest]:
         """All at once, but those of one object one after the other."""
         by, of_objects = self.by, {}
         for objects in dict.fromkeys(call.objects for call in calls if call.objects):
             made = [(c.name, plain(c.arguments)) for c in calls if c.objects is objects]
-            of_objects[objects] = self.call_object(objects, made, position, turn)
+            of_objects[objects] = self.call_tool(objects, made, position, turn)
         requests, places = [], dict.fromkeys(of_objects, 0)
         for call in calls:
             if call.arguments is None:
@@ -206,16 +207,22 @@ class TurnHandler(NoCalls):
                 places[call.objects] += 1
         return requests
 
-    def call_object(
-        self, objects: Objects, calls: list[Any], position: int, turn: Completion
+    def call_tool(
+        self, objects: Objects, calls: list[Made], position: int, turn: Completion
     ) -> Submitted:
         prompt, sample_index = self.addressed[position]
-        told, home = Turn(prompt, sample_index, [], 0), self.home(position)
+        told = Turn(prompt, sample_index, [], 0)
         given = {name: ARGUMENTS[name](told) for name in objects.takes}
         messages = [message for reply in turn.replies for message in json.loads(reply)]
-        arguments = {
-            "key": home, "given": given, "before": calls_of(objects.cls, messages), "calls": calls
-        }  # fmt: skip
+        before = calls_of(objects.cls, messages)
+        return self.call_object(objects, given, before, calls, position, turn)
+
+    def call_object(
+        self, objects: Objects, given: dict[str, Any], before: list[Made], calls: list[Made],
+        position: int, turn: Completion,
+    ) -> Submitted:  # fmt: skip
+        home = self.home(position)
+        arguments = {"key": home, "given": given, "before": before, "calls": calls}
         times = 1 + len(turn.replies)  # each turn's calls were made within the limit
         return self.by.caller.submit(objects, arguments, home, times)
 
@@ -236,13 +243,13 @@ class TurnHandler(NoCalls):
             assert request.call is not None
             return Reply(None, request.call.problem)
         reply: Reply = request.under_way.result()
-        if request.call is None or request.call.objects is None or reply.error is not None:
+        if request.place is None or reply.error is not None:
             return reply
         return Reply(*reply.value[request.place])
 
     def answered(self, pending: Pending) -> Completion:
         """The turn with its reply behind it, to go on; or over, with the reason."""
-        turn, messages = pending.turn, []
+        turn, messages, record = pending.turn, [], None
         images = ShownImages(self.by.images, turn)
         for request in pending.requests:
             result = self.result(request)
@@ -252,25 +259,29 @@ class TurnHandler(NoCalls):
                     message[CALLED_WITH] = plain(request.call.arguments)
                 messages.append(message)
                 continue
-            messages, problem = said_by_environment(result, self.by.images)
+            messages, record, problem = said_by_environment(result, self.by.images)
             wrong = images.problem_of(messages)
             problem = problem or (f"the environment returned {wrong}" if wrong else "")
             if problem:
                 return failed(turn, problem)
+            if record is None and request.place is not None:
+                record = record_of(0.0)  # it tells later turns that this one was answered
+        records = [] if record is None else [record]
+        over = replace(turn, replies=[*turn.replies, json.dumps(records)]) if records else turn
         if not messages:
-            return turn
+            return over
         if len(turns_of(turn)) >= self.by.limits.max_turns:
-            return replace(turn, finish_reason="turns")
+            return replace(over, finish_reason="turns")
         try:
             messages, ids = self.by.replies.encode(messages, turn.token_ids[-1])
         except BadRow as error:
             return failed(turn, f"the reply cannot be said: {error}")
         if len(turn.token_ids) + len(ids) >= self.max_tokens:
-            return replace(turn, finish_reason="length")
+            return replace(over, finish_reason="length")
         return Completion(
             turn.token_ids + ids, turn.logprobs + [0.0] * len(ids), "abort",
-            turn.versions + [NOT_CHOSEN] * len(ids), [*turn.replies, json.dumps(messages)],
-            turn.routed_experts,
+            turn.versions + [NOT_CHOSEN] * len(ids),
+            [*turn.replies, json.dumps([*records, *messages])], turn.routed_experts,
         )  # fmt: skip
 
     def give_up(self) -> dict[int, Completion]:
@@ -285,7 +296,7 @@ class TurnHandler(NoCalls):
 
 def failed(turn: Completion, problem: str) -> Completion:
     """The environment's failure makes the sample invalid."""
-    last = [{"role": "environment", "content": problem, "is_error": True}]
+    last = [{"role": RECORD, "content": problem, "is_error": True}]
     return replace(turn, finish_reason="error", replies=[*turn.replies, json.dumps(last)])
 
 
@@ -303,12 +314,23 @@ def tool_message(call: Call, result: Reply) -> Message:
     return plain(message)  # the name and the problem may quote what the policy wrote
 
 
-def said_by_environment(result: Reply, rules: ImageRules) -> tuple[list[Message], str]:
-    """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
+def said_by_environment(
+    result: Reply, rules: ImageRules
+) -> tuple[list[Message], Message | None, str]:
+    """(messages, record of what the turn was worth, what is wrong): of what split_step takes."""
     if result.error is not None:
-        return [], result.error
+        return [], None, result.error
+    value, record, problem = split_step(result.value)
+    if problem:
+        return [], None, f"the environment returned {problem}"
+    messages, problem = messages_in(value, rules)
+    return messages, record, problem
+
+
+def messages_in(value: Any, rules: ImageRules) -> tuple[list[Message], str]:
+    """(messages, what is wrong): of None, of a text, which is the user's, or of messages."""
     try:
-        value = said_with_images(result.value, rules)
+        value = said_with_images(value, rules)
     except BadRow as error:
         return [], f"the environment returned {error}"
     if value is None:
@@ -346,8 +368,9 @@ def messages_of(answer: Completion, texts: list[str]) -> list[Message]:
     """Returns what was said behind the prompt. texts: of the turns."""
     said: list[Message] = []
     for i, text in enumerate(texts):
-        said.append({"role": "assistant", "content": text})
-        said += json.loads(answer.replies[i]) if i < len(answer.replies) else []
+        reply = json.loads(answer.replies[i]) if i < len(answer.replies) else []
+        said.append({"role": "assistant", "content": text, **paid(reply)})
+        said += [message for message in reply if not is_record(message)]
     return said
 
 
@@ -356,7 +379,8 @@ def replies_of(messages: list[Message]) -> list[str]:
     replies: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":
-            replies.append([])
+            worth = paid([{**message, "role": RECORD}])
+            replies.append([record_of(*worth.values())] if worth else [])
         else:
             replies[-1].append(message)
     return [json.dumps(reply) for reply in replies if reply]

@@ -18,10 +18,11 @@ from spmdrl.rewards.code import python, python_in
 from spmdrl.rewards.sandbox.remote import check_remote
 from spmdrl.rewards.sandbox.sandbox import check as check_sandbox
 from spmdrl.rewards.workers.caller import arguments_of
+from spmdrl.rewards.workers.pool import name_of
 from spmdrl.rewards.workers.stateful_tools import Objects, methods_of
+from spmdrl.rollout.multi_turn.environment import OBJECT_TAKES
 from spmdrl.rollout.vllm import compat as vllm_compat
 
-OBJECT_TAKES = ("ground_truth", "data_source", "extra_info", "sample_index")
 FILLED_IN = "extra_info"  # a parameter that the model does not see: the prompt's own
 
 
@@ -46,6 +47,7 @@ class Toolbox:
         self.objects: dict[str, Objects] = {}  # by method
         for tool in tools:
             if inspect.isclass(tool):
+                getattr(tool, "__tool_check__", bool)()  # whether it can work on this host
                 objects = Objects(tool, arguments_of(tool, OBJECT_TAKES, "tool"))
                 for method in methods_of_tool(tool):
                     self.add(method)
@@ -111,7 +113,10 @@ def methods_of_tool(cls: type) -> list[Callable[..., Any]]:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema, of the type hints and the docstring. Raises ConfigError."""
+    """The JSON schema: what the function has under the name `schema`, else of its type hints and
+    its docstring. Raises ConfigError."""
+    if (given := getattr(function, "schema", None)) is not None:
+        return given_schema(function, given)
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -137,6 +142,18 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     parameters["properties"].pop(FILLED_IN, None)
     parameters["required"] = [name for name in parameters.get("required", []) if name != FILLED_IN]
     return schema
+
+
+def given_schema(function: Callable[..., Any], given: Any) -> dict[str, Any]:
+    """Returns the schema that a function carries as chat templates take it: a name, a description
+    and the JSON schema of its parameters. Raises ConfigError."""
+    named = isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"]
+    if not named or not isinstance(given.get("parameters"), dict):
+        raise ConfigError(
+            f"the tool {name_of(function)} has as its schema {str(given)[:200]}; expected "
+            '{"name": ..., "description": ..., "parameters": a JSON schema}'
+        )
+    return {"type": "function", "function": given}
 
 
 class Complaints(logging.Handler):

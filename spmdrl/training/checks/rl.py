@@ -34,9 +34,9 @@ from spmdrl.hub.model_files import check_eos, check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.rewards.reward_model import check_reward_model, train_config
 from spmdrl.rewards.runner import asks_model, built_ins_of, rewards_of, runs_programs
-from spmdrl.rewards.workers.caller import arguments_of
 from spmdrl.rollout.build import ENGINES, check_adapter, check_engine
-from spmdrl.rollout.multi_turn.conversation import ARGUMENTS, has_dialogue
+from spmdrl.rollout.multi_turn.conversation import has_dialogue
+from spmdrl.rollout.multi_turn.environment import resolve_environments
 from spmdrl.rollout.multi_turn.tools import Toolbox
 from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
@@ -265,8 +265,7 @@ def check_turns(config: PpoConfig) -> None:
         "answers, and so what is in a batch with what, is a matter of timing: leave it False",
     )
     Toolbox(config.tools, config.sandbox)
-    if config.environment is not None:
-        arguments_of(config.environment, ARGUMENTS, "environment")
+    resolve_environments(config.environment)
 
 
 def check_reply_images(hf: PreTrainedConfig, config: PpoConfig) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -343,10 +343,23 @@ def count_verdicts(judgement: Judgement, add: Callable[[str, float], None]) -> N
     add("reward/judge_tokens", judgement.num_tokens)
 
 
+def count_source(s: Sample, reserved: Collection[str], add: Callable[[str, float], None]) -> None:
+    """The same numbers of the sample's data source alone, under its name."""
+    source = s.prompt.data_source
+    add(f"{source}/response/mean_tokens", s.num_response_tokens)
+    add(f"{source}/turns/mean", s.num_turns)
+    if s.reward is None:
+        return
+    add(f"{source}/reward/mean", s.reward)
+    for name, value in s.reward_info.items():
+        logged_as = f"info_{name}" if name in reserved else name
+        add(f"{source}/reward/{logged_as}", value)
+
+
 def sample_metrics(
     samples: list[Sample],
     topology: Topology,
-    by_source: bool = False,
+    by_source: bool = True,
     penalised: bool = False,
     replies: bool = False,
     per_turn: bool = False,
@@ -355,7 +368,7 @@ def sample_metrics(
 
     reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
     response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
-    <data_source>/reward/mean where there are several sources. replies: see count_replies. per_turn:
+    what count_source has where there are several sources. replies: see count_replies. per_turn:
     reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward. Where there is
     a judge, see count_verdicts.
     """
@@ -371,18 +384,18 @@ def sample_metrics(
         if replies:
             count_replies(s, add)
         add("reward/invalid", s.invalid is not None)
+        judged = RESERVED_JUDGED if s.judgement is not None else ()
+        reserved = (*RESERVED, *(RESERVED_PER_TURN if per_turn else ()), *judged)
         if s.judgement is not None:
             count_verdicts(s.judgement, add)
+        if by_source:
+            count_source(s, reserved, add)
         if s.reward is None:
             continue
         if penalised:
             add("reward/overlong_penalty", s.penalty)
         add("reward/mean", s.reward)
         add("reward/std", s.reward**2)
-        if by_source:
-            add(f"{s.prompt.data_source}/reward/mean", s.reward)
-        judged = RESERVED_JUDGED if s.judgement is not None else ()
-        reserved = (*RESERVED, *(RESERVED_PER_TURN if per_turn else ()), *judged)
         for name, value in s.reward_info.items():
             add(f"reward/info_{name}" if name in reserved else f"reward/{name}", value)
         if per_turn:
@@ -413,7 +426,14 @@ def metrics_of_sums(
     metrics["response/tokens"] = totals.get("response/mean_tokens", (0.0, 0.0))[0]
     metrics["reward/invalid"] = totals.get("reward/invalid", (0.0, 0.0))[0]
     metrics["response/max_tokens"] = max(most for _, most in everyone)
-    sources = [name for name in metrics if name.endswith("/reward/mean")]
-    if len(sources) == 1:
-        del metrics[sources[0]]
-    return metrics
+    return without_single_source(metrics)
+
+
+def without_single_source(metrics: dict[str, float]) -> dict[str, float]:
+    """Leaves out what repeats the metrics of all samples: that of the only data source."""
+    tokens = "/response/mean_tokens"
+    sources = [name.removesuffix(tokens) for name in metrics if name.endswith(tokens)]
+    if len(sources) != 1:
+        return metrics
+    own = {f"{sources[0]}/{name}" for name in (*metrics, "turns/mean")}
+    return {name: value for name, value in metrics.items() if name not in own}

@@ -1,0 +1,1 @@
+"""Environments and tools of others: MCP servers, Gymnasium, OpenEnv, folders of terminal tasks."""

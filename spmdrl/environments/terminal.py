@@ -1,0 +1,244 @@
+"""Shell commands in a folder that lasts, with bubblewrap around each of them.
+
+A command has namespaces of its own: no network but the loopback, no other process, and of the
+machine's files its programs and libraries, read-only. What it writes to the folder is there for the
+next one; its processes end with it. The filter of system calls is the sandbox's
+(rewards/sandbox/seccomp.py) with those that shells need. Standard library only, for workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import ConfigError
+from spmdrl.rewards.sandbox import seccomp
+from spmdrl.rewards.sandbox.limits import MOST_FILES, descendants, over_limits
+from spmdrl.rewards.sandbox.sandbox import (
+    NOBODY,
+    TICK_S,
+    Limits,
+    SandboxError,
+    Status,
+    end,
+    is_weak,
+    lesser_user,
+)
+
+USUAL = Limits(wall_s=20.0, cpu_s=60.0, memory_mib=2048, processes=64, file_mib=256, output_kib=16)
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs")
+HOME = "/home/terminal"  # the trainer's Python may be in /root
+PASSWD = f"root:x:0:0:root:{HOME}:/bin/bash\n".encode()
+DISK_S = 0.5  # between two looks at the size of the folder
+# says a word that the command does not know, sets limits and becomes the command
+LIMITED = """\
+echo "$1"; ulimit -f "$2" -t "$3" -v "$4" -c 0; cd "$5" || exit; exec /bin/bash -c "$6" bash"""
+
+Mount = tuple[str, str]  # a folder of the machine, and where it is in there
+
+
+@dataclass(frozen=True)
+class ShellResult:
+    """The end of a command. Output has U+FFFD in place of bytes that are not UTF-8."""
+
+    status: Status  # "ok", or which limit ended it
+    exit_code: int | None  # None: it was ended
+    output: str  # stdout and stderr as they came; the middle of a longer one is left out
+
+
+def run_shell(
+    command: str, writable: Sequence[Mount], cwd: str, limits: Limits = USUAL,
+    read_only: Sequence[Mount] = (),
+) -> ShellResult:  # fmt: skip
+    """Runs a command with bash in the folder `cwd`.
+
+    writable: folders that it may change. limits: wall_s, memory_mib, processes and file_mib are for
+    all its processes together, cpu_s and address space for each. Raises SandboxError where there is
+    no sandbox.
+    """
+    bounds = [limits.file_mib << 10, int(limits.cpu_s) or 1, limits.memory_mib << 10]
+    begins = secrets.token_hex(8)
+    shell = ["/bin/bash", "-c", LIMITED, "bash", begins, *map(str, bounds), cwd, command]
+    with bubblewrapped(writable, read_only, shell) as process:
+        output, status = watched(process, limits, [folder for folder, _ in writable])
+        code = process.wait() if status == "ok" else None
+    text = output.decode(errors="replace")
+    if not text.startswith(f"{begins}\n"):
+        raise SandboxError(f"a shell command was not started ({status}): {text.strip()}")
+    return ShellResult(status, code, text.removeprefix(f"{begins}\n"))
+
+
+class bubblewrapped:
+    """A command in bubblewrap; when the block ends, none of its processes is left."""
+
+    def __init__(
+        self, writable: Sequence[Mount], read_only: Sequence[Mount], command: Sequence[str]
+    ) -> None:
+        self.mounts = [part for mount in writable for part in ("--bind", *mount)]
+        self.mounts += [part for mount in read_only for part in ("--ro-bind", *mount)]
+        self.command = command
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        files = [in_memory("filter", seccomp.program(terminal=True)), in_memory("passwd", PASSWD)]
+        try:
+            wrapped = [
+                *base(), "--seccomp", str(files[0]), "--ro-bind-data", str(files[1]), "/etc/passwd",
+                *self.mounts, *pythons(), "--remount-ro", "/", "--", *self.command,
+            ]  # fmt: skip
+            given: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
+                "env": environment(), "cwd": "/", "pass_fds": files, "bufsize": 0, **lesser_user(),
+            }  # fmt: skip
+            self.process = subprocess.Popen(wrapped, **given)
+        finally:
+            for file in files:
+                os.close(file)
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        end(self.process)
+
+
+def in_memory(name: str, content: bytes) -> int:
+    """Returns the descriptor of a file that has this content."""
+    fd = os.memfd_create(name)
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+@functools.cache
+def base() -> tuple[str, ...]:
+    """Returns the part of the command that is the same in every call. It is root of a user
+    namespace, without any capability: files that we own are its own."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("no program 'bwrap' in PATH")
+    command = [
+        program, "--unshare-user", "--uid", "0", "--gid", "0", "--unshare-ipc", "--unshare-pid",
+        "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "terminal",
+        "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+    ]  # fmt: skip
+    for place in (*SYSTEM, *SETTINGS):
+        if os.path.islink(place):
+            command += ["--symlink", os.readlink(place), place]
+        elif os.path.exists(place):
+            command += ["--ro-bind", place, place]
+    for device in ("null", "zero", "full", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    return (*command, "--symlink", "/tmp", "/dev/shm")
+
+
+def pythons() -> list[str]:
+    """Returns what shows the trainer's Python, on top of what is mounted where it is."""
+    places = sorted({os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)} - {"/usr"})
+    return [part for place in places for part in ("--ro-bind", place, place)]
+
+
+def environment() -> dict[str, str]:
+    """All of it. python is the trainer's, with its packages."""
+    paths = [f"{os.path.realpath(sys.prefix)}/bin", "/usr/local/bin", "/usr/bin", "/bin",
+             "/usr/sbin", "/sbin"]  # fmt: skip
+    return {"PATH": ":".join(paths), "HOME": HOME, "LANG": "C.UTF-8", "TERM": "dumb",
+            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+
+
+def watched(
+    process: subprocess.Popen[bytes], limits: Limits, folders: Sequence[str]
+) -> tuple[bytes, Status]:
+    """(what it said, "ok" or the limit that it is over), once it has ended or must be."""
+    assert process.stdout is not None
+    out, said = process.stdout.fileno(), Said(limits.output_kib << 10)
+    os.set_blocking(out, False)
+    ends, sizes_at = time.monotonic() + limits.wall_s, time.monotonic() + DISK_S
+    while process.poll() is None:
+        if select.select([out], [], [], TICK_S)[0]:
+            said.read(out)
+        status = over_limits(process.pid, limits.memory_mib, True)
+        if status is None and len(descendants(process.pid)) > limits.processes + 2:
+            return said.bytes(), "processes"
+        if status is None and time.monotonic() > sizes_at:
+            sizes_at = time.monotonic() + DISK_S
+            status = "disk" if any(too_large(f, limits.file_mib) for f in folders) else None
+        if status is None and time.monotonic() > ends:
+            return said.bytes(), "time"
+        if status is not None:
+            return said.bytes(), status
+    said.read(out)
+    return said.bytes(), "ok"
+
+
+class Said:
+    """The output of a command: its beginning and its end, each at most half of `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.half, self.first, self.last, self.count = most // 2, bytearray(), bytearray(), 0
+
+    def read(self, fd: int) -> None:
+        """Takes in what there is."""
+        with suppress(BlockingIOError):
+            while data := os.read(fd, 1 << 16):
+                self.count += len(data)
+                room = self.half - len(self.first)
+                self.first += data[:room]
+                self.last = (self.last + data[max(room, 0) :])[-self.half :]
+                if len(data) < 1 << 16:  # or one that never stops would hold us
+                    return
+
+    def bytes(self) -> bytes:
+        left = self.count - len(self.first) - len(self.last)
+        cut = f"\n... ({left} bytes left out) ...\n".encode() if left > 0 else b""
+        return bytes(self.first) + cut + bytes(self.last)
+
+
+def too_large(folder: str, most_mib: int) -> bool:
+    """Whether the files of a folder have more than most_mib, or are more than 10,000."""
+    size = count = 0
+    for place, _, names in os.walk(folder):
+        count += 1 + len(names)
+        for name in names:
+            with suppress(OSError):  # it is gone meanwhile
+                size += os.lstat(os.path.join(place, name)).st_blocks * 512
+        if count > MOST_FILES or size > most_mib << 20:
+            return True
+    return False
+
+
+def own_by_sandbox(folder: Path) -> None:
+    """Gives files to the user that the sandbox runs as, where that is not us."""
+    if not lesser_user():
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def check() -> None:
+    """Raises ConfigError where no shell can be run here. Tried once."""
+    if is_weak():
+        raise ConfigError("a terminal needs bubblewrap: SPMDRL_SANDBOX=weak has no processes")
+    try:
+        try_out()
+    except (SandboxError, OSError) as error:
+        raise ConfigError(
+            f"a terminal needs a sandbox, and there is none here: {error}. docs/sandbox.md says "
+            "what to install and to allow"
+        ) from error
+
+
+@functools.cache
+def try_out() -> None:
+    result = run_shell("echo $((6 * 7))", [], "/")
+    if result.output != "42\n":
+        raise SandboxError(f"bash does not run in it: {result}")
