@@ -7,6 +7,7 @@ python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
 """
 
 import json
+from functools import cache
 
 from spmdrl.config import (
     AlgoConfig,
@@ -30,11 +31,20 @@ MULTIPLY = {
 }
 
 
+@cache
+def connections():
+    """Returns what all agents of the process send their requests by: a client of their own each
+    would load the certificates of the web again."""
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient()
+
+
 async def solve(messages, ground_truth, base_url, api_key, model):
     """Asks until the model calls no tool any more; returns 1 for the right product."""
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     while True:
         answer = await client.chat.completions.create(
             model=model, messages=messages, tools=[MULTIPLY]
