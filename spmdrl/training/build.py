@@ -329,7 +329,7 @@ def leftover_of(config: PpoConfig) -> PartialRollouts | None:
     """None where a step asks for no more than it trains on."""
     if config.rollout.oversample == 1:
         return None
-    return PartialRollouts(config.rollout, config.agent is not None)
+    return PartialRollouts(config.rollout, by_agents=config.agent is not None)
 
 
 def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPool | None:

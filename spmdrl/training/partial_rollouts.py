@@ -32,10 +32,10 @@ class PartialRollouts:
     """
 
     config: RolloutConfig
-    by_agents: bool = False  # agents make the samples; those that had begun begin anew after a load
     prompts: list[tuple[int, Prompt]] = field(default_factory=list)  # (group, prompt)
     questions: list[SampleRequest] = field(default_factory=list)  # unanswered, some of them begun
     samples: list[Sample] = field(default_factory=list)  # not scored yet
+    by_agents: bool = False  # agents make the samples; those that had begun begin anew after a load
 
     def renumbered(self) -> list[tuple[int, Prompt]]:
         """Gives the groups the numbers 0, 1, ... and returns `prompts`."""

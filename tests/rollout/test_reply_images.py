@@ -320,7 +320,7 @@ def test_a_value_without_an_image_in_its_place_stays_text(
     reply = ShownImages(rules, Completion([1], [0.0], "stop", [1])).of_tool(Reply(value))
     content = tool_message(Call("f", {}), reply)["content"]
     assert content == expected if isinstance(expected, list) else content.startswith(expected)
-    messages, problem = said_by_environment(Reply(value), rules)
+    messages, _, problem = said_by_environment(Reply(value), rules)
     assert bool(messages) != bool(problem)
 
 
