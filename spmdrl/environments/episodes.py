@@ -1,4 +1,4 @@
-"""What environments of episodes have in common: rows, actions in text, and rewards of steps.
+"""Holds what environments of episodes have in common: rows, actions, and rewards of steps.
 
 A sample is an episode. Workers import this: standard library only.
 """

@@ -43,7 +43,7 @@ class ServerLost(ToolFailed):
 
 @dataclass(frozen=True)
 class McpServer:
-    """How a server is reached: a command, or a URL."""
+    """Says how a server is reached: by a command, or by a URL."""
 
     command: tuple[str, ...] = ()  # the program and its arguments
     env: tuple[tuple[str, str], ...] = ()  # beside PATH, HOME and the like, which a server inherits

@@ -50,7 +50,7 @@ def describe_observation(observation: dict[str, Any]) -> str:
     return texts[0] if len(texts) == 1 else json.dumps(shown, ensure_ascii=False)
 
 
-class Session:
+class OpenEnvSession:
     """A connection to a server, which makes an environment for it. Raises OpenEnvError."""
 
     def __init__(self, url: str) -> None:
@@ -96,7 +96,7 @@ class OpenEnvEpisode:
         """
         self.parse, self.describe = parse, describe
         self.reward_of_bad_action, self.no_action = reward_of_bad_action, no_action
-        self.session = Session(extra_info["url"])
+        self.session = OpenEnvSession(extra_info["url"])
         self.session.ask("reset", json.loads(extra_info["reset"]))
 
     def step(self, action: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def openenv_rows(
     answer.
     """
     rows = []
-    session = Session(url)
+    session = OpenEnvSession(url)
     for seed in seeds:
         given = {**(reset or {}), "seed": seed}
         first = session.ask("reset", given)["observation"]

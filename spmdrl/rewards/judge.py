@@ -1,4 +1,4 @@
-"""What a judge (PpoConfig.judge) is asked, and what its verdicts say.
+"""Makes what a judge (PpoConfig.judge) is asked, and reads what its verdicts say.
 
 A judge reads a question and one answer, or two answers to one question, and writes a verdict in
 words. Here messages are made for it and numbers are read out of its verdicts. What drives its

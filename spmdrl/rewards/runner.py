@@ -201,14 +201,14 @@ def rewards_of(config: PpoConfig) -> RewardFn | str | Mapping[str, RewardFn | st
 
 
 def bound(reward: RewardFn | str, sandbox: SandboxConfig) -> RewardFn | str:
-    """What a user has bound to a sandbox of its own keeps it."""
+    """Binds the reward to the sandbox, unless a user has bound it to one of its own."""
     if not is_code(reward) or getattr(reward, "keywords", {}).get("sandbox") is not None:
         return reward
     return partial(BUILT_INS[reward] if isinstance(reward, str) else reward, sandbox=sandbox)
 
 
 def is_code(reward: RewardFn | str) -> bool:
-    """Whether it is the built-in reward that runs programs, by name or with other limits."""
+    """Returns True for the built-in reward that runs programs, by name or with other limits."""
     return reward == "code" or (callable(reward) and innermost(reward) is BUILT_INS["code"])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spmdrl.config import PpoConfig, RolloutConfig
 from spmdrl.distributed.topology import Topology
-from spmdrl.rollout.agents.pool import AgentPool, Task
+from spmdrl.rollout.agents.pool import AgentPool, AgentTask
 from spmdrl.rollout.agents.samples import trajectory_sample
 from spmdrl.rollout.answer_codec import resume, share
 from spmdrl.rollout.base import NOT_CHOSEN, Completion, Request, SamplingParams
@@ -111,7 +111,7 @@ def sample_questions(
     reply_handler: ReplyHandler | None = None
     if dialogue is not None:
         reply_handler = dialogue.about([(q.prompt, q.index) for q in questions], params)
-    tasks = [Task(q.prompt, q.index, q.seed) for q in questions] if by_agents else []
+    tasks = [AgentTask(q.prompt, q.index, q.seed) for q in questions] if by_agents else []
     if agents is not None:
         reply_handler = agents.about(tasks, params, scheduler.engine.policy_version)
     outcome = scheduler.run(
@@ -135,7 +135,7 @@ def sample_questions(
 
 
 def homes_of(
-    tasks: list[Task], agents: AgentPool | None, topology: Topology
+    tasks: list[AgentTask], agents: AgentPool | None, topology: Topology
 ) -> list[int | None]:  # fmt: skip
     """Returns the number of the engine where each task's agent is at work, None where none is.
     Collective.

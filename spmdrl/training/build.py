@@ -40,7 +40,7 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
-from spmdrl.training.language_judge import build_judge, shares_ranks
+from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.overlap import StepRequests
@@ -127,14 +127,7 @@ def build(
     with phases("build reward model"):
         scoring = topologies.scoring
         reward_model = build_reward_model(config, scoring, topology)
-    judge = None
-    if config.judge is not None:
-        with phases("build judge"):  # before the engine that samples, which measures what is free
-            PROGRESS.detail(model_text(config.judge.model))
-            sleeps = shares_ranks(config, placement)
-            judge = build_judge(config, topologies.judge, topology, sleeps)
-            if judge is not None:
-                undo.callback(judge.engine.shutdown)
+    judge = build_judge_of_run(config, runtime, topologies, placement, undo)
     with phases("build rollout"):
         ranks = topologies.rollout
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -149,11 +142,10 @@ def build(
         if rollout is not None:
             undo.callback(rollout.shutdown)
         dialogue = build_dialogue(config, tokenizer, ranks, looks)
-        if dialogue is not None:
-            undo.callback(dialogue.close)
         agents = build_agents(config, tokenizer, ranks)
-        if agents is not None:
-            undo.callback(agents.close)
+        for started in (dialogue, agents):
+            if started is not None:
+                undo.callback(started.close)
     with phases("plan weights"):
         weights = WeightSync(
             actor.engine, actor.topology, rollout, ranks, config.rollout.dtype, config.weights,
@@ -178,6 +170,24 @@ def build(
         if rollout is not None and roles.sleeps:
             rollout.sleep()
     return RlRun(config, runtime, roles, prompts, held_out, order)
+
+
+def build_judge_of_run(
+    config: PpoConfig, runtime: Runtime, topologies: Topologies, placement: Placement,
+    undo: ExitStack,
+) -> LanguageJudge | None:  # fmt: skip
+    """Builds the judge, if the config has one. It comes before the engine that samples, which
+    measures how much memory is free.
+    """
+    if config.judge is None:
+        return None
+    with runtime.phases("build judge"):
+        PROGRESS.detail(model_text(config.judge.model))
+        sleeps = shares_ranks(config, placement)
+        judge = build_judge(config, topologies.judge, runtime.topology, sleeps)
+        if judge is not None:
+            undo.callback(judge.engine.shutdown)
+    return judge
 
 
 def weights_stay(config: PpoConfig, placement: Placement) -> bool:

@@ -46,7 +46,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     text: str
     num_tokens: int
 
@@ -98,7 +98,7 @@ class LanguageJudge:
 
     def ask(
         self, questions: Sequence[Question], between_bursts: Callable[[], None]
-    ) -> list[Verdict]:  # fmt: skip
+    ) -> list[JudgeVerdict]:  # fmt: skip
         """Returns a verdict for each question, on every rank. The list is the same on all ranks;
         questions of the same tokens are asked once. Collective.
         """
@@ -117,10 +117,10 @@ class LanguageJudge:
         if self.sleeps:
             self.sleep()
         mine = {
-            number: Verdict(self.text_of(answer.token_ids), len(answer.token_ids))
+            number: JudgeVerdict(self.text_of(answer.token_ids), len(answer.token_ids))
             for number, answer in found.items()
         }
-        everyone: dict[int, Verdict] = {}
+        everyone: dict[int, JudgeVerdict] = {}
         for part in gather_to_all(mine, self.topology.control):
             everyone |= part
         return [everyone[numbers[question.token_ids.tobytes()]] for question in questions]
@@ -221,10 +221,10 @@ def seed_of(run_seed: int, token_ids: bytes) -> int:
 
 
 def judgements(
-    config: JudgeConfig, questions: Sequence[Question], verdicts: Sequence[Verdict]
+    config: JudgeConfig, questions: Sequence[Question], verdicts: Sequence[JudgeVerdict]
 ) -> dict[Address, Judgement]:
     """Returns what is said of each sample: the mean over those of its verdicts that can be read."""
-    found: dict[Address, list[tuple[float | None, Verdict]]] = {}
+    found: dict[Address, list[tuple[float | None, JudgeVerdict]]] = {}
     for question, verdict in zip(questions, verdicts, strict=True):
         share = read_verdict(config, verdict.text)
         found.setdefault(question.first, []).append((share, verdict))
@@ -234,7 +234,7 @@ def judgements(
     return {address: judgement_of(said) for address, said in found.items() if address != NOBODY}
 
 
-def judgement_of(said: list[tuple[float | None, Verdict]]) -> Judgement:
+def judgement_of(said: list[tuple[float | None, JudgeVerdict]]) -> Judgement:
     scores = [score for score, _ in said if score is not None]
     return Judgement(
         sum(scores) / len(scores) if scores else None,

@@ -32,8 +32,8 @@ from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.rl import check, check_held_out
 from spmdrl.training.language_judge import (
     NOBODY,
+    JudgeVerdict,
     Question,
-    Verdict,
     judgements,
     opponents,
     seed_of,
@@ -151,10 +151,10 @@ def test_a_win_rate_is_the_mean_of_what_can_be_read() -> None:
     a, b = (0, 0), (0, 1)
     said = {"Better: A": (a, b), "Better: B": (b, a), "Better: ?": (a, b)}
     questions = [Question(*pair, ids) for pair in said.values()]
-    found = judgements(PAIRS, questions, [Verdict(text, 2) for text in said])
+    found = judgements(PAIRS, questions, [JudgeVerdict(text, 2) for text in said])
     assert found[a] == Judgement(1.0, list(said), 1, 6)
     assert found[b].score == 0.0
-    alone = judgements(EACH, [Question(a, NOBODY, ids)], [Verdict("Score: 4", 3)])
+    alone = judgements(EACH, [Question(a, NOBODY, ids)], [JudgeVerdict("Score: 4", 3)])
     assert alone == {a: Judgement(4.0, ["Score: 4"], 0, 3)}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import SandboxConfig, require
-from spmdrl.rewards.sandbox.place import Busy, Place, ended
+from spmdrl.rewards.sandbox.place import Busy, RemoteSandbox, ended
 from spmdrl.rewards.sandbox.sandbox import Limits, Result, SandboxError
 
 IMAGE = "python:3.12-slim"  # of Modal, where the config names none
@@ -33,8 +33,8 @@ exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})
 
 
 @contextmanager
-def in_e2b(config: SandboxConfig, longest_s: float) -> Iterator[Place]:
-    """Yields a Place in one sandbox of E2B, without a network. Raises Busy, SandboxError."""
+def in_e2b(config: SandboxConfig, longest_s: float) -> Iterator[RemoteSandbox]:
+    """Yields one sandbox of E2B, without a network. Raises Busy, SandboxError."""
     e2b: Any = importlib.import_module("e2b")
     sandbox = called(
         lambda: e2b.Sandbox.create(
@@ -79,8 +79,8 @@ def called(call: Any, e2b: Any) -> Any:
 
 
 @contextmanager
-def in_modal(config: SandboxConfig, longest_s: float) -> Iterator[Place]:
-    """Yields a Place in one sandbox of Modal, without a network. Raises Busy, SandboxError."""
+def in_modal(config: SandboxConfig, longest_s: float) -> Iterator[RemoteSandbox]:
+    """Yields one sandbox of Modal, without a network. Raises Busy, SandboxError."""
     modal: Any = importlib.import_module("modal")
 
     def start() -> Any:

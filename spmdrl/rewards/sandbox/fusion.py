@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spmdrl.config import ConfigError, SandboxConfig
-from spmdrl.rewards.sandbox.place import Busy, Place, ended
+from spmdrl.rewards.sandbox.place import Busy, RemoteSandbox, ended
 from spmdrl.rewards.sandbox.sandbox import Limits, Result, SandboxError
 
 QUEUE_S = 30.0  # beyond a program's own time, for a server's queue
@@ -26,8 +26,8 @@ MOST_WORDS = 500  # of what a server says, in an error
 
 
 @contextmanager
-def in_fusion(config: SandboxConfig, longest_s: float) -> Iterator[Place]:
-    """Yields a Place on the servers of config.urls, in turn; another attempt asks the next one."""
+def in_fusion(config: SandboxConfig, longest_s: float) -> Iterator[RemoteSandbox]:
+    """Yields the servers of config.urls, in turn; another attempt asks the next one."""
     numbers = itertools.count(random.randrange(len(config.urls)) + os.getpid())
 
     def run(code: str, stdin: str, limits: Limits, turn: int) -> Result:

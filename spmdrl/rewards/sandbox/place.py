@@ -1,4 +1,4 @@
-"""What a remote sandbox is to those that use it (remote.py). Standard library only."""
+"""The protocol of remote sandboxes, which remote.py uses. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 from spmdrl.rewards.sandbox.sandbox import Limits, Result, SandboxError, Status
 
 
-class Place(Protocol):
+class RemoteSandbox(Protocol):
     """Runs a Python program. Several threads may call it at once."""
 
     def __call__(self, code: str, stdin: str, limits: Limits, turn: int) -> Result:

@@ -1,7 +1,7 @@
 """Programs in remote sandboxes (PpoConfig.sandbox), with the interface of those of this machine.
 
-`run_tests_in` is where one of both is chosen. A service is a Place: it runs a program with some
-stdin and says how it ended. What a program does, up to and including a limit, is a Result; that a
+`run_tests_in` is where one of both is chosen. A RemoteSandbox is a service: it runs a program with
+some stdin and says how it ended. What a program does, up to and including a limit, is a Result; that a
 service has no room, cannot be reached or fails raises SandboxError in the end, so that the sample
 is invalid and does not score 0. Standard library only: reward workers import this.
 """
@@ -26,7 +26,7 @@ from spmdrl.rewards.sandbox import program as sandbox_program
 from spmdrl.rewards.sandbox import values as sandbox_values
 from spmdrl.rewards.sandbox.clouds import check_cloud, in_e2b, in_modal
 from spmdrl.rewards.sandbox.fusion import check_urls, in_fusion
-from spmdrl.rewards.sandbox.place import Busy, Place
+from spmdrl.rewards.sandbox.place import Busy, RemoteSandbox
 from spmdrl.rewards.sandbox.sandbox import (
     USUAL,
     Kind,
@@ -40,11 +40,13 @@ LONGEST_WAIT_S = 20.0  # between two attempts
 
 
 T = TypeVar("T")
-Service = Callable[[SandboxConfig, float], AbstractContextManager[Place]]  # seconds it is needed
+Service = Callable[
+    [SandboxConfig, float], AbstractContextManager[RemoteSandbox]
+]  # seconds it is needed
 SERVICES: dict[str, Service] = {"fusion": in_fusion, "e2b": in_e2b, "modal": in_modal}
 
 
-class Program(NamedTuple):
+class RemoteProgram(NamedTuple):
     """A test as a main program."""
 
     code: str
@@ -69,7 +71,7 @@ def run_tests_in(
     programs = [as_program(code, kind, test) for test in tests]
     longest_s = min(total_s, len(tests) * limits.wall_s) + LONGEST_WAIT_S
 
-    def run(place: Place, program: Program) -> Result:
+    def run(place: RemoteSandbox, program: RemoteProgram) -> Result:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return Result("time", None, "", "", "", 0.0)
@@ -116,16 +118,16 @@ def again(config: SandboxConfig, deadline: float, call: Callable[[int], T]) -> T
 # ---- what a test is as a program, and what its output says
 
 
-def as_program(code: str, kind: Kind, test: bytes) -> Program:
+def as_program(code: str, kind: Kind, test: bytes) -> RemoteProgram:
     """test: as sandbox.run_tests has it."""
     if kind == "run":
-        return Program(code, test.decode("utf-8", "replace"))
+        return RemoteProgram(code, test.decode("utf-8", "replace"))
     mark = secrets.token_hex(16)
     if kind == "call":
         _, function, arguments = json.loads(test[4:])
-        return Program(calling(code, function, arguments, mark), "", mark)
+        return RemoteProgram(calling(code, function, arguments, mark), "", mark)
     lines = [code, test.decode(), f"print('\\n' + {mark!r} + 'ok')"]
-    return Program("\n".join(lines), "", mark)
+    return RemoteProgram("\n".join(lines), "", mark)
 
 
 def calling(code: str, function: str, arguments: list[object], mark: str) -> str:
@@ -147,7 +149,7 @@ def calling(code: str, function: str, arguments: list[object], mark: str) -> str
     ])  # fmt: skip
 
 
-def read(found: Result, program: Program, limits: Limits) -> Result:
+def read(found: Result, program: RemoteProgram, limits: Limits) -> Result:
     """Reads the reply, and cuts what is too long. A program that ended without a reply has failed,
     whatever its exit code.
     """

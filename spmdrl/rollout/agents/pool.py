@@ -36,7 +36,7 @@ def asked_in(prompt: Prompt) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
+class AgentTask:
     """A sample that an agent is to make."""
 
     prompt: Prompt
@@ -60,7 +60,7 @@ class Task:
 
 
 # What an agent can ask for by naming a parameter, besides the fields of its row.
-ARGUMENTS: dict[str, Callable[[Task, str, str], Any]] = {
+ARGUMENTS: dict[str, Callable[[AgentTask, str, str], Any]] = {
     "row": lambda task, url, key: task.row,
     "base_url": lambda task, url, key: f"{url}/v1",
     "anthropic_base_url": lambda task, url, key: url,
@@ -118,7 +118,7 @@ class AgentPool:
         functions = list({id(agent): agent for agent in self.agents.values()}.values())
         self.caller = Caller(functions, config.agents, num_engines, Reply)
 
-    def about(self, tasks: Sequence[Task], params: SamplingParams, version: int) -> AgentRound:
+    def about(self, tasks: Sequence[AgentTask], params: SamplingParams, version: int) -> AgentRound:
         """Returns the handler of one round of the scheduler: the task of each of its requests.
 
         version: of the weights that the round begins with.
@@ -136,7 +136,7 @@ class AgentPool:
             if oldest is not None and version - oldest > most:
                 self.end(address)
 
-    def start(self, task: Task, params: SamplingParams, attempt: int = 0) -> None:
+    def start(self, task: AgentTask, params: SamplingParams, attempt: int = 0) -> None:
         trajectory = Trajectory(secrets.token_urlsafe(9), task.seed)
         session = Session(trajectory, params, self.encoders, self.queue, self.limits, MODEL)
         self.server.call(self.server.endpoint.begin, session)
@@ -153,7 +153,7 @@ class AgentPool:
         self.server.call(self.server.endpoint.end, running.session.trajectory.id)
         return running
 
-    def collect(self, task: Task, params: SamplingParams) -> bool:
+    def collect(self, task: AgentTask, params: SamplingParams) -> bool:
         """Whether the task's agent has ended. One that failed begins anew, if it may."""
         running = self.running[task.address]
         if not running.submitted.is_ready():
@@ -177,7 +177,7 @@ class AgentRound:
     """The trajectories of one round (scheduler_messages.ReplyHandler)."""
 
     pool: AgentPool
-    tasks: Sequence[Task]
+    tasks: Sequence[AgentTask]
     params: SamplingParams
     under_way: dict[int, Completion] = field(default_factory=dict)  # by position
 

@@ -1,4 +1,4 @@
-"""What agents ask and how it is refused, whatever API they ask by."""
+"""The requests of agents, and how they are refused, whatever API they come by."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChatRequest:
 
     @cached_property
     def context(self) -> str:
-        """What else than the messages the prompt depends on, as text."""
+        """Returns what else than the messages the prompt depends on, as text."""
         return json.dumps([self.tools, self.template_kwargs], sort_keys=True)
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What bounds the requests of a trajectory."""
+    """The limits of a trajectory's requests."""
 
     max_model_len: int  # tokens of a prompt and its answer
     max_turns: int

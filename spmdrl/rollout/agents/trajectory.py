@@ -66,7 +66,7 @@ class Draft:
 
 @dataclass
 class Trajectory:
-    """What an agent has asked and what was sampled for it."""
+    """Holds what an agent has asked and what was sampled for it."""
 
     id: str  # in the URLs that its agent calls
     seed: int  # of the sample; the seeds of its requests are made from it

@@ -1,4 +1,4 @@
-"""What a chat template writes between two turns of the policy's, as tokens."""
+"""Encodes what a chat template writes between two turns of the policy's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers a turn without a tool call: one environment, or one per data_source.
+"""Finds who answers a turn without a tool call: one environment, or one per data_source.
 
 An environment is a function, or a class of which each sample has an object. What it returns is a
 reply to the policy; it may say beside it what the turn was worth, and that the sample is over.

@@ -344,7 +344,7 @@ def count_verdicts(judgement: Judgement, add: Callable[[str, float], None]) -> N
 
 
 def count_source(s: Sample, reserved: Collection[str], add: Callable[[str, float], None]) -> None:
-    """The same numbers of the sample's data source alone, under its name."""
+    """Adds the same numbers of the sample under the name of its data source."""
     source = s.prompt.data_source
     add(f"{source}/response/mean_tokens", s.num_response_tokens)
     add(f"{source}/turns/mean", s.num_turns)
