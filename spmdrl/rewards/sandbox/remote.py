@@ -1,9 +1,9 @@
 """Programs in remote sandboxes (PpoConfig.sandbox), with the interface of those of this machine.
 
 `run_tests_in` is where one of both is chosen. A RemoteSandbox is a service: it runs a program with
-some stdin and says how it ended. What a program does, up to and including a limit, is a Result; that a
-service has no room, cannot be reached or fails raises SandboxError in the end, so that the sample
-is invalid and does not score 0. Standard library only: reward workers import this.
+some stdin and says how it ended. What a program does, up to and including a limit, is a Result.
+That a service has no room, cannot be reached or fails raises SandboxError in the end, so that the
+sample is invalid and does not score 0. Standard library only: reward workers import this.
 """
 
 from __future__ import annotations
