@@ -7,7 +7,6 @@ python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
 """
 
 import json
-from functools import cache
 
 from spmdrl.config import (
     AlgoConfig,
@@ -31,13 +30,17 @@ MULTIPLY = {
 }
 
 
-@cache
+CLIENTS = []  # one, once it is needed
+
+
 def connections():
-    """Returns what all agents of the process send their requests by: a client of their own each
-    would load the certificates of the web again."""
+    """Returns what all agents of the process send their requests by: with clients of their own each
+    would load the certificates of the web."""
     from openai import DefaultAsyncHttpxClient
 
-    return DefaultAsyncHttpxClient()
+    if not CLIENTS:
+        CLIENTS.append(DefaultAsyncHttpxClient())
+    return CLIENTS[0]
 
 
 async def solve(messages, ground_truth, base_url, api_key, model):

@@ -16,21 +16,30 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 PLAY = CONFIG.replace("reward=reward,", 'reward="agent",').replace(
     "max_prompt_tokens=16", "max_prompt_tokens=60"
 ).replace("config = PpoConfig(", '''
+CLIENTS = []
+
+def connections():
+    import httpx
+    if not CLIENTS:
+        CLIENTS.append(httpx.AsyncClient(timeout=120, verify=False))
+    return CLIENTS[0]
+
+async def ask(base_url, api_key, model, messages, **given):
+    body = {"model": model, "messages": messages} | given
+    key = {"authorization": f"Bearer {api_key}"}
+    answer = await connections().post(f"{base_url}/chat/completions", json=body, headers=key)
+    return answer.json()["choices"][0]["message"]["content"]
+
 async def play(prompt, base_url, api_key, model, sample_index):
     """Three turns, and a conversation beside them; every fourth sample drops what it said."""
-    from openai import AsyncOpenAI
-
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
     asked, score = [{"role": "user", "content": prompt}], 0.0
     for turn in range(3):
-        answer = await client.chat.completions.create(model=model, messages=asked)
-        said = answer.choices[0].message.content
+        said = await ask(base_url, api_key, model, asked)
         score += sum(letter.isdigit() for letter in said)
         if sample_index == 3:
             said = "cut"
         asked += [{"role": "assistant", "content": said}, {"role": "user", "content": f"({turn})"}]
-    other = [{"role": "user", "content": "aside"}]
-    await client.chat.completions.create(model=model, messages=other, max_tokens=4)
+    await ask(base_url, api_key, model, [{"role": "user", "content": "aside"}], max_tokens=4)
     return {"score": score, "asked": len(asked)}
 
 config = PpoConfig(
@@ -59,17 +68,17 @@ def samples_of(folder: Path, name: str, step: int) -> list[dict]:
 
 
 SAME = ("reward/mean", "turns/mean", "turns/reply_tokens", "response/tokens", "rollout/loss_tokens",
-        "agents/rows", "actor/loss", "actor/grad_norm", "advantage/std", "eval/reward")  # fmt: skip
+        "agents/rows", "actor/loss", "actor/grad_norm", "advantage/std")  # fmt: skip
 
 
 def test_numbers_do_not_depend_on_the_ranks(folder):
     """Rows of a trajectory are dealt to ranks one by one."""
-    vllm = ("--rollout.engine", "vllm")
+    vllm = ("--rollout.engine", "vllm", "--data.eval", "None")
     alone = run(folder, "alone", 1, *vllm)
-    assert all(row["actor/logprob_diff_max"] < 1e-4 for row in alone[1:])
-    assert all(row["actor/ratio_max"] == 1.0 for row in alone[1:])
+    assert all(row["actor/logprob_diff_max"] < 1e-4 for row in alone)
+    assert all(row["actor/ratio_max"] == 1.0 for row in alone)
     # a talk is one row, but where what was said is dropped each turn begins another
-    assert alone[1]["agents/rows"] == (3 * 2 + 4) / 4 and alone[1]["turns/mean"] == 4
+    assert alone[0]["agents/rows"] == (3 * 2 + 4) / 4 and alone[0]["turns/mean"] == 4
     for sample in samples_of(folder, "alone", 1):
         rows = sample["rows"]
         assert [sum(m["role"] == "assistant" for m in row) for row in rows] == (
