@@ -66,6 +66,10 @@ class SftExample:
         return [(bool(learnt), [token for _, token in run]) for learnt, run in runs]
 
 
+# A data set with at most so many tokens is kept once it is encoded: some 50 MiB on each rank.
+KEPT_TOKENS = 1 << 20
+
+
 class SftDataset:
     """Rows for supervised fine-tuning.
 
@@ -84,6 +88,8 @@ class SftDataset:
         self.files, self.measured, self.reader, self.config = files, measured, reader, config
         vision = reader.vision if measured.num_illustrated else None
         self.images = None if vision is None else BatchImages(vision, self.by_id)
+        self.keeps = int(measured.num_tokens.sum()) <= KEPT_TOKENS
+        self.kept: dict[int, SftExample] = {}  # by index, where rows are kept
 
     @classmethod
     def load(
@@ -159,6 +165,15 @@ class SftDataset:
         ]
 
     def example(self, index: int) -> SftExample:
+        """Returns a row's tokens. Those of a small data set are encoded in the first epoch only."""
+        found = self.kept.get(index)
+        if found is None:
+            found = self.encoded(index)
+            if self.keeps and not found.images:
+                self.kept[index] = found
+        return found
+
+    def encoded(self, index: int) -> SftExample:
         row = int(self.measured.rows[index])
         folder = self.files.locate(row)[0].path.parent
         found, most = self.reader.read(self.files.row(row), folder), self.config.max_tokens

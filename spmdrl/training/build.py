@@ -349,7 +349,9 @@ def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPoo
     key = broadcast_from_first(secrets.token_urlsafe(24), ranks.control)
     if ranks.axis_rank("tp") != 0:
         return None
-    return AgentPool(config, tokenizer, ranks.axis_rank("dp"), ranks.axis_size("dp"), key)
+    number, engines = ranks.axis_rank("dp"), ranks.axis_size("dp")
+    vocab_size = load_hf_config(config.model).get_text_config().vocab_size
+    return AgentPool(config, tokenizer, number, engines, key, vocab_size)
 
 
 def build_reward_model(

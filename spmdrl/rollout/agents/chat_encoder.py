@@ -19,7 +19,7 @@ from spmdrl.types import Message
 
 logger = logging.getLogger(__name__)
 
-MOST_CONTEXTS = 64  # sets of tools and template options whose encoders are kept
+MOST_CONTEXTS = 4096  # sets of tools and template options whose encoders are kept
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,17 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from spmdrl.config import AgentConfig
 
 MOST_OUTPUT = 1 << 16  # characters of a program's output that are kept, those of its end
 READ_BYTES = 1 << 16
+CONTAINERS = ("docker", "podman")
+ANTHROPIC_MODELS = (
+    "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL",
+)  # fmt: skip
 BUBBLEWRAP = (
     "bwrap", "--die-with-parent", "--unshare-all", "--share-net", "--ro-bind", "/", "/",
     "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--chdir", "/tmp",
@@ -51,6 +57,8 @@ class CommandAgent:
         finally:
             with contextlib.suppress(ProcessLookupError):  # all that it started ends with it
                 os.killpg(process.pid, signal.SIGKILL)
+            if self.config.runner in CONTAINERS:  # its client has ended, and it has not
+                await remove(self.config.runner, name_of_container(trajectory_id))
         if status != 0:
             raise RuntimeError(
                 f"the agent ended with status {status}; its output: {output[-2000:]}"
@@ -62,9 +70,11 @@ class CommandAgent:
         runner, args = self.config.runner, self.config.runner_args
         if runner == "bubblewrap":
             return [*BUBBLEWRAP, *args, *words]
-        if runner in ("docker", "podman"):
+        if runner in CONTAINERS:
             given = [word for name in told for word in ("--env", name)]
-            return [runner, "run", "--rm", "--network=host", *given, *args, *words]
+            name = name_of_container(told["SPMDRL_TRAJECTORY_ID"])
+            fixed = ["--rm", "--init", "--network=host", "--name", name]
+            return [runner, "run", *fixed, *given, *args, *words]
         if runner == "srun":
             return ["srun", "--overlap", "--ntasks=1", *args, *words]
         return words
@@ -79,9 +89,33 @@ def variables(
     return {
         "OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
-        "OPENAI_MODEL": model, "ANTHROPIC_MODEL": model,
+        "OPENAI_MODEL": model, **dict.fromkeys(ANTHROPIC_MODELS, model),
+        **without_proxy(base_url),
         "SPMDRL_TRAJECTORY_ID": trajectory_id, "SPMDRL_ROW": json.dumps(row, default=str),
     }  # fmt: skip
+
+
+def without_proxy(url: str) -> dict[str, str]:
+    """Returns variables by which clients reach the endpoint directly, also where the host's
+    variables name a proxy.
+    """
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy", "")
+    hosts = [*filter(None, known.split(",")), "127.0.0.1", "localhost", "::1"]
+    own = urlsplit(url).hostname or ""
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys([*hosts, own])))
+
+
+def name_of_container(trajectory_id: str) -> str:
+    return f"spmdrl-{trajectory_id}"
+
+
+async def remove(runner: str, name: str) -> None:
+    """Ends a container, if it is still there."""
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        runner, "rm", "--force", name, stdout=quiet, stderr=quiet
+    )
+    await process.wait()
 
 
 def filled(word: str, row: dict[str, Any], base_url: str, api_key: str, model: str) -> str:

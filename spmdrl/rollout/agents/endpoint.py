@@ -20,14 +20,20 @@ from starlette.routing import Route
 from spmdrl.config import ServeConfig
 from spmdrl.rollout.agents import anthropic_messages, openai_chat, openai_responses
 from spmdrl.rollout.agents.answers import Events, server_sent
-from spmdrl.rollout.agents.requests import ApiError
+from spmdrl.rollout.agents.requests import ApiError, over
 from spmdrl.rollout.agents.session import Session
 
 KEEP_ALIVE_S = 15.0  # between signs of life in a stream whose answer is being sampled
-WATCH_S = 1.0  # between two looks at whether the client is still there
 MOST_ENDED = 1 << 16  # ids of trajectories that are remembered as over
 
 Api = Callable[[Session, dict[str, Any]], Awaitable[tuple[dict[str, Any], Events | None]]]
+
+
+class Json(JSONResponse):
+    """JSON in UTF-8, in which halves of characters are question marks."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode(errors="replace")
 
 
 class Endpoint:
@@ -43,6 +49,7 @@ class Endpoint:
         apis: dict[str, tuple[Api, bool]] = {
             "chat/completions": (chat, False), "completions": (text, False),
             "responses": (responses, False), "messages": (messages, True),
+            "messages/count_tokens": (count_tokens, True),
         }  # fmt: skip
         routes = [
             Route(f"{prefix}/v1/{path}", self.handler(api, anthropic), methods=["POST"])
@@ -90,6 +97,8 @@ class Endpoint:
         self.check_key(request)
         session = self.session_of(request)
         body = await self.body_of(request)
+        if session.over:
+            raise over(session.trajectory.id)
         model = body.get("model", self.model)
         if model != self.model:
             raise ApiError(
@@ -105,21 +114,22 @@ class Endpoint:
                 events = self.stream(task, session, anthropic)
                 return StreamingResponse(events, media_type="text/event-stream")
         found, _ = await self.watched(task, request, session)
-        return JSONResponse(found)
+        return Json(found)
 
     async def watched(self, task: asyncio.Task[Any], request: Request, session: Session) -> Any:
         """Waits for an answer. Gives it up where the client hangs up. Raises ApiError."""
+        gone = asyncio.ensure_future(request.receive())  # the body is read: what comes is the end
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=WATCH_S)
-                if not task.done() and await request.is_disconnected():
-                    task.cancel()
-            return task.result()
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+            return await task
         except asyncio.CancelledError:
             if session.over:
                 raise over(session.trajectory.id) from None
             raise ApiError(499, "the client hung up", "client_closed_request") from None
         finally:
+            gone.cancel()
             task.cancel()
 
     async def stream(
@@ -141,7 +151,7 @@ class Endpoint:
             except asyncio.CancelledError:
                 body = error_body(over(session.trajectory.id), anthropic)
                 events = [("error" if anthropic else "", body)]
-            for event in server_sent(events):
+            for event in server_sent(events or ()):
                 yield event
             if not anthropic:
                 yield b"data: [DONE]\n\n"
@@ -203,10 +213,10 @@ class Endpoint:
         except ApiError as error:
             return refused(error, anthropic=False)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "spmdrl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return Json({"object": "list", "data": [model]})
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"trajectories": len(self.sessions), "requests": self.num_requests})
+        return Json({"trajectories": len(self.sessions), "requests": self.num_requests})
 
 
 async def chat(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
@@ -236,19 +246,20 @@ async def messages(session: Session, body: dict[str, Any]) -> tuple[dict[str, An
     return anthropic_messages.messages_answer(answers), anthropic_messages.messages_events(answers)
 
 
-def over(id: str) -> ApiError:
-    return ApiError(410, f"the trajectory {id!r} is over: its agent has ended", "trajectory_over")
+async def count_tokens(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    request = anthropic_messages.messages_request({"max_tokens": 1} | body)
+    return {"input_tokens": session.count(request)}, None
 
 
 def refused(error: ApiError, anthropic: bool) -> Response:
-    return JSONResponse(error_body(error, anthropic), status_code=error.status)
+    return Json(error_body(error, anthropic), status_code=error.status)
 
 
 def error_body(error: ApiError, anthropic: bool) -> dict[str, Any]:
     """Writes an error as the API's clients read it."""
-    kind = "authentication_error" if error.status == 401 else (
-        "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    )  # fmt: skip
+    kinds = {401: "authentication_error", 404: "not_found_error", 410: "not_found_error",
+             413: "request_too_large", 429: "rate_limit_error"}  # fmt: skip
+    kind = kinds.get(error.status, "invalid_request_error")
     if anthropic:
         return {"type": "error", "error": {"type": kind, "message": error.message}}
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}

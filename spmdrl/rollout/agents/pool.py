@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders
-from spmdrl.rollout.agents.command import CommandAgent, is_command
+from spmdrl.rollout.agents.command import CommandAgent, is_command, without_proxy
 from spmdrl.rollout.agents.endpoint import Endpoint
 from spmdrl.rollout.agents.server import EndpointServer
 from spmdrl.rollout.agents.session import Session, SessionLimits
@@ -90,6 +92,7 @@ class Running:
     session: Session
     submitted: Submitted
     attempt: int = 0
+    paused: bool = False  # whether it waited for a step, which its time limit does not know
 
 
 class AgentPool:
@@ -99,22 +102,28 @@ class AgentPool:
     """
 
     def __init__(
-        self, config: PpoConfig, tokenizer: Any, engine: int, num_engines: int, key: str
-    ) -> None:
-        """engine: its number, of num_engines. key: that requests must have."""
+        self, config: PpoConfig, tokenizer: Any, engine: int, num_engines: int, key: str,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
+        """engine: its number, of num_engines. key: that requests must have. vocab_size: tokens that
+        the model has embeddings of.
+        """
+        tokenizer = copy.deepcopy(tokenizer)  # a call changes it, and the endpoint has a thread
         self.config, self.engine, self.key = config, engine, key
         self.agents = agents_of(config)
         self.arguments = {
             source: arguments_of(agent, ARGUMENTS, "agent") for source, agent in self.agents.items()
         }
         self.limits = SessionLimits(
-            config.data.max_prompt_tokens + config.rollout.max_tokens, config.agents.max_turns
-        )
+            config.data.max_prompt_tokens + config.rollout.max_tokens, config.agents.max_turns,
+            vocab_size,
+        )  # fmt: skip
         self.encoders = ChatEncoders(config, tokenizer, self.limits.max_model_len)
         self.queue = CallQueue()
         self.running: dict[Address, Running] = {}
         self.ended: dict[Address, Ended] = {}
         self.server = EndpointServer(config.serve, Endpoint(config.serve, MODEL, key), engine)
+        os.environ |= without_proxy(self.server.url)  # of the processes that agents run in
         functions = list({id(agent): agent for agent in self.agents.values()}.values())
         self.caller = Caller(functions, config.agents, num_engines, Reply)
 
@@ -160,8 +169,9 @@ class AgentPool:
             return False
         reply = running.submitted.result()
         self.end(task.address)
-        if reply.error is not None and running.attempt < self.config.agents.retries:
-            self.start(task, params, running.attempt + 1)
+        late = running.paused and (reply.error or "").startswith("timed out")
+        if late or (reply.error is not None and running.attempt < self.config.agents.retries):
+            self.start(task, params, running.attempt + (not late))
             return False
         self.ended[task.address] = Ended(running.session.trajectory, reply)
         return True
@@ -199,6 +209,10 @@ class AgentRound:
     def give_up(self) -> dict[int, Completion]:
         """Returns the trajectories that are not over; their agents go on."""
         left, self.under_way = self.under_way, {}
+        for position in left:
+            running = self.pool.running.get(self.tasks[position].address)
+            if running is not None:
+                running.paused = True
         return left
 
     def has_calls(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.types import Message
 
 MOST_CHOICES = 64  # of a request
+MOST_STOPS, MOST_STOP_CHARS = 16, 256
 
 
 class ApiError(Exception):
@@ -109,6 +110,11 @@ def stops(body: dict[str, Any], name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not all(isinstance(each, str) and each for each in found):
         raise ApiError(400, f"{name}: expected strings that are not empty", "invalid_type")
+    if len(found) > MOST_STOPS or any(len(each) > MOST_STOP_CHARS for each in found):
+        raise ApiError(
+            400, f"{name}: expected at most {MOST_STOPS} strings of {MOST_STOP_CHARS} characters",
+            "invalid_value",
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -153,9 +159,21 @@ def arguments_of_call(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments or "{}")
-    except ValueError:
+        value = json.loads(arguments or "{}", parse_constant=no_number)
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters have no encoding
+    except (ValueError, RecursionError):
         return arguments
+    return value
+
+
+def no_number(name: str) -> None:
+    """Raises ValueError for NaN and the like, which are no JSON."""
+    raise ValueError(name)
+
+
+def over(id: str) -> ApiError:
+    """Returns the refusal of a request whose trajectory is over."""
+    return ApiError(410, f"the trajectory {id!r} is over: its agent has ended", "trajectory_over")
 
 
 def call_text(arguments: Any) -> str:

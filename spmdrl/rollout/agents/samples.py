@@ -53,7 +53,8 @@ def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
 def own_turns(row: Row) -> list[Message]:
     """Returns the end of a row's conversation that begins with its first own turn."""
     turns = [i for i, m in enumerate(row.conversation) if m["role"] == "assistant"]
-    return row.conversation[turns[-row.num_turns] :]
+    own = min(row.num_turns, len(turns))  # a client may have sent another history of these tokens
+    return row.conversation[turns[-own] :] if own else []
 
 
 def training_rows(samples: list[Sample], n: int) -> list[Sample]:
@@ -64,9 +65,7 @@ def training_rows(samples: list[Sample], n: int) -> list[Sample]:
     for sample in samples:
         if sample.invalid is not None:
             continue
-        turns = iter(sample.turn_rewards)
         for k, row in enumerate(sample.rows):
-            own = [reward for _, reward in zip(range(row.num_turns), turns, strict=False)]
             found.append(
                 replace(
                     row,
@@ -75,7 +74,6 @@ def training_rows(samples: list[Sample], n: int) -> list[Sample]:
                     reward=sample.reward,
                     penalty=sample.penalty,
                     reward_info=sample.reward_info,
-                    turn_rewards=own,
                 )
             )
     return found

@@ -10,8 +10,8 @@ from typing import Any
 from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
-from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest
-from spmdrl.rollout.agents.trajectory import Draft, Trajectory
+from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest, over
+from spmdrl.rollout.agents.trajectory import Draft, Trajectory, digest_of
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCall
 from spmdrl.rollout.seeds import seed_of
@@ -26,6 +26,7 @@ class SessionLimits:
 
     max_model_len: int  # tokens of a prompt and its answer
     max_turns: int
+    vocab_size: int  # tokens that the model has embeddings of
 
 
 @dataclass
@@ -45,6 +46,11 @@ class Session:
 
     async def chat(self, request: ChatRequest) -> Answers:
         """Raises ApiError."""
+        if request.messages[-1]["role"] == "assistant":
+            raise ApiError(
+                400, "messages: the last one is the assistant's; a turn cannot be begun for it",
+                "invalid_messages",
+            )  # fmt: skip
         encoder = self.encoders.of(request)
         draft = self.trajectory.draft(
             request.messages, request.context, encoder.encode_all, encoder.encode_behind
@@ -86,6 +92,13 @@ class Session:
             choices.append(Choice(message, finish, completion, texts))
         return Answers(self.model, ids, choices)
 
+    def count(self, request: ChatRequest) -> int:
+        """Returns the number of tokens of a prompt. Raises ApiError."""
+        encoder = self.encoders.of(request)
+        return len(self.trajectory.draft(
+            request.messages, request.context, encoder.encode_all, encoder.encode_behind
+        ).token_ids)  # fmt: skip
+
     def text_behind(self, text: str) -> list[int] | None:
         """Returns the tokens of a text that goes on where a row ends, without encoding the row
         again; None where no row ends so.
@@ -112,6 +125,8 @@ class Session:
                 f"data.max_prompt_tokens + rollout.max_tokens = {self.limits.max_model_len}",
                 "context_length_exceeded",
             )  # fmt: skip
+        if max(draft.token_ids) >= self.limits.vocab_size:
+            raise ApiError(400, "the model has no embedding of a token", "invalid_value")
         self.num_turns += request.n
         most = min(request.max_tokens or room, room, self.params.max_tokens)
         params = replace(
@@ -122,7 +137,10 @@ class Session:
             EngineCall(Request(draft.token_ids, seed, max_tokens=most), params)
             for seed in self.seeds(draft, request)
         ]
-        return list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        found = list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
+        if self.over:  # what comes now would change a trajectory that is being trained on
+            raise over(self.trajectory.id)
+        return found
 
     def seeds(self, draft: Draft, request: ChatRequest | TextRequest) -> list[int]:
         """Returns a seed for each answer: of the sample, of the prompt, and of how often that was
@@ -131,7 +149,8 @@ class Session:
         """
         own = self.trajectory.seed
         if request.seed is not None:
-            return [seed_of(own, request.seed, i, 0, "agent's seed") for i in range(request.n)]
+            address = f"agent's seed/{digest_of(draft.token_ids)}"
+            return [seed_of(own, request.seed, i, 0, address) for i in range(request.n)]
         return [
             seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft.token_ids)}")
             for _ in range(request.n)

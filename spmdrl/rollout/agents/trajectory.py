@@ -108,8 +108,7 @@ class Trajectory:
         before = self.rows[behind.row].conversation if behind is not None else []
         rest = token_ids[behind.num_tokens if behind is not None else 0 :]
         asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
-        digest = hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=16).hexdigest()
-        return Draft(token_ids, behind, [*before, *asked], digest)
+        return Draft(token_ids, behind, [*before, *asked], digest_of(token_ids))
 
     def known_by_tokens(self, token_ids: list[int]) -> KnownTokens | None:
         """Returns the longest row that these tokens begin with, if there is one."""
@@ -138,7 +137,7 @@ class Trajectory:
             row.num_turns += 1
         else:  # a text that goes on where the last turn has ended is one turn with it
             *before, last = draft.conversation
-            longer = {**last, "content": last["content"] + said["content"]}
+            longer = {**last, "content": (last["content"] or "") + said["content"]}
             row.conversation = [*before, longer]
         row.finish_reason = answer.finish_reason
         self.last_row = number
@@ -158,7 +157,7 @@ class Trajectory:
         and how often the trajectory has asked for one before. Agents that ask at the same time get
         the same answers whoever comes first.
         """
-        key = hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=16).hexdigest()
+        key = digest_of(token_ids)
         self.times[key] = self.times.get(key, -1) + 1
         return f"{key}/{self.times[key]}"
 
@@ -175,6 +174,11 @@ def add_context(row: Row, token_ids: Sequence[int]) -> None:
     row.logprobs += [0.0] * len(token_ids)
     row.loss_mask += [0] * len(token_ids)
     row.versions += [NOT_CHOSEN] * len(token_ids)
+
+
+def digest_of(token_ids: list[int]) -> str:
+    """Returns the digest of tokens."""
+    return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=16).hexdigest()
 
 
 def digests_of(messages: list[Message], context: str) -> list[str]:

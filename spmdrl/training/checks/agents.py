@@ -6,11 +6,11 @@ import logging
 from dataclasses import fields
 
 from spmdrl.algo.advantages import estimator_of
-from spmdrl.config import AgentConfig, PpoConfig, ServeConfig, require
+from spmdrl.config import AgentConfig, ConfigError, PpoConfig, ServeConfig, require
 from spmdrl.rewards.runner import resolve_rewards
 from spmdrl.rewards.workers.caller import arguments_of, check_shared
 from spmdrl.rewards.workers.caller import check as check_limits
-from spmdrl.rollout.agents.command import CommandAgent, missing_program
+from spmdrl.rollout.agents.command import CommandAgent, filled, missing_program
 from spmdrl.rollout.agents.pool import ARGUMENTS, agents_of
 from spmdrl.rollout.multi_turn.conversation import has_dialogue
 
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIGHEST_PORT = 65535
+GRACE_S = 10.0  # beyond the time limit, for an agent to be ended
 
 
 def check_agents(config: PpoConfig, engines: int) -> None:
@@ -45,9 +46,11 @@ def check_agents(config: PpoConfig, engines: int) -> None:
         arguments_of(agent, ARGUMENTS, "agent")
         if isinstance(agent, CommandAgent):
             check_command(agent)
+    silent_s = (1 + config.agents.retries) * (config.agents.timeout_s + GRACE_S)
     require(
-        config.agents.timeout_s < config.stall_timeout_s,
-        f"agents.timeout_s={config.agents.timeout_s:g} is not below stall_timeout_s="
+        silent_s < config.stall_timeout_s,
+        f"agents.timeout_s={config.agents.timeout_s:g} with agents.retries="
+        f"{config.agents.retries} may take {silent_s:g} s, which is not below stall_timeout_s="
         f"{config.stall_timeout_s:g}: a rank that waits for its agents would be taken for stalled",
     )
     serve = config.serve
@@ -58,10 +61,26 @@ def check_agents(config: PpoConfig, engines: int) -> None:
     )
 
 
+class AnyKey(dict):
+    """Stands for a row's extra_info, which may have any key."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
 def check_command(agent: CommandAgent) -> None:
     """Raises ConfigError for a command line that cannot be run on this host."""
     config = agent.config
     missing = missing_program(agent)
+    row = {"prompt": "", "sample_index": 0, "data_source": "", "extra_info": AnyKey()}
+    try:
+        for word in agent.words:
+            filled(word, row, "", "", "")
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"agent: {word!r} has a name in braces that a row has not ({error}); double braces "
+            "stand for themselves"
+        ) from error
     require(
         missing is None,
         f"agent: there is no program {missing!r} on this host (agents.runner={config.runner!r})",
@@ -84,7 +103,7 @@ def check_options(config: PpoConfig) -> None:
         "rollout.greedy_baseline": rollout.greedy_baseline,
         "rollout.static_split": rollout.static_split,
         "actor.router_replay": config.actor.router_replay is not None,
-        "prm": config.prm is not None,
+        "prm": config.prm is not None, "rewards.per_turn": config.rewards.per_turn,
         f"algo.advantage={algo.advantage!r}": estimator.token_sums,
         "algo.aggregation, a function": callable(algo.aggregation),
         "reward_model": config.reward_model is not None, "judge": config.judge is not None,

@@ -89,8 +89,10 @@ async def anthropic(anthropic_base_url: str, api_key: str, model: str, **_: Any)
         model=model, messages=[QUESTION], max_tokens=99, tools=tools
     ) as stream:
         streamed = await stream.get_final_message()
+    counted = await client.messages.count_tokens(model=model, messages=HI)
     return {
         "call": [use.name, use.input], "answer": second.content[0].text,
+        "counted": counted.input_tokens,
         "stops": [first.stop_reason, second.stop_reason, ended.stop_reason, streamed.stop_reason],
         "streamed": text, "streamed_call": [streamed.content[0].name, streamed.content[0].input],
         "usage": second.usage.output_tokens,
@@ -156,6 +158,8 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         "a bias": good | {"logit_bias": {"5": 100}},
         "too many": good | {"n": 1000},
         "no tokens": good | {"max_tokens": 0},
+        "an answer begun": good | {"messages": [*HI, {"role": "assistant", "content": "well"}]},
+        "many stops": good | {"stop": ["x"] * 99},
         "a prompt that is too long": good | {"messages": [{"role": "user", "content": "a" * 500}]},
     }
     found = {}

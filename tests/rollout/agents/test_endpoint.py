@@ -62,7 +62,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
         dist.init_process_group("gloo", init_method=f"file://{folder}/pg", rank=0, world_size=1)
         alone = Topology.build(torch.device("cpu"), dp=1, tp=1)
         engine = HfEngine(str(model), CONFIG.rollout, 200, alone)
-        pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key")
+        pool = AgentPool(CONFIG, tokenizer, 0, 1, "the key", len(tokenizer))
         try:
             prompts = [
                 (i, Prompt(i, [5], "d", "t", "p", {"case": case})) for i, case in enumerate(CASES)
@@ -96,7 +96,7 @@ def test_openai_chat_has_tools_streams_choices_seeds_stops_and_logprobs(played: 
 def test_anthropic_messages_has_tools_and_streams(played: Round) -> None:
     out = played.output("anthropic")
     assert out["call"] == out["streamed_call"] == ["add", {"a": 2, "b": 3}]
-    assert out["answer"] == "it is 5" and out["usage"] == 8
+    assert out["answer"] == "it is 5" and out["usage"] == 8 and out["counted"] == len("uhi:")
     assert out["stops"] == ["tool_use", "end_turn", "max_tokens", "tool_use"]
     assert out["streamed"] == "good"
 
@@ -123,6 +123,7 @@ REFUSED = {
     "an image": (400, "unsupported_content"), "a format": (400, "unsupported_field"),
     "a forced call": (400, "unsupported_field"), "a bias": (400, "unsupported_field"),
     "too many": (400, "invalid_value"), "no tokens": (400, "invalid_value"),
+    "an answer begun": (400, "invalid_messages"), "many stops": (400, "invalid_value"),
     "a prompt that is too long": (400, "context_length_exceeded"),
     "wrong key": (401, "invalid_api_key"), "no key": (401, "invalid_api_key"),
     "no JSON": (400, "invalid_json"), "a list": (400, "invalid_json"),
