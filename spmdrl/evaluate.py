@@ -27,7 +27,7 @@ from spmdrl.cli.arguments import LAUNCHER, Dry, dry_flags, load_config, shown_co
 from spmdrl.cli.help import asks_for_help
 from spmdrl.cli.hub_names import with_names
 from spmdrl.cli.paths import check_paths, check_writable, missing_checkpoint
-from spmdrl.config import ConfigError, PpoConfig, TrainConfig, require
+from spmdrl.config import ConfigError, PpoConfig, TrainConfig
 from spmdrl.data.benchmark_config import benchmark_config
 from spmdrl.distributed.env import before_torch, without_garbage_collection
 from spmdrl.distributed.exit import BAD_CONFIG, GUARD, exit_config
@@ -137,17 +137,13 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
     from spmdrl.rewards.runner import RewardRunner, rewards_of
     from spmdrl.rollout.multi_turn.environment import check_environments
     from spmdrl.training.build import load_held_out
+    from spmdrl.training.checks.agents import check_agent_data
     from spmdrl.training.checks.rl import check_held_out
 
     phases, topology, out = runtime.phases, runtime.topology, runtime.run_dir
     # as few ranks as the limits for a reward's service leave
     scorers = min(topology.world, config.rewards.max_concurrent or topology.world)
     check_held_out(config, scorers, topology.world)
-    require(
-        config.agent is None or scorers == topology.world,
-        f"rewards.max_concurrent={config.rewards.max_concurrent} is below the {topology.world} "
-        "ranks: trajectories of agents are scored where they are made, so take fewer ranks",
-    )
     with ExitStack() as undo:
         rewards = RewardRunner(rewards_of(config), config.rewards, scorers)
         undo.callback(rewards.close)
@@ -156,6 +152,7 @@ def run(config: PpoConfig, runtime: Runtime, dry: Dry, benchmark: str = "") -> N
             prompts, dataset = load_held_out(config, tokenizer, topology, benchmark)
             rewards.check_sources(dataset.data_sources)
             check_environments(config.environment, dataset.data_sources)
+            check_agent_data(config, dataset)
         if dry.run:
             if runtime.is_main:
                 show_dry_run(config, dry, len(prompts), dataset, rewards)

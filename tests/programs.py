@@ -299,3 +299,8 @@ def metrics_of(run_dir: Path) -> list[dict]:
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").open()]
     assert not without_a_row(set().union(*rows))
     return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
+
+
+def samples_of(run_dir: Path, step: int) -> list[dict]:
+    """Rows of samples/ of a step."""
+    return [json.loads(line) for line in Path(run_dir, f"samples/step_{step}.jsonl").open()]

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.cli.arguments import load_config, override
-from spmdrl.config import ConfigError, DataConfig, MultiTurnConfig, PpoConfig
+from spmdrl.config import (
+    AgentConfig,
+    ConfigError,
+    DataConfig,
+    MultiTurnConfig,
+    PpoConfig,
+    ServeConfig,
+)
 from spmdrl.data.benchmarks import BENCHMARKS, data_files, files_of_split, only_file
 
 SHOWN = 5  # files of a folder, in an error
@@ -48,6 +55,7 @@ def benchmark_config(name: str, file: str, overrides: Mapping[str, Any]) -> PpoC
         eval_temperature=known.temperature, eval_top_p=known.top_p, eval_top_k=0,
         eval_min_p=0.0, eval_repetition_penalty=1.0,
         tools=(), environment=None, multi_turn=MultiTurnConfig(),
+        agent=None, agents=AgentConfig(), serve=ServeConfig(),
         rollout=replace(
             config.rollout, max_tokens=known.max_tokens, min_tokens=0, stop=(), stop_token_ids=(),
             ignore_eos=False,

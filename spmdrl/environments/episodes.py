@@ -33,6 +33,14 @@ def last_number(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
+def episode_row(data_source: str, info: dict[str, Any], instructions: str, seen: Any) -> Row:
+    """Returns a row whose prompt is the instructions and the first observation."""
+    return {
+        "data_source": data_source, "extra_info": info,
+        "prompt": [{"role": "user", "content": f"{instructions}\n\n{seen}"}],
+    }  # fmt: skip
+
+
 def write_rows(path: str | Path, rows: Iterable[Row]) -> int:
     """Writes rows as JSON lines, for `DataConfig.train` or `eval`. Returns how many."""
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]

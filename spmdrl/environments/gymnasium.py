@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from spmdrl.config import ConfigError
-from spmdrl.environments.episodes import Row, last_number, spoken_action
+from spmdrl.environments.episodes import Row, episode_row, last_number, spoken_action
 
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.+?)\x1b\[[0-9;]*m", re.DOTALL)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -121,11 +121,8 @@ def episode_rows(
     rows = []
     for seed in seeds:
         observation, _ = env.reset(seed=seed)
-        said = f"{instructions}\n\n{describe(observation, env)}"
         info = {"env_id": env_id, "env_kwargs": json.dumps(kwargs), "seed": seed}
-        rows.append({
-            "data_source": data_source or env_id, "extra_info": info,
-            "prompt": [{"role": "user", "content": said}],
-        })  # fmt: skip
+        seen = describe(observation, env)
+        rows.append(episode_row(data_source or env_id, info, instructions, seen))
     env.close()
     return rows

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from spmdrl.config import ConfigError
-from spmdrl.environments.episodes import Row, spoken_action
+from spmdrl.environments.episodes import Row, episode_row, spoken_action
 
 try:
     from websockets.exceptions import WebSocketException
@@ -134,9 +134,7 @@ def openenv_rows(
     for seed in seeds:
         given = {**(reset or {}), "seed": seed}
         first = session.ask("reset", given)["observation"]
-        rows.append({
-            "data_source": data_source, "extra_info": {"url": url, "reset": json.dumps(given)},
-            "prompt": [{"role": "user", "content": f"{instructions}\n\n{describe(first)}"}],
-        })  # fmt: skip
+        info = {"url": url, "reset": json.dumps(given)}
+        rows.append(episode_row(data_source, info, instructions, describe(first)))
     session.close()
     return rows

@@ -18,7 +18,7 @@ engines change weights at the same point of the log, whenever each of them gets 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -184,17 +184,18 @@ class EngineCoordinator:
         for number, answer in answers.items():
             self.reply_handler.end_call(number, answer)
 
-    def end(
-        self, partial: dict[int, Completion], paused: Mapping[int, Completion] | None = None
-    ) -> RoundResult:
+    def pause_calls(self, answers: dict[int, Completion]) -> None:
+        """Keeps agents' calls that the round's end has interrupted, by the calls' numbers."""
+        for number, answer in answers.items():
+            self.reply_handler.pause_call(number, answer)
+
+    def end(self, partial: dict[int, Completion]) -> RoundResult:
         """Returns the result of the round on this engine.
 
-        partial: what was inside the engine; paused: of agents' calls, by number. These are
-        unfinished too: a first share that was never added; on engine 0, the requests that no engine
-        took; and the answers that wait for a reply or have just got one.
+        partial: what was inside the engine. These are unfinished too: a first share that was never
+        added; on engine 0, the requests that no engine took; and the answers that wait for a reply
+        or have just got one.
         """
-        for number, answer in (paused or {}).items():
-            self.reply_handler.pause_call(number, answer)
         untaken = list(self.first_share)
         if self.number == 0:
             end = self.num_first + self.store.add("next", self.num_requests)

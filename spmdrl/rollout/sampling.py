@@ -120,11 +120,10 @@ def sample_questions(
     left = {} if enough is None and until is None else share(outcome.unfinished, scheduler.topology)
     ended = sorted(outcome.finished.items())
     if by_agents:
-        made = [(questions[i], tasks[i].address) for i, _ in ended]
-        assert agents is not None or not made
+        trajectories = [] if agents is None else [agents.take(tasks[i]) for i, _ in ended]
         samples = [
-            trajectory_sample(q.prompt, q.group, q.index, agents.ended.pop(address))  # type: ignore[union-attr]
-            for q, address in made
+            trajectory_sample(questions[i].prompt, questions[i].group, questions[i].index, made)
+            for (i, _), made in zip(ended, trajectories, strict=True)
         ]
         homes = homes_of(tasks, agents, scheduler.topology) if left else []
         return samples, [replace(questions[i], home=homes[i]) for i in left]

@@ -134,9 +134,9 @@ class Scheduler:
                 aborted = engine.abort([*positions, *calls])
                 if coordinator is None:
                     return RoundResult()
-                paused = dict(zip(calls.values(), aborted[len(positions) :], strict=True))
-                partial = dict(zip(positions.values(), aborted, strict=False))
-                return coordinator.end(partial, paused)
+                partial, paused = aborted[: len(positions)], aborted[len(positions) :]
+                coordinator.pause_calls(dict(zip(calls.values(), paused, strict=True)))
+                return coordinator.end(dict(zip(positions.values(), partial, strict=True)))
             self.take_calls(decision.calls, calls)
             ready, waiting = decision.requests_from(requests, free)
             if coordinator is not None:

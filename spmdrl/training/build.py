@@ -38,6 +38,7 @@ from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
+from spmdrl.training.checks.agents import check_agent_data, check_parser
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
@@ -226,9 +227,11 @@ def load_prompts(
         held_out, dataset = load_held_out(config, tokenizer, topology)
         sources |= set(dataset.data_sources)
         looks = prompts.looks(dataset)
+        check_agent_data(config, dataset)
     if rewards is not None:
         rewards.check_sources(sorted(sources))
     check_environments(config.environment, sorted(sources))
+    check_agent_data(config, prompts)
     return prompts, held_out, order, looks
 
 
@@ -346,6 +349,7 @@ def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPoo
     """ranks: of the rollout. On the leaders of its engines. Collective over these ranks."""
     if config.agent is None or not ranks.here:
         return None
+    check_parser(config, tokenizer)
     key = broadcast_from_first(secrets.token_urlsafe(24), ranks.control)
     if ranks.axis_rank("tp") != 0:
         return None

@@ -169,15 +169,20 @@ def hooks(roles: Roles) -> dict[str, Any]:
     """Returns who else takes part in a rollout, and what is done between two bursts of engine
     steps: say that this rank lives, look for new weights.
     """
-    found: dict[str, Any] = {
-        "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
-        "by_agents": roles.config.agent is not None, "agents": roles.sampler.agents,
-        "between_bursts": roles.phases.still_going,
-    }  # fmt: skip
+    found = participants(roles)
     if roles.mailbox is not None:
         found["new_weights"] = lambda: new_weights(roles)
         found["load_weights"] = lambda: transfer(roles, roles.policy_version + 1)
     return found
+
+
+def participants(roles: EvalContext) -> dict[str, Any]:
+    """Returns who else takes part in sampling, and the sign of life between two bursts."""
+    return {
+        "tokenizer": roles.tokenizer, "dialogue": roles.sampler.dialogue,
+        "by_agents": roles.config.agent is not None, "agents": roles.sampler.agents,
+        "between_bursts": roles.phases.still_going,
+    }  # fmt: skip
 
 
 def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sample]:
@@ -310,17 +315,14 @@ def evaluate(
                 prompts, config.eval_samples, run_seed=config.seed, step=step, purpose="eval"
             )
             samples, _ = sample_questions(
-                sampler.scheduler, questions, evaluation_params(config),
-                tokenizer=roles.tokenizer, dialogue=sampler.dialogue,
-                by_agents=config.agent is not None, agents=sampler.agents,
-                between_bursts=roles.phases.still_going,
-            )  # fmt: skip
+                sampler.scheduler, questions, evaluation_params(config), **participants(roles)
+            )
     held_out = {prompt.id: prompt for _, prompt in prompts}
     score(samples, roles, held_out.__getitem__, phase="evaluate")
     show(samples)
     with roles.phases("evaluate", sampling):
         check_invalid(samples, config.rewards, sampling)
-        metrics = sample_metrics(samples, sampling, by_source=True, replies=has_replies(config))
+        metrics = sample_metrics(samples, sampling, replies=has_replies(config))
         picked = {
             name.removesuffix("/mean") if name.endswith("reward/mean") else name: value
             for name, value in metrics.items()

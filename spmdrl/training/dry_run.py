@@ -17,7 +17,7 @@ from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import check_enough, load_dataset
-from spmdrl.training.checks.agents import agent_lines
+from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
@@ -55,6 +55,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
         check_environments(config.environment, dataset.data_sources)
+        check_agent_data(config, dataset)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
             check_enough(config, num_prompts)
@@ -73,6 +74,7 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
         lines += dialogue.lines()
         dialogue.close()
     if config.agent is not None:
+        check_parser(config, tokenizer)
         lines += agent_lines(config)
     trained = [role for role in training_roles(config).values() if role.engine == "fsdp"]
     lines += trial_lines([role.model or config.model for role in trained])

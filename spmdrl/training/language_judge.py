@@ -8,7 +8,6 @@ equal questions have one verdict, whoever made the answers and in whatever step.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from spmdrl.rewards.judge import answer_of, asked_messages, read_verdict
 from spmdrl.rollout.base import Request, RolloutEngine, SamplingParams
 from spmdrl.rollout.build import build_engine
 from spmdrl.rollout.scheduler import Scheduler
+from spmdrl.rollout.seeds import seed_of
+from spmdrl.training.logs.metrics import address_of
 from spmdrl.types import Judgement, Sample
 
 Address = tuple[int, int]  # group and index of a sample
@@ -106,7 +107,7 @@ class LanguageJudge:
         for question in questions:
             numbers.setdefault(question.token_ids.tobytes(), len(numbers))
         requests = [
-            Request(np.frombuffer(ids, np.int32).tolist(), seed_of(self.seed, ids))
+            Request(np.frombuffer(ids, np.int32).tolist(), verdict_seed(self.seed, ids))
             for ids in numbers
         ]
         if not requests:
@@ -195,10 +196,6 @@ class LanguageJudge:
         yield Question(first, second, np.array(ids, np.int32))
 
 
-def address_of(sample: Sample) -> Address:
-    return sample.group, sample.index
-
-
 def place_of(question: Question) -> tuple[Address, Address]:
     return question.first, question.second
 
@@ -213,11 +210,9 @@ def opponents(indices: list[int], index: int, count: int) -> list[int]:
     return ring[: count or None]
 
 
-def seed_of(run_seed: int, token_ids: bytes) -> int:
-    """Returns the seed of a verdict, 0 .. 2**63 - 1, by what is asked."""
-    salt = run_seed.to_bytes(8, "little")
-    digest = hashlib.blake2b(token_ids, digest_size=8, salt=salt, person=b"spmdrl judge").digest()
-    return int.from_bytes(digest, "little") >> 1
+def verdict_seed(run_seed: int, token_ids: bytes) -> int:
+    """Returns the seed of a verdict by what is asked."""
+    return seed_of(run_seed, 0, 0, 0, f"judge/{token_ids.hex()}")
 
 
 def judgements(

@@ -118,12 +118,10 @@ def code_prints(config: PpoConfig) -> Tree:
     """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
     reward = dict(config.reward) if isinstance(config.reward, Mapping) else {"": config.reward}
     tools = {as_text(tool): function_print(tool) for tool in config.tools}
-    given = config.environment
-    environments = given if isinstance(given, Mapping) else {"": given}
-    for source, environment in environments.items():
-        if environment is not None:
-            name = f"environment {source}" if source else "environment"
-            tools[name] = function_print(environment)
+    for kind, given in (("environment", config.environment), ("agent", config.agent)):
+        for source, each in (given if isinstance(given, Mapping) else {"": given}).items():
+            if callable(each):  # a command line stands in the config
+                tools[f"{kind} {source}" if source else kind] = function_print(each)
     algo = {
         field.name: function_print(getattr(config.algo, field.name))
         for field in dataclasses.fields(config.algo)

@@ -436,6 +436,21 @@ def texts(tokenizer, example) -> tuple[str, ...]:
     return tuple(tokenizer.decode(ids) for _, ids in example.parts())
 
 
+def test_rows_of_a_small_set_are_encoded_once(topology, tokenizer, tmp_path, monkeypatch):
+    rows = [row(prompt=f"{i}+1?", response=f"{i + 1}") for i in range(3)]
+    path, read = write(tmp_path / "a.jsonl", rows), []
+    encoded = SftDataset.encoded
+    monkeypatch.setattr(SftDataset, "encoded", lambda self, i: read.append(i) or encoded(self, i))
+    small = load_sft(topology, tokenizer, path)
+    monkeypatch.setattr("spmdrl.data.sft.KEPT_TOKENS", 5)
+    large = load_sft(topology, tokenizer, path)
+    for data, times in ((small, 1), (large, 2)):
+        read.clear()
+        batches = [data.batch([2, 0]) for _ in range(2)]
+        assert sorted(read) == sorted([0, 2] * times)
+        assert batches[0].token_ids.tolist() == batches[1].token_ids.tolist()
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_sft_dotted_keys(topology, tokenizer, tmp_path, kind):
     rows = [row(extra_info={"question": f"{i}+1?", "answer": f"#### {i + 1}"}) for i in range(5)]

@@ -16,11 +16,13 @@ from tiny_models import save_tokenizer
 from transformers import AutoTokenizer
 
 from spmdrl.config import (
+    AgentConfig,
     ConfigError,
     DataConfig,
     MultiTurnConfig,
     PreferenceDataConfig,
     RolloutConfig,
+    ServeConfig,
     SftDataConfig,
 )
 from spmdrl.data.benchmark_config import benchmark_config
@@ -312,6 +314,7 @@ rollout = RolloutConfig(
 )
 config = PpoConfig(
     "m", DataConfig("a.parquet"), "math", run_dir="runs/a", tools=(search,), environment=search,
+    agent=search, agents=AgentConfig(retries=2), serve=ServeConfig(port=9),
     multi_turn=MultiTurnConfig(max_turns=3), eval_top_k=20, rollout=rollout,
 )
 """
@@ -334,6 +337,7 @@ def test_a_benchmark_takes_no_tools_and_no_ends_from_a_config(tmp_path):
     config = benchmark_config("gsm8k", str(file), {"rollout.min_tokens": 1})
     assert (config.tools, config.environment, config.eval_top_k) == ((), None, 0)
     assert config.multi_turn == MultiTurnConfig()
+    assert (config.agent, config.agents, config.serve) == (None, AgentConfig(), ServeConfig())
     assert config.rollout == RolloutConfig(n=4, kv_cache_mib=64, max_tokens=2048, min_tokens=1)
 
 

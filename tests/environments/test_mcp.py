@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from dialogues import LIMIT, PROMPT, call, config_of, contents, played
+from local_servers import served
 
 from spmdrl.config import ConfigError, MultiTurnConfig
 from spmdrl.environments import mcp_connection
@@ -30,21 +29,8 @@ LIMITS = MultiTurnConfig(timeout_s=60, workers=1)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert time.monotonic() < end and server.poll() is None
-            time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/mcp"
-    server.kill()
-    server.wait()
+    with served(COMMAND, stderr=subprocess.DEVNULL) as port:
+        yield f"http://127.0.0.1:{port}/mcp"
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 import pytest
 from dialogues import PROMPT, messages_of_sample, played
+from local_servers import served
 from text_games import parse_say
 
 from spmdrl.environments.episodes import turn_rewards
@@ -35,22 +33,9 @@ SERVER = Path(__file__).parents[1] / "openenv_server.py"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     python = os.environ.get("OPENENV_PYTHON", sys.executable)
-    server = subprocess.Popen([python, SERVER, str(port)], env={"PATH": os.environ["PATH"]})
-    end = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert time.monotonic() < end and server.poll() is None
-            time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/"
-    server.kill()
-    server.wait()
+    with served([python, SERVER], env={"PATH": os.environ["PATH"]}) as port:
+        yield f"http://127.0.0.1:{port}/"
 
 
 def test_a_sample_plays_an_episode(talk: Any, tokenizer: Any, url: str) -> None:

@@ -36,8 +36,8 @@ from spmdrl.training.language_judge import (
     Question,
     judgements,
     opponents,
-    seed_of,
     take,
+    verdict_seed,
 )
 from spmdrl.types import Judgement, Prompt, Sample
 
@@ -169,10 +169,10 @@ def test_a_sample_without_a_verdict_is_invalid_or_has_the_default() -> None:
 
 
 def test_seeds_are_of_what_is_asked_and_of_the_run() -> None:
-    seeds = {seed_of(run, text) for run in (0, 1) for text in (b"a", b"b")}
+    seeds = {verdict_seed(run, text) for run in (0, 1) for text in (b"a", b"b")}
     assert len(seeds) == 4
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(0, b"a") == seed_of(0, b"a")
+    assert verdict_seed(0, b"a") == verdict_seed(0, b"a")
 
 
 def test_weights_that_sleep_come_back_as_they_were() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from programs import CONFIG, ROOT, metrics_of, train, write_task
+from programs import CONFIG, ROOT, metrics_of, samples_of, train, write_task
 
 from spmdrl.rollout.answer_codec import unpack
 
@@ -52,10 +51,6 @@ def run(folder: Path, name: str, ranks: int, *args: str) -> list[dict]:
     return metrics_of(folder / name)
 
 
-def samples_of(folder: Path, name: str, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / name / f"samples/step_{step}.jsonl").open()]
-
-
 @pytest.fixture(scope="module")
 def alone(folder):
     return run(folder, "alone", 1)
@@ -69,7 +64,7 @@ def test_tokens_of_several_turns_are_those_that_were_said(folder, alone):
         assert row["actor/ratio_max"] == 1.0
         assert row["turns/mean"] > 1.5
         assert row["reward/invalid"] == 0
-    samples = samples_of(folder, "alone", 1)
+    samples = samples_of(folder / "alone", 1)
     assert len(samples) == 32
     lengths = set()
     for sample in samples:
@@ -149,7 +144,7 @@ def test_what_waits_for_a_reply_goes_on_in_the_next_step_and_after_a_resume(fold
     assert [row["step"] for row in rows[1:]] == [1, 2, 3, 4]
     assert rows[3]["staleness/max"] >= 1
     for step in (3, 4):
-        for sample in samples_of(folder, "partial", step):
+        for sample in samples_of(folder / "partial", step):
             said = sample["messages"]
             for before, reply in zip(said[::2], said[1::2], strict=False):
                 assert reply["content"] == f"({len(before['content'])})"
@@ -189,7 +184,7 @@ def test_an_environment_that_fails_costs_samples_and_many_end_the_run(folder):
     config = ("--config", "wrong.py", "--data.eval", "None")
     rows = run(folder, "wrong", 2, *config)
     assert [row["reward/invalid"] for row in rows] == [8, 8]
-    invalid = [s["invalid"] for s in samples_of(folder, "wrong", 1) if s["sample"] == 0]
+    invalid = [s["invalid"] for s in samples_of(folder / "wrong", 1) if s["sample"] == 0]
     assert all("the environment: " in why and "no dice" in why for why in invalid)
     done = train(
         folder, 2, *config, "--run_dir", "many", "--rewards.max_invalid_fraction", "0.2"
@@ -297,5 +292,5 @@ def test_a_tool_with_a_state_keeps_it_in_any_step_engine_and_attempt(tmp_path):
     assert max(row["staleness/max"] for row in rows) >= 1
     for row in rows:
         assert row["reward/invalid"] == 0
-    rewards = [s["reward"] for step in (1, 2, 3, 4) for s in samples_of(tmp_path, "till", step)]
+    rewards = [s["reward"] for step in (1, 2, 3, 4) for s in samples_of(tmp_path / "till", step)]
     assert sum(reward >= 2 for reward in rewards) > 10  # they have something to remember

@@ -427,6 +427,23 @@ def test_a_partials_values_are_the_configs_and_installed_functions_are_names(con
     assert "reward function of 'b'" in found[2][1]
 
 
+def test_an_agents_code_counts_and_a_command_line_is_the_configs(config, tmp_path):
+    def agent_of(score):
+        path = tmp_path / f"agent_{score}.py"
+        path.write_text(
+            f"{CONFIG_FILE}\nasync def play(base_url): return {score}\n"
+            "config = PpoConfig('m', DataConfig('d'), 'agent', agent=play)\n"
+        )
+        return load_config(str(path), PpoConfig, {}).agent
+
+    one = replace(config, reward="agent", agent={"a": agent_of(1), "b": ["run", "{prompt}"]})
+    two = replace(one, agent={**one.agent, "a": agent_of(2)})
+    assert "tools" in [kind for kind, _ in told(taken(one), two)]
+    other = replace(one, agent={**one.agent, "b": ["walk", "{prompt}"]})
+    [(kind, text)] = told(taken(one), other)
+    assert kind is None and "walk" in text
+
+
 def test_code_of_another_python_is_not_compared(config, tmp_path):
     path = tmp_path / "cfg.py"
     path.write_text(CONFIG_FILE)

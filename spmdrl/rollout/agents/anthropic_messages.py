@@ -12,6 +12,7 @@ from spmdrl.rollout.agents.requests import (
     ApiError,
     ChatRequest,
     arguments_of_call,
+    offers_tools,
     part_text,
     positive,
     require,
@@ -47,14 +48,8 @@ def messages_request(body: dict[str, Any]) -> ChatRequest:
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools as OpenAI's chat API has them. Raises ApiError."""
-    chosen = take(body, "tool_choice", dict, {}).get("type", "auto")
-    if chosen == "none":
+    if not offers_tools(take(body, "tool_choice", dict, {}).get("type", "auto")):
         return []
-    if chosen != "auto":
-        raise ApiError(
-            400, f"tool_choice={chosen!r}: a call that is forced would be sampled from another "
-            "distribution than the one that is trained; use 'auto' or 'none'", "unsupported_field",
-        )  # fmt: skip
     found = []
     for i, tool in enumerate(take(body, "tools", list, [])):
         schema = tool.get("input_schema") if isinstance(tool, dict) else None

@@ -60,21 +60,19 @@ class ChatEncoder:
 
     def spoken(self, answer: Completion, stop: tuple[str, ...]) -> Spoken:
         """Reads a turn: its text without the token or the string that ended it, and its calls."""
-        ids = answer.token_ids
-        cut = len(ids) - 1 if ids and ids[-1] in self.encoder.control_ids else len(ids)
-        text = self.encoder.spell(ids[:cut])
-        if answer.finish_reason == "stop" and cut == len(ids):
-            text = before_stop(text, stop)
-        finish = "length" if answer.finish_reason == "length" else "stop"
+        ids, is_over = answer.token_ids, answer.finish_reason == "stop"
+        ids = ids[:-1] if ids and ids[-1] in self.encoder.control_ids else ids
+        stop = stop if is_over else ()
         if self.parser is not None:
+            text = before_stop(self.encoder.spell(ids), stop)
             calls, _ = self.parser(without_thoughts(text))
             if calls:
                 begins = self.parser.begins
                 said = text[: text.find(begins)] if begins and begins in text else ""
                 return Spoken(with_calls(said, calls), "tool_calls")
         tokenizer: Any = self.encoder.tokenizer
-        content = tokenizer.decode(ids[:cut], skip_special_tokens=True)
-        content = before_stop(content, stop) if answer.finish_reason == "stop" else content
+        content = before_stop(tokenizer.decode(ids, skip_special_tokens=True), stop)
+        finish = "length" if answer.finish_reason == "length" else "stop"
         return Spoken({"role": "assistant", "content": content}, finish)
 
 

@@ -66,13 +66,12 @@ class Endpoint:
             raise ValueError(f"there is a trajectory {id!r} already")
         self.sessions[id] = session
 
-    def end(self, id: str) -> Session:
+    def end(self, id: str) -> None:
         session = self.sessions.pop(id)
         self.ended[id] = None
         if len(self.ended) > MOST_ENDED:
             self.ended.popitem(last=False)
         session.end()
-        return session
 
     def handler(self, api: Api, anthropic: bool) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:

@@ -15,8 +15,10 @@ from spmdrl.rollout.agents.requests import (
     TextRequest,
     arguments_of_call,
     choices,
+    offers_tools,
     positive,
     refuse,
+    refuse_form,
     require,
     stops,
     take,
@@ -36,13 +38,7 @@ UNSUPPORTED = {
 def chat_request(body: dict[str, Any]) -> ChatRequest:
     """Reads the body of /v1/chat/completions. Raises ApiError."""
     refuse(body, UNSUPPORTED)
-    form = take(body, "response_format", dict, {})
-    if form.get("type", "text") != "text":
-        raise ApiError(
-            400, "response_format: constrained decoding would sample from another distribution "
-            "than the one that is trained. Ask for the format in the prompt, or by a tool",
-            "unsupported_field",
-        )  # fmt: skip
+    refuse_form(take(body, "response_format", dict, {}), "response_format")
     options = take(body, "stream_options", dict, {})
     return ChatRequest(
         messages=messages_of(require(body, "messages", list)),
@@ -60,17 +56,9 @@ def chat_request(body: dict[str, Any]) -> ChatRequest:
 
 
 def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools that a request offers. Raises ApiError for a choice that would have to be
-    forced.
-    """
-    chosen = body.get("tool_choice") or "auto"
-    if chosen == "none":
+    """Returns the tools that a request offers. Raises ApiError."""
+    if not offers_tools(body.get("tool_choice") or "auto"):
         return []
-    if chosen != "auto":
-        raise ApiError(
-            400, f"tool_choice={chosen!r}: a call that is forced would be sampled from another "
-            "distribution than the one that is trained; use 'auto' or 'none'", "unsupported_field",
-        )  # fmt: skip
     tools = take(body, "tools", list, [])
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None

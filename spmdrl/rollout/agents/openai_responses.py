@@ -16,6 +16,7 @@ from spmdrl.rollout.agents.requests import (
     arguments_of_call,
     positive,
     refuse,
+    refuse_form,
     require,
     take,
     text_of,
@@ -34,13 +35,7 @@ def responses_request(body: dict[str, Any], earlier: Mapping[str, list[Message]]
     trajectory, by its id. Raises ApiError.
     """
     refuse(body, UNSUPPORTED)
-    form = take(take(body, "text", dict, {}), "format", dict, {})
-    if form.get("type", "text") != "text":
-        raise ApiError(
-            400, "text.format: constrained decoding would sample from another distribution than "
-            "the one that is trained. Ask for the format in the prompt, or by a tool",
-            "unsupported_field",
-        )  # fmt: skip
+    refuse_form(take(take(body, "text", dict, {}), "format", dict, {}), "text.format")
     previous = take(body, "previous_response_id", str)
     if previous is not None and previous not in earlier:
         raise ApiError(404, f"previous_response_id={previous!r} is not known", "unknown_response")

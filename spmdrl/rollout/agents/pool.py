@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmdrl.config import PpoConfig
+from spmdrl.config import ConfigError, PpoConfig
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.call_queue import CallQueue
@@ -23,8 +22,6 @@ from spmdrl.rollout.agents.trajectory import Trajectory
 from spmdrl.rollout.base import Completion, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCalls
 from spmdrl.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name of the model at the endpoint
 
@@ -61,20 +58,11 @@ class AgentTask:
         }  # fmt: skip
 
 
-# What an agent can ask for by naming a parameter, besides the fields of its row.
-ARGUMENTS: dict[str, Callable[[AgentTask, str, str], Any]] = {
-    "row": lambda task, url, key: task.row,
-    "base_url": lambda task, url, key: f"{url}/v1",
-    "anthropic_base_url": lambda task, url, key: url,
-    "api_key": lambda task, url, key: key,
-    "model": lambda task, url, key: MODEL,
-    "trajectory_id": lambda task, url, key: url.rpartition("/")[2],
-    **{
-        name: lambda task, url, key, name=name: task.row[name]  # type: ignore[misc]
-        for name in ("prompt", "messages", "ground_truth", "data_source", "extra_info",
-                     "sample_index")
-    },
-}  # fmt: skip
+# What an agent can ask for by naming a parameter: fields of its row, all of them, the endpoint.
+ARGUMENTS = (
+    "prompt", "messages", "ground_truth", "data_source", "extra_info", "sample_index", "row",
+    "base_url", "anthropic_base_url", "api_key", "model", "trajectory_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,18 +137,21 @@ class AgentPool:
         trajectory = Trajectory(secrets.token_urlsafe(9), task.seed)
         session = Session(trajectory, params, self.encoders, self.queue, self.limits, MODEL)
         self.server.call(self.server.endpoint.begin, session)
-        source = task.prompt.data_source if task.prompt.data_source in self.agents else None
-        url = f"{self.server.url}/t/{trajectory.id}"
-        given = {name: ARGUMENTS[name](task, url, self.key) for name in self.arguments[source]}
+        url, row = f"{self.server.url}/t/{trajectory.id}", task.row
+        told = row | {
+            "row": row, "base_url": f"{url}/v1", "anthropic_base_url": url, "api_key": self.key,
+            "model": MODEL, "trajectory_id": trajectory.id,
+        }  # fmt: skip
+        source = source_of(self.agents, task.prompt.data_source)
+        given = {name: told[name] for name in self.arguments[source]}
         submitted = self.caller.submit(self.agents[source], given)
         self.running[task.address] = Running(session, submitted, attempt)
 
-    def end(self, address: Address) -> Running:
+    def end(self, address: Address) -> None:
         """Ends a trajectory, and its agent where that is still at work."""
         running = self.running.pop(address)
         running.submitted.future.cancel()
         self.server.call(self.server.endpoint.end, running.session.trajectory.id)
-        return running
 
     def collect(self, task: AgentTask, params: SamplingParams) -> bool:
         """Whether the task's agent has ended. One that failed begins anew, if it may."""
@@ -175,6 +166,10 @@ class AgentPool:
             return False
         self.ended[task.address] = Ended(running.session.trajectory, reply)
         return True
+
+    def take(self, task: AgentTask) -> Ended:
+        """Returns the trajectory of a task whose agent has ended, once."""
+        return self.ended.pop(task.address)
 
     def close(self) -> None:
         """Ends agents and endpoint."""
@@ -237,3 +232,20 @@ def agents_of(config: PpoConfig) -> dict[str | None, Callable[..., Any]]:
         source: CommandAgent(agent, config.agents) if is_command(agent) else agent
         for source, agent in given.items()
     }
+
+
+def source_of(agents: Mapping[str | None, Any], data_source: str) -> str | None:
+    """Returns the key of a data_source's agent. Raises ConfigError where it has none."""
+    key = data_source if data_source in agents else None
+    if key not in agents:
+        raise ConfigError(
+            f"`agent` has no data_source {data_source!r}; it has {', '.join(map(repr, agents))}"
+        )
+    return key
+
+
+def check_agent_sources(config: PpoConfig, data_sources: Iterable[str]) -> None:
+    """Raises ConfigError where the agent of a data_source is not named."""
+    if config.agent is not None:
+        for source in data_sources:
+            source_of(agents_of(config), source)

@@ -127,6 +127,28 @@ def refuse(body: dict[str, Any], reasons: dict[str, str]) -> None:
             raise ApiError(400, f"{name} cannot be honoured: {reason}", "unsupported_field")
 
 
+def offers_tools(chosen: Any) -> bool:
+    """Returns False where a request wants no tool to be called. Raises ApiError for a choice that
+    would have to be forced.
+    """
+    if chosen not in ("auto", "none"):
+        raise ApiError(
+            400, f"tool_choice={chosen!r}: a call that is forced would be sampled from another "
+            "distribution than the one that is trained; use 'auto' or 'none'", "unsupported_field",
+        )  # fmt: skip
+    return chosen == "auto"
+
+
+def refuse_form(form: dict[str, Any], name: str) -> None:
+    """Raises ApiError for a form of answers other than text. name: of the field."""
+    if form.get("type", "text") != "text":
+        raise ApiError(
+            400, f"{name}: constrained decoding would sample from another distribution than the "
+            "one that is trained. Ask for the format in the prompt, or by a tool",
+            "unsupported_field",
+        )  # fmt: skip
+
+
 def text_of(content: Any, where: str) -> str:
     """Returns the text of a message's content: a text, or parts of text. Raises ApiError."""
     if content is None:

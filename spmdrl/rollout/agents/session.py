@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCall
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Message
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,7 @@ class Session:
                 400, "messages: the last one is the assistant's; a turn cannot be begun for it",
                 "invalid_messages",
             )  # fmt: skip
-        encoder = self.encoders.of(request)
-        draft = self.trajectory.draft(
-            request.messages, request.context, encoder.encode_all, encoder.encode_behind
-        )
+        encoder, draft = self.encoders.of(request), self.draft(request)
         stop = (*self.params.stop, *request.stop)
         completions = await self.sample(draft, request)
         choices = []
@@ -77,9 +71,8 @@ class Session:
             ids = known if known is not None else tokenizer(said)["input_ids"]
         else:
             ids = said
-        highest = len(tokenizer) - 1
-        if not ids or not all(0 <= token <= highest for token in ids):
-            raise ApiError(400, f"prompt: expected token ids in 0..{highest}", "invalid_value")
+        if not ids or min(ids) < 0:
+            raise ApiError(400, "prompt: expected token ids from 0 on", "invalid_value")
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
         choices = []
         for completion in await self.sample(draft, request):
@@ -94,10 +87,14 @@ class Session:
 
     def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a prompt. Raises ApiError."""
+        return len(self.draft(request).token_ids)
+
+    def draft(self, request: ChatRequest) -> Draft:
+        """Raises ApiError."""
         encoder = self.encoders.of(request)
-        return len(self.trajectory.draft(
+        return self.trajectory.draft(
             request.messages, request.context, encoder.encode_all, encoder.encode_behind
-        ).token_ids)  # fmt: skip
+        )
 
     def text_behind(self, text: str) -> list[int] | None:
         """Returns the tokens of a text that goes on where a row ends, without encoding the row
@@ -159,9 +156,8 @@ class Session:
     def token_texts(self, completion: Completion) -> list[str]:
         return [self.encoders.tokenizer.decode([token]) for token in completion.token_ids]
 
-    def end(self) -> Trajectory:
-        """Refuses what is still asked, and returns what was sampled."""
+    def end(self) -> None:
+        """Refuses what is still asked."""
         self.over = True
         for task in self.tasks:
             task.cancel()
-        return self.trajectory

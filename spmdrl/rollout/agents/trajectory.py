@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.rollout.agents.requests import arguments_of_call
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
 from spmdrl.types import Message
 
@@ -120,7 +121,7 @@ class Trajectory:
                 longest = KnownTokens(number, size)
         return longest
 
-    def commit(self, draft: Draft, answer: Completion, said: Message) -> Row:
+    def commit(self, draft: Draft, answer: Completion, said: Message) -> None:
         """Adds what was sampled: to the row that the request continues if that has not gone on
         meanwhile, else to a new one. said: the answer as the agent is told it.
         """
@@ -143,7 +144,6 @@ class Trajectory:
         self.last_row = number
         digest = next_digest(draft.digest, said)
         self.known[digest] = KnownTokens(number, len(row.token_ids))
-        return row
 
     def row_for(self, draft: Draft) -> int:
         behind = draft.behind
@@ -198,23 +198,10 @@ def next_digest(digest: str, message: Message) -> str:
 
 def essence_of(message: Message) -> dict[str, Any]:
     """Returns what tells messages apart. Clients send an answer back with fields left out or added,
-    with other ids of its tool calls, or with its text in parts.
+    or with other ids of its tool calls.
     """
     calls = [
-        [call["function"]["name"], loosely(call["function"]["arguments"])]
+        [call["function"]["name"], arguments_of_call(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
-    content = message.get("content")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    return {"role": message["role"], "content": content or "", "calls": calls}
-
-
-def loosely(arguments: Any) -> Any:
-    """Returns the arguments of a call as a value, where they are JSON."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+    return {"role": message["role"], "content": message.get("content") or "", "calls": calls}

@@ -52,10 +52,6 @@ class Answerer:
     called: Callable[..., Any]  # the function, or the Objects of a class
     takes: tuple[str, ...]
 
-    @property
-    def has_objects(self) -> bool:
-        return isinstance(self.called, Objects)
-
     def given(self, turn: Turn) -> dict[str, Any]:
         return {name: ARGUMENTS[name](turn) for name in self.takes}
 

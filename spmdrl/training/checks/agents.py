@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import fields
+from typing import Any
 
 from spmdrl.algo.advantages import estimator_of
 from spmdrl.config import AgentConfig, ConfigError, PpoConfig, ServeConfig, require
-from spmdrl.rewards.runner import resolve_rewards
+from spmdrl.data.prompts import PromptDataset
+from spmdrl.rewards.runner import resolve_rewards, rewards_of
 from spmdrl.rewards.workers.caller import arguments_of, check_shared
 from spmdrl.rewards.workers.caller import check as check_limits
-from spmdrl.rollout.agents.command import CommandAgent, filled, missing_program
-from spmdrl.rollout.agents.pool import ARGUMENTS, agents_of
-from spmdrl.rollout.multi_turn.conversation import has_dialogue
-
-logger = logging.getLogger(__name__)
+from spmdrl.rollout.agents.command import CONTAINERS, CommandAgent, filled, missing_program
+from spmdrl.rollout.agents.pool import ARGUMENTS, agents_of, check_agent_sources
+from spmdrl.rollout.multi_turn.tools import CallParser
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIGHEST_PORT = 65535
+TEXTS = "agents' messages are text"
+PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 GRACE_S = 10.0  # beyond the time limit, for an agent to be ended
 
 
@@ -26,7 +27,8 @@ def check_agents(config: PpoConfig, engines: int) -> None:
 
     engines: how many share the limits of agents.
     """
-    reads = any("agent_output" in r.arguments for r in resolve_rewards(config.reward).values())
+    rewards = resolve_rewards(rewards_of(config)).values()
+    reads = any("agent_output" in reward.arguments for reward in rewards)
     if config.agent is None:
         for name, usual in (("agents", AgentConfig()), ("serve", ServeConfig())):
             require(
@@ -86,7 +88,7 @@ def check_command(agent: CommandAgent) -> None:
         f"agent: there is no program {missing!r} on this host (agents.runner={config.runner!r})",
     )
     require(
-        config.runner not in ("docker", "podman") or bool(config.runner_args),
+        config.runner not in CONTAINERS or bool(config.runner_args),
         f"agents.runner={config.runner!r} needs an image: agents.runner_args=('my/image',)",
     )
 
@@ -97,7 +99,10 @@ def check_options(config: PpoConfig) -> None:
     """
     algo, rollout, estimator = config.algo, config.rollout, estimator_of(config.algo)
     refused = {
-        "tools": bool(config.tools), "environment": config.environment is not None,
+        "tools": bool(config.tools),
+        "data.image_min_pixels": config.data.image_min_pixels is not None,
+        "data.image_max_pixels": config.data.image_max_pixels is not None,
+        "environment": config.environment is not None,
         "algo.sample_filter": algo.sample_filter is not None,
         "algo.overlong_buffer": algo.overlong_buffer > 0,
         "rollout.greedy_baseline": rollout.greedy_baseline,
@@ -111,14 +116,12 @@ def check_options(config: PpoConfig) -> None:
     reasons = {
         "tools": "an agent runs its own tools",
         "environment": "an agent is its own environment",
+        "data.image_min_pixels": TEXTS,
+        "data.image_max_pixels": TEXTS,
     }
     usual = "it is of single answers, and a trajectory may be trained on as several sequences"
     for name, is_on in refused.items():
         require(not is_on, f"{name} does not go with agent: {reasons.get(name, usual)}")
-    require(
-        not has_dialogue(config) and config.data.image_max_pixels is None,
-        "data.image_max_pixels does not go with agent: agents' messages are text",
-    )
     command = any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
     given = {f.name for f in fields(AgentConfig) if f.name.startswith("runner")}
     changed = {
@@ -133,6 +136,23 @@ def check_options(config: PpoConfig) -> None:
         f"agents.max_staleness={config.agents.max_staleness} has no effect: with "
         "rollout.oversample=1 no trajectory goes on from step to step",
     )
+
+
+def check_agent_data(config: PpoConfig, dataset: PromptDataset) -> None:
+    """Raises ConfigError for data whose rows agents cannot be given."""
+    if config.agent is None:
+        return
+    check_agent_sources(config, dataset.data_sources)
+    require(
+        not dataset.images.per_prompt,
+        f"data: prompts have images, which do not go with agent: {TEXTS}",
+    )
+
+
+def check_parser(config: PpoConfig, tokenizer: Any) -> None:
+    """Raises ConfigError where agents.parser is set, and cannot read this tokenizer's calls."""
+    if config.agents.parser != AgentConfig().parser:
+        CallParser(config.agents.parser, tokenizer, [PROBE], "agents.parser")
 
 
 def agent_lines(config: PpoConfig) -> list[str]:

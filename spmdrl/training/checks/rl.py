@@ -350,6 +350,11 @@ def check_held_out(config: PpoConfig, num_scorers: int, world: int) -> None:
     check_sandbox(config)
     check_scores_of_model(config, num_scorers)
     check_agents(config, world // config.rollout.tensor_parallel)
+    require(
+        config.agent is None or num_scorers == world,
+        f"rewards.max_concurrent={config.rewards.max_concurrent} is below the {world} ranks: "
+        "trajectories of agents are scored where they are made, so take fewer ranks",
+    )
     if config.trust_remote_code:
         for model in [config.model, *([config.judge.model] if config.judge else [])]:
             allow_code(model)

@@ -359,7 +359,6 @@ def count_source(s: Sample, reserved: Collection[str], add: Callable[[str, float
 def sample_metrics(
     samples: list[Sample],
     topology: Topology,
-    by_source: bool = True,
     penalised: bool = False,
     replies: bool = False,
     per_turn: bool = False,
@@ -367,8 +366,8 @@ def sample_metrics(
     """Numbers about all ranks' samples. Rewards are means over valid samples. Collective.
 
     reward/mean, reward/std, reward/invalid (count), reward/<what a reward function reports>,
-    response/mean_tokens, response/max_tokens, response/truncated (fraction), and with `by_source`
-    what count_source has where there are several sources. replies: see count_replies. per_turn:
+    response/mean_tokens, response/max_tokens, response/truncated (fraction), and what
+    count_source has where there are several sources. replies: see count_replies. per_turn:
     reward/turns, the sum of a sample's, and reward/outcome, the rest of its reward. Where there is
     a judge, see count_verdicts.
     """
@@ -388,8 +387,7 @@ def sample_metrics(
         reserved = (*RESERVED, *(RESERVED_PER_TURN if per_turn else ()), *judged)
         if s.judgement is not None:
             count_verdicts(s.judgement, add)
-        if by_source:
-            count_source(s, reserved, add)
+        count_source(s, reserved, add)
         if s.reward is None:
             continue
         if penalised:

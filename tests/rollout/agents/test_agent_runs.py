@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import CONFIG, metrics_of, train, write_task
+from programs import CONFIG, metrics_of, samples_of, train, write_task
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -63,10 +63,6 @@ def run(folder: Path, name: str, ranks: int, *args: str) -> list[dict]:
     return metrics_of(folder / name)
 
 
-def samples_of(folder: Path, name: str, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / name / f"samples/step_{step}.jsonl").open()]
-
-
 SAME = ("reward/mean", "turns/mean", "turns/reply_tokens", "response/tokens", "rollout/loss_tokens",
         "agents/rows", "actor/loss", "actor/grad_norm", "advantage/std")  # fmt: skip
 
@@ -79,7 +75,7 @@ def test_numbers_do_not_depend_on_the_ranks(folder):
     assert all(row["actor/ratio_max"] == 1.0 for row in alone)
     # a talk is one row, but where what was said is dropped each turn begins another
     assert alone[0]["agents/rows"] == (3 * 2 + 4) / 4 and alone[0]["turns/mean"] == 4
-    for sample in samples_of(folder, "alone", 1):
+    for sample in samples_of(folder / "alone", 1):
         rows = sample["rows"]
         assert [sum(m["role"] == "assistant" for m in row) for row in rows] == (
             [1, 1, 1, 1] if sample["sample"] == 3 else [3, 1]
@@ -115,7 +111,7 @@ def test_trajectories_go_on_in_the_next_step_and_after_a_resume(folder):
     for step, row in enumerate(rows, start=1):
         assert row["reward/invalid"] == 0 and row["turns/mean"] == 4
         assert row["staleness/max"] <= 2
-        assert len(samples_of(folder, "partial", step)) == 32
+        assert len(samples_of(folder / "partial", step)) == 32
 
 
 FRAMEWORKS = PLAY.replace("    agent=play,", '''    agent={"a": pydantic, "b": graph, "c": PROGRAM},
@@ -192,6 +188,6 @@ def test_agents_of_frameworks_and_a_program_learn(folder):
         held_out = [row for row in rows if f"eval/{source}/reward" in row]
         first, last = held_out[0], held_out[-1]
         assert last[f"eval/{source}/reward"] > first[f"eval/{source}/reward"] + 2, source
-    samples = [s for step in (1, 2, 3, 4) for s in samples_of(folder, "frameworks", step)]
+    samples = [s for step in (1, 2, 3, 4) for s in samples_of(folder / "frameworks", step)]
     outputs = [s["agent_output"]["output"] for s in samples if s["data_source"] == "c"]
     assert outputs and all(output.startswith("said ") for output in outputs)

@@ -4,10 +4,13 @@ the scheduler has a trajectory for each case.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,14 @@ from agent_cases import CASES, play
 
 from spmdrl.config import AgentConfig, DataConfig, PpoConfig, RolloutConfig, ServeConfig
 from spmdrl.distributed.topology import Topology
-from spmdrl.rollout.agents.pool import AgentPool
+from spmdrl.rewards.workers.caller import Submitted
+from spmdrl.rewards.workers.worker import Reply
+from spmdrl.rollout.agents.endpoint import Endpoint
+from spmdrl.rollout.agents.pool import AgentPool, AgentTask, Running
 from spmdrl.rollout.agents.samples import NO_TURN, from_json, to_json, training_rows
+from spmdrl.rollout.agents.session import Session
+from spmdrl.rollout.agents.trajectory import Trajectory
+from spmdrl.rollout.base import Completion
 from spmdrl.rollout.hf.engine import HfEngine
 from spmdrl.rollout.sampling import questions_of, sample_questions, training_params
 from spmdrl.rollout.scheduler import Scheduler
@@ -37,6 +46,9 @@ CONFIG = PpoConfig(
     ),
     agents=AgentConfig(timeout_s=100, max_turns=9), serve=ServeConfig(max_body_mib=1),
 )  # fmt: skip
+
+
+PARAMS = training_params(CONFIG.rollout)
 
 
 @dataclass
@@ -201,3 +213,65 @@ def test_a_trajectory_is_the_same_behind_a_checkpoint(played: Round) -> None:
         assert (again.response_ids, again.messages, again.invalid, again.agent_output) == (
             sample.response_ids, sample.messages, sample.invalid, sample.agent_output,
         )  # fmt: skip
+
+
+def test_more_requests_than_an_endpoint_answers_at_a_time_are_refused() -> None:
+    endpoint = Endpoint(ServeConfig(max_requests=1), "policy", "the key")
+    endpoint.num_requests = 1
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=endpoint.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post("/v1/chat/completions", json={})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 429 and "serve.max_requests=1" in answer.text
+    assert endpoint.num_requests == 1
+
+
+def begun(pool: AgentPool, task: AgentTask, versions: list[int], **fields: Any) -> Future[Any]:
+    """Has an agent at work that has been answered by these weights; returns what it waits for."""
+    trajectory, future = Trajectory(f"{task.seed}", task.seed), Future[Any]()
+    session = Session(trajectory, PARAMS, pool.encoders, pool.queue, pool.limits, "policy")
+    draft = trajectory.draft_tokens([5], str)
+    answer = Completion([6] * len(versions), [-1.0] * len(versions), "stop", versions)
+    trajectory.commit(draft, answer, {"role": "assistant", "content": "x"})
+    pool.server.call(pool.server.endpoint.begin, session)
+    pool.running[task.address] = Running(session, Submitted(future), **fields)
+    return future
+
+
+def task_of(case: str, seed: int) -> AgentTask:
+    return AgentTask(Prompt(0, [5], "d", "t", "p", {"case": case}), 0, seed)
+
+
+def test_a_trajectory_of_old_weights_is_given_up(
+    played: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = replace(CONFIG.agents, max_staleness=1)
+    monkeypatch.setattr(played.pool, "config", replace(CONFIG, agents=agents))
+    old, young = task_of("never_asks", 101), task_of("never_asks", 102)
+    ends = [begun(played.pool, old, [3, 5]), begun(played.pool, young, [4])]
+    played.pool.drop_stale(4)
+    assert len(played.pool.running) == 2
+    played.pool.drop_stale(5)
+    assert [*played.pool.running] == [young.address]
+    assert [end.cancelled() for end in ends] == [True, False]
+    played.pool.end(young.address)
+
+
+def test_an_agent_that_was_late_for_a_step_begins_anew_without_a_retry(played: Round) -> None:
+    pool = played.pool
+    for seed, paused in ((201, True), (202, False)):
+        task = task_of("never_asks", seed)
+        begun(pool, task, [1], paused=paused).set_result(Reply(None, "timed out after 1 s"))
+        assert pool.collect(task, PARAMS) is not paused
+        if not paused:
+            assert pool.take(task).reply.error == "timed out after 1 s"
+            continue
+        end = time.monotonic() + 60
+        while not pool.collect(task, PARAMS):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        ended = pool.take(task)
+        assert ended.reply.value == 1.0 and not ended.trajectory.rows

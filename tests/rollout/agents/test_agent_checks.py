@@ -1,0 +1,178 @@
+"""Configs of agents that are refused, command lines and where they run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from plan_configs import ppo_config, rollout_config
+
+from spmdrl.config import (
+    AgentConfig,
+    AlgoConfig,
+    ConfigError,
+    DataConfig,
+    JudgeConfig,
+    MultiTurnConfig,
+    RewardConfig,
+    ServeConfig,
+)
+from spmdrl.rollout.agents.command import CommandAgent, without_proxy
+from spmdrl.training.checks.agents import check_agent_data, check_agents, warnings_of_agents
+from spmdrl.training.checks.rl import check_held_out
+
+ROW = {
+    "prompt": "2+3", "sample_index": 1, "data_source": "sums", "extra_info": {"path": "a b"},
+    "messages": [], "ground_truth": "5",
+}  # fmt: skip
+
+
+async def play(base_url: str) -> float:
+    return 1.0
+
+
+def of_agent(**changes: Any) -> Any:
+    return ppo_config("m", **{"reward": "agent", "agent": play} | changes)
+
+
+REFUSED = {
+    "no agent": ({"agent": None}, "the config has no agent"),
+    "agents alone": (
+        {"agent": None, "reward": "gsm8k", "agents": AgentConfig(retries=1)}, "agents has no effect"
+    ),
+    "serve alone": (
+        {"agent": None, "reward": "gsm8k", "serve": ServeConfig(port=80)}, "serve has no effect"
+    ),
+    "no function": ({"agent": 5}, "expected a function, a command line"),
+    "an unknown parameter": ({"agent": lambda url: 1.0}, "requires 'url'"),
+    "tools": ({"tools": (len,)}, "an agent runs its own tools"),
+    "an environment": ({"environment": len}, "an agent is its own environment"),
+    "pixels": ({"data": DataConfig("t", image_max_pixels=9)}, "agents' messages are text"),
+    "turns": ({"rewards": RewardConfig(per_turn=True)}, "rewards.per_turn does not go with agent"),
+    "a judge": ({"judge": JudgeConfig(model="m")}, "judge does not go with agent"),
+    "a filter": ({"algo": AlgoConfig(sample_filter="pow")}, "sample_filter does not go"),
+    "a penalty": ({"algo": AlgoConfig(overlong_buffer=4)}, "overlong_buffer does not go"),
+    "sums over tokens": (
+        {"algo": AlgoConfig(advantage="optimal_token_baseline")}, "does not go with agent"
+    ),
+    "a greedy baseline": ({"rollout": rollout_config(greedy_baseline=True)}, "greedy_baseline"),
+    "a static split": ({"rollout": rollout_config(static_split=True)}, "static_split"),
+    "staleness": ({"agents": AgentConfig(max_staleness=1)}, "agents.max_staleness=1 has no effect"),
+    "a runner": ({"agents": AgentConfig(runner="srun")}, "agents.runner has no effect"),
+    "a stall": ({"agents": AgentConfig(timeout_s=900, retries=1)}, "would be taken for stalled"),
+    "a port": ({"serve": ServeConfig(port=65535)}, "take this port and those behind it"),
+    "no such program": ({"agent": ["no-such-program"]}, "no program 'no-such-program'"),
+    "braces": ({"agent": [sys.executable, "{nothing}"]}, "a name in braces that a row has not"),
+    "no image": (
+        {"agent": [sys.executable], "agents": AgentConfig(runner="docker")}, "docker"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_agents_is_refused(name: str) -> None:
+    changes, words = REFUSED[name]
+    check_agents(of_agent(), engines=2)
+    with pytest.raises(ConfigError, match=words):
+        check_agents(of_agent(**changes), engines=2)
+
+
+def test_a_source_without_an_agent_and_images_are_refused_once_the_data_is_known() -> None:
+    def dataset(*sources: str, images: int = 0) -> Any:
+        return SimpleNamespace(data_sources=sources, images=SimpleNamespace(per_prompt=images))
+
+    both = of_agent(agent={"a": play, "b": [sys.executable]})
+    check_agent_data(both, dataset("a", "b"))
+    check_agent_data(of_agent(), dataset("a", "b"))
+    with pytest.raises(ConfigError, match="`agent` has no data_source 'c'; it has 'a', 'b'"):
+        check_agent_data(both, dataset("a", "c"))
+    with pytest.raises(ConfigError, match="prompts have images"):
+        check_agent_data(of_agent(), dataset("a", images=1))
+    check_agent_data(of_agent(agent=None), dataset("c", images=1))
+
+
+def test_an_evaluation_scores_trajectories_where_they_are_made(qwen3: Path) -> None:
+    config = replace(of_agent(), model=str(qwen3), multi_turn=MultiTurnConfig())
+    check_held_out(config, num_scorers=2, world=2)
+    with pytest.raises(ConfigError, match="are scored where they are made"):
+        check_held_out(config, num_scorers=1, world=2)
+
+
+def test_an_address_that_others_reach_is_told() -> None:
+    assert not warnings_of_agents(of_agent())
+    [text] = warnings_of_agents(of_agent(serve=ServeConfig(host="0.0.0.0")))
+    assert "without encryption" in text
+
+
+def run(words: list[str], **fields: Any) -> Any:
+    agent = CommandAgent(words, AgentConfig(**fields))
+    return asyncio.run(agent(ROW, "http://127.0.0.1:5/t/x/v1", "the key", "policy", "x"))
+
+
+TELL = (
+    "import json, os, sys; print('some words'); print(json.dumps([sys.argv[1:], "
+    "os.environ['OPENAI_BASE_URL'], os.environ['ANTHROPIC_BASE_URL'], os.environ['OPENAI_API_KEY'],"
+    " json.loads(os.environ['SPMDRL_ROW'])['ground_truth']])); print(0.5)"
+)
+
+
+def test_a_command_line_is_told_the_row_and_returns_its_last_line() -> None:
+    words = ["{prompt}", "{index}", "{extra_info[path]}", "{{x}}", "{base_url}"]
+    found = run([sys.executable, "-c", TELL.replace("{", "{{").replace("}", "}}"), *words])
+    said = found["output"].splitlines()
+    assert found["score"] == 0.5 and said[0] == "some words"
+    base = "http://127.0.0.1:5/t/x"
+    given = ["2+3", "1", "a b", "{x}", f"{base}/v1"]
+    assert json.loads(said[1]) == [given, f"{base}/v1", base, "the key", "5"]
+
+
+def test_a_program_that_fails_says_so_and_takes_its_children_with_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"status 3; its output: oh no"):
+        run(["sh", "-c", "echo oh no; exit 3"])
+    assert run(["sh", "-c", "echo no number"]) == {"output": "no number\n"}
+    run(["sh", "-c", f"sleep 60 > /dev/null 2>&1 & echo $! > {tmp_path}/pid"])
+    pid = int(Path(tmp_path, "pid").read_text())
+    end = time.monotonic() + 10  # the kernel may take a moment
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+@pytest.mark.sandbox
+def test_bubblewrap_lets_it_write_to_its_own_tmp_alone(tmp_path: Path) -> None:
+    script = f"touch /tmp/mine && echo 1; touch {tmp_path}/x 2>/dev/null && echo written; echo 2"
+    found = run(["sh", "-c", script], runner="bubblewrap")
+    assert (found["score"], found["output"]) == (2, "1\n2\n")
+    assert not os.listdir(tmp_path) and not Path("/tmp/mine").exists()
+
+
+def test_runners_stand_before_the_command_line() -> None:
+    told = {"OPENAI_API_KEY": "k", "SPMDRL_TRAJECTORY_ID": "-a"}
+
+    def by(runner: Any, *args: str) -> list[str]:
+        agent = CommandAgent(["it"], AgentConfig(runner=runner, runner_args=args))
+        return agent.run_by(["it", "x"], told)
+
+    assert by("process") == ["it", "x"]
+    assert by("srun", "--mem=1G") == ["srun", "--overlap", "--ntasks=1", "--mem=1G", "it", "x"]
+    docker = by("docker", "my/image")
+    assert docker[:2] == ["docker", "run"] and docker[-3:] == ["my/image", "it", "x"]
+    assert docker[docker.index("--name") + 1] == "spmdrl--a"
+    assert "k" not in docker and docker[docker.index("OPENAI_API_KEY") - 1] == "--env"
+
+
+def test_proxies_are_not_asked_for_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    found = without_proxy("http://node7:80/t/x/v1")
+    assert found["NO_PROXY"] == found["no_proxy"] == "example.org,127.0.0.1,localhost,::1,node7"
