@@ -70,7 +70,7 @@ class Prompt:
 
 @dataclass
 class Judgement:
-    """What the judge (PpoConfig.judge) says of a sample."""
+    """Holds what the judge (PpoConfig.judge) says of a sample."""
 
     score: float | None  # None: no verdict could be read
     verdicts: list[str]  # as the judge wrote them; of pairs one a comparison
