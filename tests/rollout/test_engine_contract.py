@@ -42,7 +42,9 @@ from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.rollout.seeds import seed_of
 from spmdrl.types import Prompt
 
-CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=64)
+# 80 MiB for each of the two layers. glibc keeps a freed block of up to 32 MiB for the process, so
+# with a smaller cache the process would not always shrink when the engine sleeps.
+CONFIG = RolloutConfig(dtype="float32", max_num_seqs=64, kv_cache_mib=160)
 MAX_MODEL_LEN = 400
 ON_GPU = torch.cuda.is_available() and "sglang" in INSTALLED
 CLOSE = 1e-3 if ON_GPU else 1e-5  # of float32 logprobs
