@@ -158,6 +158,8 @@ class AgentConfig:
     # first token is of weights older by more steps than this; None: it goes on
     max_staleness: int | None = None
     parser: str = "hermes"  # vLLM's name for how the model writes a tool call
+    max_images: int = 0  # that the messages of a request may show; 0: they are text
+    max_image_tokens: int = 1024  # of each of these images
     # where an agent that is a command line runs; bubblewrap: with the host's network, and its file
     # system read-only but /tmp
     runner: Literal["process", "bubblewrap", "docker", "podman", "srun"] = "process"

@@ -324,7 +324,7 @@ def sampler_of(
     from spmdrl.training.topologies import reward_degrees
 
     topology, rollout = runtime.topology, config.rollout
-    looks = with_replies(looks, config.multi_turn)
+    looks = with_replies(looks, config)
     longest = config.data.max_prompt_tokens + rollout.max_tokens
     judge = None
     if config.judge is not None:
@@ -346,7 +346,7 @@ def sampler_of(
         assert engine is not None  # on all ranks
         scheduler = Scheduler(engine, ranks, rollout.static_split)
         dialogue = build_dialogue(config, tokenizer, ranks, looks)
-        agents = build_agents(config, tokenizer, ranks)
+        agents = build_agents(config, tokenizer, ranks, looks)
         degrees = reward_degrees(config)
         scoring = Topology.build(topology.device, range(rewards.ranks), **degrees)
         reward_model = build_reward_model(config, scoring, topology)

@@ -50,6 +50,13 @@ class Picture:
         return f"'{self.source}'"
 
 
+class PlacedImage(NamedTuple):
+    """An image that a sequence shows."""
+
+    first: int  # the token of the sequence where its tokens begin
+    picture: Picture
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of a data set, ready to be asked."""
@@ -105,6 +112,8 @@ class Sample:
     # with actor.router_replay: as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     agent_output: Any = None  # with an agent: what it returned
+    # of an agent's row: where each of its images begins, counted from the start of its prompt
+    placed_images: list[PlacedImage] = field(default_factory=list)
     # with an agent: the sequences that are trained on, in the order in which they began; this
     # sample is then the trajectory. It has the tokens of the first, and the messages and the
     # response of the one in which the last turn was said

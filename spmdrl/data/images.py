@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,6 @@ from transformers.utils import cached_file
 from spmdrl.config import ConfigError, DataConfig, SftDataConfig
 from spmdrl.data.pictures import open_picture, size_of
 from spmdrl.data.reply_images import (
-    ReplyImage,
     from_bytes,
     images_of_sample,
     key_of,
@@ -44,7 +43,7 @@ from spmdrl.data.table_files import BadRow
 from spmdrl.distributed.collectives import broadcast_object
 from spmdrl.hub.hf_folder import load_tokenizer, sees_images
 from spmdrl.hub.vision_families import FAMILIES, ImageSizes, Pixels
-from spmdrl.types import Batch, Picture, Sample
+from spmdrl.types import Batch, Picture, PlacedImage, Sample
 
 CACHE_BYTES = 1 << 30  # of pixels that a rank keeps, to look at them again
 MOST_LAYOUTS = 1 << 14
@@ -187,9 +186,20 @@ class ImageProcessor:
         """The template's token ids, with the tokens of the images. Raises BadRow."""
         return [id for tokens in self.layouts(ids, pictures) for id in tokens]
 
+    def located(
+        self, ids: list[int], pictures: Sequence[Picture]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Returns the same token ids, and where each image begins among them. Raises BadRow."""
+        layouts = self.layouts(ids, pictures)
+        starts = accumulate(map(len, layouts), initial=0)
+        firsts = [start for start, id in zip(starts, ids, strict=False) if id == self.token_id]
+        return [id for tokens in layouts for id in tokens], [
+            PlacedImage(first, picture) for first, picture in zip(firsts, pictures, strict=True)
+        ]
+
     def view(
         self, prompt_ids: Sequence[int], pictures: Sequence[Picture],
-        replies: Sequence[ReplyImage] = (),
+        replies: Sequence[PlacedImage] = (),
     ) -> PromptImages:  # fmt: skip
         """pictures: of the prompt. With replies that show images `prompt_ids` are those of prompt
         and answer.
@@ -298,14 +308,15 @@ class ImageLimits:
     tokens: int  # of the largest
     size: tuple[int, int]  # its width and height
 
-    def with_replies(self, most: int, tokens: int) -> ImageLimits:
+    def with_replies(self, most: int, tokens: int, section: str = "multi_turn") -> ImageLimits:
         """Returns the limits where replies show as many images, each of so many tokens at most.
-        Raises ConfigError where even the smallest image has more.
+        Raises ConfigError where even the smallest image has more. section: of the config, that has
+        these limits.
         """
         side, found = largest_square(self.vision, tokens)
         if found == 0:
             raise ConfigError(
-                f"multi_turn.max_image_tokens={tokens}: an image of this model has more"
+                f"{section}.max_image_tokens={tokens}: an image of this model has more"
             )
         limits = replace(self, per_prompt=self.per_prompt + most)
         if found < self.tokens:
@@ -420,7 +431,7 @@ class BatchImages:
             images = prompt.images if prompt is not None else ()
             if own:
                 assert marks is not None
-                shown = [ReplyImage(t - start, self.replies[int(marks[t])]) for t in own]
+                shown = [PlacedImage(t - start, self.replies[int(marks[t])]) for t in own]
                 sequence = batch.token_ids[start:end].tolist()
                 found.append(self.vision.view(sequence, images, shown))
             else:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from spmdrl.data.table_files import BadRow, bad_field
-from spmdrl.types import Message, Picture
+from spmdrl.types import Message, Picture, PlacedImage
 
 T = TypeVar("T")
 
@@ -143,6 +143,40 @@ def with_parts(chat: list[Message], num_images: int) -> list[Message]:
             f"write {MARK} where each belongs, or a part {{'type': 'image'}} in a list of parts"
         )
     return seen
+
+
+def with_pictures(chat: list[Message], pictures: Sequence[Picture]) -> list[Message]:
+    """Returns a chat that `with_parts` made with its images in it, as OpenAI's chat API takes them.
+    Raises BadRow for an image that cannot be read.
+    """
+    left = iter(pictures)
+
+    def shown(part: dict[str, str]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": uri_of_picture(next(left))}}
+
+    return [
+        turn | {"content": [shown(part) for part in turn["content"]]}
+        if isinstance(turn["content"], list) else turn
+        for turn in chat
+    ]  # fmt: skip
+
+
+def uri_of_picture(picture: Picture) -> str:
+    """Returns an image as a data: URI. Raises BadRow."""
+    kind = decoded(picture, lambda image: Image.MIME[image.format or ""])
+    return f"data:{kind};base64,{base64.b64encode(picture.encoded).decode()}"
+
+
+def written_images(images: Sequence[PlacedImage]) -> list[tuple[int, str]]:
+    """Returns images as JSON can hold them: (first token, the file's bytes in base64) of each."""
+    return [(first, base64.b64encode(picture.encoded).decode()) for first, picture in images]
+
+
+def read_images(written: Sequence[tuple[int, str]]) -> list[PlacedImage]:
+    """Reads what `written_images` has written."""
+    return [PlacedImage(first, Picture(base64.b64decode(text))) for first, text in written]
 
 
 def says_image(chat: Sequence[Mapping[str, Any]]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spmdrl.data.pictures import decoded
 from spmdrl.data.table_files import BadRow
-from spmdrl.types import Message, Picture, Sample
+from spmdrl.types import Message, Picture, PlacedImage, Sample
 
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of a part: TRL's name, OpenAI's two
 HAVE_IT = ("image", "image_url", "url", "bytes")  # keys of such a part, one of which has the image
@@ -35,11 +35,6 @@ class ImageTokens(Protocol):
     token_id: int
 
     def layout(self, picture: Picture) -> list[int]: ...
-
-
-class ReplyImage(NamedTuple):
-    first: int  # the token of the sequence where its tokens begin
-    picture: Picture
 
 
 def with_images(value: Any) -> Any:
@@ -159,8 +154,13 @@ def pictures_in(messages: Iterable[Message]) -> list[Picture]:
     ]
 
 
+def without_images(messages: Iterable[Message]) -> list[Message]:
+    """Returns messages as a chat template is given them: an image is {"type": "image"}."""
+    return [{**message, "content": without_data(message["content"])} for message in messages]
+
+
 def without_data(content: Any) -> Any:
-    """A message's content as a chat template is given it: an image is {"type": "image"}."""
+    """Returns a message's content as a chat template is given it."""
     if not isinstance(content, list):
         return content
     return [{"type": "image"} if is_image(part) else part for part in content]
@@ -168,7 +168,7 @@ def without_data(content: Any) -> Any:
 
 def placed_images(
     vision: ImageTokens, ids: Sequence[int], chosen: Sequence[int], pictures: Sequence[Picture]
-) -> list[ReplyImage]:
+) -> list[PlacedImage]:
     """Finds the images of replies among the tokens of an answer.
 
     ids: of the answer; chosen: of each token whether the policy chose it, who may have chosen an
@@ -181,16 +181,20 @@ def placed_images(
             first += 1
         if list(ids[first : first + len(layout)]) != layout:
             raise ValueError("the tokens of a reply are not those of its images")
-        found.append(ReplyImage(first, picture))
+        found.append(PlacedImage(first, picture))
         first += len(layout)
     return found
 
 
-def images_of_sample(vision: ImageTokens, sample: Sample) -> list[ReplyImage]:
-    """Returns the images of a sample's replies; tokens count from the start of its prompt."""
+def images_of_sample(vision: ImageTokens, sample: Sample) -> list[PlacedImage]:
+    """Returns the images of a sample's replies, of an agent's row all that it shows; tokens count
+    from the start of its prompt.
+    """
+    if sample.placed_images:
+        return list(sample.placed_images)
     pictures, start = pictures_in(sample.messages), len(sample.prompt.token_ids)
     placed = placed_images(vision, sample.response_ids, sample.loss_mask, pictures)
-    return [ReplyImage(start + first, picture) for first, picture in placed]
+    return [PlacedImage(start + first, picture) for first, picture in placed]
 
 
 # ---- in a batch: numbers, and the images that they are of

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from spmdrl.data.pictures import read_images as read
+from spmdrl.data.pictures import written_images as written
 from spmdrl.rollout.answer_codec import pack, resume, unpack
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 
@@ -38,7 +40,7 @@ class EngineCalls:
             "given_up": self.given_up,
             "begun": [
                 [number, call.request.prompt_ids, call.request.seed, call.request.max_tokens,
-                 asdict(call.params)]
+                 written(call.request.placed_images), asdict(call.params)]
                 for number, call in self.begun.items()
             ],
         }  # fmt: skip
@@ -51,9 +53,9 @@ class EngineCalls:
         size = int.from_bytes(packed[:8], "little")
         head, answers = json.loads(packed[8 : 8 + size]), unpack(packed[8 + size :])
         begun = {}
-        for number, prompt_ids, seed, max_tokens, params in head["begun"]:
+        for number, prompt_ids, seed, max_tokens, images, params in head["begun"]:
             lists = {name: tuple(v) for name, v in params.items() if isinstance(v, list)}
-            request = Request(prompt_ids, seed, max_tokens=max_tokens)
+            request = Request(prompt_ids, seed, max_tokens=max_tokens, placed_images=read(images))
             call = EngineCall(request, SamplingParams(**(params | lists)))
             begun[number] = call.continued(answers[number])
         return cls(begun, tuple(head["given_up"]))

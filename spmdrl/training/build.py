@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import MultiTurnConfig, PpoConfig, require
+from spmdrl.config import PpoConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
 from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
@@ -120,9 +120,11 @@ def build(
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
-    looks = with_replies(looks, config.multi_turn)
+    looks = with_replies(looks, config)
     has_images = looks is not None and looks.per_prompt > 0
-    images = BatchImages(looks.vision, prompts.by_id) if looks and has_images else None
+    # an agent's rows have none of the data's images but those that it has sent
+    by_id = prompts.by_id if config.agent is None else no_images
+    images = BatchImages(looks.vision, by_id) if looks and has_images else None
     trainers = build_trainers(config, runtime, topologies, placement, images, host)
     actor = trainers["actor"]
     with phases("build reward model"):
@@ -143,7 +145,7 @@ def build(
         if rollout is not None:
             undo.callback(rollout.shutdown)
         dialogue = build_dialogue(config, tokenizer, ranks, looks)
-        agents = build_agents(config, tokenizer, ranks)
+        agents = build_agents(config, tokenizer, ranks, looks)
         for started in (dialogue, agents):
             if started is not None:
                 undo.callback(started.close)
@@ -166,7 +168,7 @@ def build(
             replay=ReplayBuffer(config.algo.replay_steps) if config.algo.sample_filter else None,
             leftover=leftover_of(config),
             routing=routing_of(load_hf_config(config.model)) if replays else None,
-            reply_images=images if config.multi_turn.max_images else None,
+            reply_images=images if shows_more_images(config) else None,
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
@@ -321,11 +323,23 @@ def start_from(source: TrainEngine, engine: TrainEngine | None, bucket_bytes: in
     return digest.hexdigest()[:16]
 
 
-def with_replies(looks: ImageLimits | None, limits: MultiTurnConfig) -> ImageLimits | None:
-    """Returns the limits of images with those that replies may show."""
-    if looks is None or not limits.max_images:
-        return looks
-    return looks.with_replies(limits.max_images, limits.max_image_tokens)
+def with_replies(looks: ImageLimits | None, config: PpoConfig) -> ImageLimits | None:
+    """Returns the limits of images with those that replies, or agents' messages, may show."""
+    sections = (("multi_turn", config.multi_turn), ("agents", config.agents))
+    for section, limits in sections:
+        if looks is not None and limits.max_images:
+            looks = looks.with_replies(limits.max_images, limits.max_image_tokens, section)
+    return looks
+
+
+def shows_more_images(config: PpoConfig) -> bool:
+    """Whether replies, or agents' messages, may show images that are not the data's."""
+    return bool(config.multi_turn.max_images or config.agents.max_images)
+
+
+def no_images(row: int) -> Prompt:
+    """Stands for the prompt of an agent's row (data.images.BatchImages.by_id)."""
+    return Prompt(row, [], "", None, "")
 
 
 def build_dialogue(
@@ -345,7 +359,9 @@ def leftover_of(config: PpoConfig) -> PartialRollouts | None:
     return PartialRollouts(config.rollout, by_agents=config.agent is not None)
 
 
-def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPool | None:
+def build_agents(
+    config: PpoConfig, tokenizer: Any, ranks: Topology, looks: ImageLimits | None
+) -> AgentPool | None:
     """ranks: of the rollout. On the leaders of its engines. Collective over these ranks."""
     if config.agent is None or not ranks.here:
         return None
@@ -355,7 +371,8 @@ def build_agents(config: PpoConfig, tokenizer: Any, ranks: Topology) -> AgentPoo
         return None
     number, engines = ranks.axis_rank("dp"), ranks.axis_size("dp")
     vocab_size = load_hf_config(config.model).get_text_config().vocab_size
-    return AgentPool(config, tokenizer, number, engines, key, vocab_size)
+    vision = looks.vision if looks is not None else None
+    return AgentPool(config, tokenizer, number, engines, key, vocab_size, vision)
 
 
 def build_reward_model(

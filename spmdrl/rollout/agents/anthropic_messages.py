@@ -12,8 +12,8 @@ from spmdrl.rollout.agents.requests import (
     ApiError,
     ChatRequest,
     arguments_of_call,
+    content_of,
     offers_tools,
-    part_text,
     positive,
     require,
     stops,
@@ -73,7 +73,7 @@ def messages_of(given: Any, where: str, names: dict[str, str]) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise ApiError(400, f"{where}.content: expected a text or blocks", "invalid_type")
-    said = ""
+    said: list[Any] = []  # parts
     calls: list[dict[str, Any]] = []
     found: list[Message] = []
     for block in content:
@@ -85,16 +85,18 @@ def messages_of(given: Any, where: str, names: dict[str, str]) -> list[Message]:
             calls.append({"type": "function", "function": function})
         elif kind == "tool_result":
             id = str(block.get("tool_use_id"))
-            text = text_of(block.get("content"), f"{where}.content")
+            result = content_of(block.get("content"), f"{where}.content")
             found.append(
-                {"role": "tool", "content": text, "name": names.get(id, ""), "tool_call_id": id}
+                {"role": "tool", "content": result, "name": names.get(id, ""), "tool_call_id": id}
             )
         elif kind not in ("thinking", "redacted_thinking"):  # the model writes its thoughts as text
-            said += part_text(block, f"{where}.content")
+            said.append(block)
+    read = text_of if role == "assistant" else content_of
+    spoken = read(said, f"{where}.content")
     if calls:
-        found.append({"role": role, "content": said or None, "tool_calls": calls})
-    elif said or not found:
-        found.append({"role": role, "content": said})
+        found.append({"role": role, "content": spoken or None, "tool_calls": calls})
+    elif spoken or not found:
+        found.append({"role": role, "content": spoken})
     return found
 
 

@@ -9,13 +9,17 @@ from typing import Any
 
 from spmdrl.config import PpoConfig
 from spmdrl.data.chat import Encoder
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.reply_images import pictures_in, without_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rollout.agents.requests import ApiError, ChatRequest, arguments_of_call
+from spmdrl.rollout.agents.trajectory import Tokens
 from spmdrl.rollout.base import Completion
 from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
 from spmdrl.rollout.multi_turn.conversation import without_thoughts
+from spmdrl.rollout.multi_turn.images import ImageRules
 from spmdrl.rollout.multi_turn.tools import CallParser
-from spmdrl.types import Message
+from spmdrl.types import Message, Picture
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +37,57 @@ class Spoken:
 class ChatEncoder:
     """Encodes conversations whose prompts have the same tools and template options."""
 
-    def __init__(self, encoder: Encoder, parser: CallParser | None) -> None:
-        self.encoder, self.parser = encoder, parser
+    def __init__(self, encoder: Encoder, parser: CallParser | None, images: ImageRules) -> None:
+        """images: which of them the messages may show."""
+        self.encoder, self.parser, self.images = encoder, parser, images
         # what an agent's messages say must not end a turn or begin a call
         self.between = BetweenTurns(replace(encoder, all_added=True), encoder.control_ids)
 
-    def encode_all(self, messages: list[Message]) -> list[int]:
+    def encode_all(self, messages: list[Message]) -> Tokens:
         """Returns the tokens of a whole conversation, up to where the policy is to answer. Raises
         ApiError.
         """
+        pictures = self.pictures(messages)
         try:
-            return self.encoder.chat(messages).ids
+            return self.located(self.encoder.chat(self.written(messages)).ids, pictures)
         except BadRow as error:
             raise ApiError(400, f"messages: {error}", "invalid_messages") from error
 
-    def encode_behind(self, messages: list[Message], last: int) -> list[int] | None:
+    def encode_behind(self, messages: list[Message], last: int) -> Tokens | None:
         """Returns the tokens of messages that follow on a turn which ended with the token `last`;
-        None where the template does not write them as they are.
+        None where the template does not write them as they are. Raises ApiError.
         """
+        pictures = self.pictures(messages)
         try:
-            ids = self.between.joined(self.between.ids(messages), last)
+            ids = self.between.joined(self.between.ids(self.written(messages)), last)
+            return self.located(ids, pictures) if ids else None
         except BadRow as error:
             logger.debug("the conversation is encoded anew: %s", error)
             return None
-        return ids or None
+
+    def written(self, messages: list[Message]) -> list[Message]:
+        """Returns messages as the chat template is given them. Those of models that see images take
+        what is no text for a list of parts, so that a turn of calls alone has an empty text.
+        """
+        if self.images.vision is None:
+            return messages
+        empty = [{**m, "content": ""} if m["content"] is None else m for m in messages]
+        return without_images(empty)
+
+    def pictures(self, messages: list[Message]) -> list[Picture]:
+        """Returns the images that messages show. Raises ApiError for one that may not be shown."""
+        pictures = pictures_in(messages)
+        problem = self.images.problem_of(pictures, 0) if pictures else ""
+        if problem:
+            raise ApiError(400, f"messages: {problem}", "unsupported_content")
+        return pictures
+
+    def located(self, ids: list[int], pictures: list[Picture]) -> Tokens:
+        """Returns a template's tokens with those of the images. Raises BadRow."""
+        if not pictures:
+            return Tokens(ids)
+        assert self.images.vision is not None
+        return Tokens(*self.images.vision.located(ids, pictures))
 
     def spoken(self, answer: Completion, stop: tuple[str, ...]) -> Spoken:
         """Reads a turn: its text without the token or the string that ended it, and its calls."""
@@ -79,8 +110,13 @@ class ChatEncoder:
 class ChatEncoders:
     """The encoders of a run, by the tools and template options of a request."""
 
-    def __init__(self, config: PpoConfig, tokenizer: Any, max_model_len: int) -> None:
+    def __init__(
+        self, config: PpoConfig, tokenizer: Any, max_model_len: int,
+        vision: ImageProcessor | None = None,
+    ) -> None:  # fmt: skip
+        """vision: of a model that sees images."""
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
+        self.images = ImageRules(vision, config.agents, "agents", "an agent sent")
         self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
 
     def of(self, request: ChatRequest) -> ChatEncoder:
@@ -100,7 +136,11 @@ class ChatEncoders:
         data = replace(self.config.data, chat_template_kwargs=given)
         if data.control_tokens == "error":  # of the data; an agent's messages cannot be refused
             data = replace(data, control_tokens="escape")
-        encoder = Encoder(self.tokenizer, data, self.max_model_len)
+        vision = self.images.vision
+        encoder = Encoder(
+            self.tokenizer, data, self.max_model_len,
+            image_text=vision.family.text if vision is not None else None,
+        )  # fmt: skip
         parser = None
         if request.tools:
             try:
@@ -109,7 +149,7 @@ class ChatEncoders:
                 )
             except ValueError as error:  # pydantic's, for schemas, and ConfigError
                 raise ApiError(400, f"tools: {error}", "invalid_tools") from error
-        return ChatEncoder(encoder, parser)
+        return ChatEncoder(encoder, parser, self.images)
 
 
 def with_calls(said: str, calls: list[tuple[str, str]]) -> Message:

@@ -15,6 +15,7 @@ from spmdrl.rollout.agents.requests import (
     TextRequest,
     arguments_of_call,
     choices,
+    content_of,
     offers_tools,
     positive,
     refuse,
@@ -83,7 +84,8 @@ def message_of(given: Any, where: str, names: dict[str, str]) -> Message:
     if not isinstance(role, str):
         raise ApiError(400, f"{where}: expected an object with a role", "invalid_messages")
     role = ROLES.get(role, role)
-    message: Message = {"role": role, "content": text_of(given.get("content"), f"{where}.content")}
+    read = text_of if role == "assistant" else content_of
+    message: Message = {"role": role, "content": read(given.get("content"), f"{where}.content")}
     if role == "tool":
         id = take(given, "tool_call_id", str, "")
         message["name"] = take(given, "name", str) or names.get(id, "")

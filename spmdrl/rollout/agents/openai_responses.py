@@ -14,6 +14,7 @@ from spmdrl.rollout.agents.requests import (
     ApiError,
     ChatRequest,
     arguments_of_call,
+    content_of,
     positive,
     refuse,
     refuse_form,
@@ -83,17 +84,18 @@ def with_items(messages: list[Message], items: list[Any]) -> list[Message]:
         kind = item.get("type", "message")
         if kind == "message":
             role = require(item, "role", str)
-            text = text_of(item.get("content"), f"{where}.content")
-            found.append({"role": ROLES.get(role, role), "content": text})
+            read = text_of if role == "assistant" else content_of
+            content = read(item.get("content"), f"{where}.content")
+            found.append({"role": ROLES.get(role, role), "content": content})
         elif kind == "function_call":
             name = require(item, "name", str)
             names[str(item.get("call_id"))] = name
             add_call(found, name, arguments_of_call(item.get("arguments")))
         elif kind == "function_call_output":
             id = require(item, "call_id", str)
-            text = text_of(item.get("output"), f"{where}.output")
+            content = content_of(item.get("output"), f"{where}.output")
             found.append(
-                {"role": "tool", "content": text, "name": names.get(id, ""), "tool_call_id": id}
+                {"role": "tool", "content": content, "name": names.get(id, ""), "tool_call_id": id}
             )
         elif kind != "reasoning":  # the model writes its thoughts as text
             raise ApiError(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.config import ConfigError, PpoConfig
+from spmdrl.data.images import ImageProcessor
+from spmdrl.data.pictures import with_pictures
 from spmdrl.rewards.workers.caller import Caller, Submitted, arguments_of
 from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.call_queue import CallQueue
@@ -31,6 +33,8 @@ Address = tuple[int, int, int]  # of a sample: its prompt's id, which of the pro
 def asked_in(prompt: Prompt) -> str:
     """Returns what a prompt asks as text, without the chat template: its last message."""
     content = prompt.messages[-1].get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
     return content if isinstance(content, str) else prompt.text
 
 
@@ -51,7 +55,8 @@ class AgentTask:
         """The row of the data set, as agents get it."""
         prompt = self.prompt
         return {
-            "prompt": asked_in(prompt), "messages": prompt.messages,
+            "prompt": asked_in(prompt),
+            "messages": with_pictures(prompt.messages, prompt.images),
             "ground_truth": prompt.ground_truth,
             "data_source": prompt.data_source, "extra_info": prompt.extra_info,
             "sample_index": self.sample_index,
@@ -91,11 +96,12 @@ class AgentPool:
 
     def __init__(
         self, config: PpoConfig, tokenizer: Any, engine: int, num_engines: int, key: str,
-        vocab_size: int,
+        vocab_size: int, vision: ImageProcessor | None = None,
     ) -> None:  # fmt: skip
         """engine: its number, of num_engines. key: that requests must have. vocab_size: tokens that
-        the model has embeddings of.
+        the model has embeddings of. vision: of a model that sees images.
         """
+        vision = copy.deepcopy(vision)
         tokenizer = copy.deepcopy(tokenizer)  # a call changes it, and the endpoint has a thread
         self.config, self.engine, self.key = config, engine, key
         self.agents = agents_of(config)
@@ -104,9 +110,9 @@ class AgentPool:
         }
         self.limits = SessionLimits(
             config.data.max_prompt_tokens + config.rollout.max_tokens, config.agents.max_turns,
-            vocab_size,
+            config.agents.max_images, vocab_size,
         )  # fmt: skip
-        self.encoders = ChatEncoders(config, tokenizer, self.limits.max_model_len)
+        self.encoders = ChatEncoders(config, tokenizer, self.limits.max_model_len, vision)
         self.queue = CallQueue()
         self.running: dict[Address, Running] = {}
         self.ended: dict[Address, Ended] = {}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from spmdrl.data.reply_images import IMAGE_TYPES, is_uri, part_of
+from spmdrl.data.table_files import BadRow
 from spmdrl.types import Message
 
 MOST_CHOICES = 64  # of a request
@@ -161,8 +163,46 @@ def text_of(content: Any, where: str) -> str:
     raise ApiError(400, f"{where}: expected a text or a list of parts", "invalid_type")
 
 
+def content_of(content: Any, where: str) -> Any:
+    """Returns a message's content: a text, or parts where it shows images, each as a data: URI
+    (data/reply_images.py). Raises ApiError.
+    """
+    if not isinstance(content, list) or not any(map(is_image_part, content)):
+        return text_of(content, where)
+    return [
+        image_part(part, where) if is_image_part(part)
+        else {"type": "text", "text": part_text(part, where)}
+        for part in content
+    ]  # fmt: skip
+
+
+def is_image_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_TYPES
+
+
+def image_part(part: dict[str, Any], where: str) -> dict[str, str]:
+    """Returns an image as replies show them. part: as OpenAI's or Anthropic's APIs have them.
+    Raises ApiError.
+    """
+    source, url = part.get("source"), part.get("image_url")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif isinstance(source, dict):
+        url = source.get("url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not is_uri(url):
+        raise ApiError(
+            400, f"{where}: an image is not fetched from elsewhere: send its file in base64, "
+            f"'data:image/png;base64,...', got {json.dumps(url)[:60]}", "unsupported_content",
+        )  # fmt: skip
+    try:
+        return part_of(url)
+    except BadRow as error:
+        raise ApiError(400, f"{where}: {error}", "unsupported_content") from error
+
+
 def part_text(part: Any, where: str) -> str:
-    """Returns the text of a part. Raises ApiError for an image or a sound."""
+    """Returns the text of a part. Raises ApiError for anything else."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from spmdrl.data.pictures import read_images, written_images
 from spmdrl.rollout.agents.pool import Ended
 from spmdrl.rollout.agents.trajectory import Row
 from spmdrl.types import Message, Prompt, Sample
@@ -37,7 +38,7 @@ def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
     start = row.num_prompt_tokens
     said = own_turns(row)
     return Sample(
-        prompt=replace(prompt, token_ids=row.token_ids[:start]),
+        prompt=replace(prompt, token_ids=row.token_ids[:start], images=()),
         group=group,
         index=index,
         response_ids=row.token_ids[start:],
@@ -47,6 +48,7 @@ def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
         finish_reason=row.finish_reason,
         response=row.conversation[-1]["content"] or "",
         messages=said,
+        placed_images=row.images,
     )
 
 
@@ -87,7 +89,8 @@ ROW_FIELDS = ("response_ids", "rollout_logprobs", "loss_mask", "policy_version",
 def to_json(sample: Sample) -> str:
     """Writes a trajectory that is not scored yet, for a checkpoint."""
     rows = [
-        {"prompt_ids": row.prompt.token_ids} | {name: getattr(row, name) for name in ROW_FIELDS}
+        {"prompt_ids": row.prompt.token_ids, "images": written_images(row.placed_images)}
+        | {name: getattr(row, name) for name in ROW_FIELDS}
         for row in sample.rows
     ]
     own = {name: getattr(sample, name) for name in TRAJECTORY_FIELDS}
@@ -99,7 +102,11 @@ def from_json(text: str, prompt: Prompt, group: int, index: int) -> Sample:
     saved = json.loads(text)
     rows = [
         Sample(
-            prompt=replace(prompt, token_ids=row.pop("prompt_ids")), group=group, index=index, **row
+            prompt=replace(prompt, token_ids=row.pop("prompt_ids"), images=()),
+            group=group,
+            index=index,
+            placed_images=read_images(row.pop("images", ())),
+            **row,
         )
         for row in saved["rows"]
     ]

@@ -10,7 +10,7 @@ from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
 from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest, over
-from spmdrl.rollout.agents.trajectory import Draft, Trajectory, digest_of
+from spmdrl.rollout.agents.trajectory import Draft, Tokens, Trajectory, digest_of
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCall
 from spmdrl.rollout.seeds import seed_of
@@ -23,6 +23,7 @@ class SessionLimits:
 
     max_model_len: int  # tokens of a prompt and its answer
     max_turns: int
+    max_images: int  # of a prompt
     vocab_size: int  # tokens that the model has embeddings of
 
 
@@ -115,6 +116,11 @@ class Session:
                 400, f"the trajectory has had its agents.max_turns={self.limits.max_turns} turns",
                 "too_many_turns",
             )  # fmt: skip
+        if len(draft.images) > self.limits.max_images:
+            raise ApiError(
+                400, f"the messages show {len(draft.images)} images, more than "
+                f"agents.max_images={self.limits.max_images}", "too_many_images",
+            )  # fmt: skip
         room = self.limits.max_model_len - len(draft.token_ids)
         if room < 1:
             raise ApiError(
@@ -131,7 +137,9 @@ class Session:
             min_tokens=min(self.params.min_tokens, most),
         )  # fmt: skip
         calls = [
-            EngineCall(Request(draft.token_ids, seed, max_tokens=most), params)
+            EngineCall(
+                Request(draft.token_ids, seed, max_tokens=most, placed_images=draft.images), params
+            )
             for seed in self.seeds(draft, request)
         ]
         found = list(await asyncio.gather(*(self.queue.ask(call) for call in calls)))
@@ -146,10 +154,10 @@ class Session:
         """
         own = self.trajectory.seed
         if request.seed is not None:
-            address = f"agent's seed/{digest_of(draft.token_ids)}"
+            address = f"agent's seed/{digest_of(Tokens(draft.token_ids, draft.images))}"
             return [seed_of(own, request.seed, i, 0, address) for i in range(request.n)]
         return [
-            seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft.token_ids)}")
+            seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft)}")
             for _ in range(request.n)
         ]
 

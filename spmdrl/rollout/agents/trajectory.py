@@ -22,11 +22,11 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdrl.rollout.agents.requests import arguments_of_call
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
-from spmdrl.types import Message
+from spmdrl.types import Message, PlacedImage
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Row:
     loss_mask: list[int]  # 1 on the tokens that the engine sampled for this row
     versions: list[int]  # of the weights that chose the token, NOT_CHOSEN where the mask is 0
     conversation: list[Message]  # all that has been said in it
+    images: list[PlacedImage] = field(default_factory=list)  # in order of their tokens
     num_turns: int = 0  # that were sampled for it
     finish_reason: str = "stop"  # of its last turn: "stop" or "length"
 
@@ -45,6 +46,11 @@ class Row:
     def num_prompt_tokens(self) -> int:
         """The number of tokens before the first that is trained on."""
         return self.loss_mask.index(1)
+
+    def start(self, num_tokens: int) -> Tokens:
+        """Returns its first tokens."""
+        images = [image for image in self.images if image.first < num_tokens]
+        return Tokens(self.token_ids[:num_tokens], images)
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,19 @@ class KnownTokens:
     num_tokens: int
 
 
+class Tokens(NamedTuple):
+    """What messages are to the model."""
+
+    ids: list[int]
+    images: Sequence[PlacedImage] = ()  # where each begins among these tokens
+
+
 @dataclass(frozen=True)
 class Draft:
     """A request whose tokens are known, and which has no answer yet."""
 
     token_ids: list[int]
+    images: list[PlacedImage]  # that it shows, also in what it continues
     behind: KnownTokens | None  # its first tokens; None: it begins a row
     conversation: list[Message]
     digest: str  # of the conversation
@@ -78,8 +92,8 @@ class Trajectory:
 
     def draft(
         self, messages: list[Message], context: str,
-        encode_all: Callable[[list[Message]], list[int]],
-        encode_behind: Callable[[list[Message], int], list[int] | None],
+        encode_all: Callable[[list[Message]], Tokens],
+        encode_behind: Callable[[list[Message], int], Tokens | None],
     ) -> Draft:  # fmt: skip
         """Finds the tokens of a chat request.
 
@@ -92,32 +106,41 @@ class Trajectory:
             known = self.known.get(digests[count - 1])
             if known is None:
                 continue
-            before = self.rows[known.row].token_ids[: known.num_tokens]
-            rest = encode_behind(messages[count:], before[-1])
+            before = self.rows[known.row].start(known.num_tokens)
+            rest = encode_behind(messages[count:], before.ids[-1])
             if rest is not None:
-                return Draft(before + rest, known, messages, digests[-1])
+                whole = joined(before, rest)
+                return Draft(whole.ids, list(whole.images), known, messages, digests[-1])
             break
-        ids = encode_all(messages)
-        return Draft(ids, self.known_by_tokens(ids), messages, digests[-1])
+        whole = encode_all(messages)
+        return Draft(
+            whole.ids, list(whole.images), self.known_by_tokens(whole), messages, digests[-1]
+        )
 
     def draft_tokens(self, token_ids: list[int], spell: Callable[[list[int]], str]) -> Draft:
         """Finds the row that a request continues whose prompt is given as tokens.
 
         spell: the text of tokens; what the row does not have counts as said by the user.
         """
-        behind = self.known_by_tokens(token_ids)
+        behind = self.known_by_tokens(Tokens(token_ids), any_images=True)
+        images = self.rows[behind.row].images if behind is not None else []
         before = self.rows[behind.row].conversation if behind is not None else []
         rest = token_ids[behind.num_tokens if behind is not None else 0 :]
         asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
-        return Draft(token_ids, behind, [*before, *asked], digest_of(token_ids))
+        whole = Tokens(token_ids, images)
+        return Draft(token_ids, [*images], behind, [*before, *asked], digest_of(whole))
 
-    def known_by_tokens(self, token_ids: list[int]) -> KnownTokens | None:
-        """Returns the longest row that these tokens begin with, if there is one."""
+    def known_by_tokens(self, asked: Tokens, any_images: bool = False) -> KnownTokens | None:
+        """Returns the longest row that these tokens begin with, if there is one. It shows the same
+        images, unless any_images: images of equal size have the same tokens.
+        """
         longest = None
         for number, row in enumerate(self.rows):
             size = len(row.token_ids)
-            longer = longest is None or size > longest.num_tokens
-            if longer and token_ids[:size] == row.token_ids:
+            if longest is not None and size <= longest.num_tokens:
+                continue
+            same = any_images or [one for one in asked.images if one.first < size] == row.images
+            if same and asked.ids[:size] == row.token_ids:
                 longest = KnownTokens(number, size)
         return longest
 
@@ -127,8 +150,10 @@ class Trajectory:
         """
         number = self.row_for(draft)
         row = self.rows[number]
-        between = draft.token_ids[len(row.token_ids) :]
+        known = len(row.token_ids)
+        between = draft.token_ids[known:]
         add_context(row, between)
+        row.images += [image for image in draft.images if image.first >= known]
         row.token_ids += answer.token_ids
         row.logprobs += answer.logprobs
         row.versions += answer.versions
@@ -152,12 +177,12 @@ class Trajectory:
         self.rows.append(Row([], [], [], [], []))
         return len(self.rows) - 1
 
-    def address_of(self, token_ids: list[int]) -> str:
-        """Returns an address of a continuation of these tokens, a part of its seed: their digest
-        and how often the trajectory has asked for one before. Agents that ask at the same time get
-        the same answers whoever comes first.
+    def address_of(self, draft: Draft) -> str:
+        """Returns an address of a continuation of a draft, a part of its seed: the digest of its
+        tokens, and how often the trajectory has asked for one before. Agents that ask at the same
+        time get the same answers whoever comes first.
         """
-        key = digest_of(token_ids)
+        key = digest_of(Tokens(draft.token_ids, draft.images))
         self.times[key] = self.times.get(key, -1) + 1
         return f"{key}/{self.times[key]}"
 
@@ -176,9 +201,18 @@ def add_context(row: Row, token_ids: Sequence[int]) -> None:
     row.versions += [NOT_CHOSEN] * len(token_ids)
 
 
-def digest_of(token_ids: list[int]) -> str:
-    """Returns the digest of tokens."""
-    return hashlib.blake2b(json.dumps(token_ids).encode(), digest_size=16).hexdigest()
+def joined(before: Tokens, rest: Tokens) -> Tokens:
+    """Returns tokens with others behind them."""
+    size = len(before.ids)
+    images = [PlacedImage(size + first, picture) for first, picture in rest.images]
+    return Tokens(before.ids + rest.ids, [*before.images, *images])
+
+
+def digest_of(tokens: Tokens) -> str:
+    """Returns the digest of tokens and of the images that they show."""
+    shown = [[first, picture.digest] for first, picture in tokens.images]
+    text = json.dumps([tokens.ids, shown] if shown else tokens.ids)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def digests_of(messages: list[Message], context: str) -> list[str]:

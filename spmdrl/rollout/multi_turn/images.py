@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.config import MultiTurnConfig
+from spmdrl.config import AgentConfig, MultiTurnConfig
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, size_of
 from spmdrl.data.reply_images import pictures_in, shows_image, with_images
@@ -24,10 +24,14 @@ IN_ROWS = "field 'images': "  # how errors about images of the data begin
 
 @dataclass
 class ImageRules:
-    """Says whether the model can be shown images of replies. vision: None where it sees none."""
+    """Says whether the model can be shown images of replies, or of agents' messages. vision: None
+    where it sees none.
+    """
 
     vision: ImageProcessor | None
-    limits: MultiTurnConfig
+    limits: MultiTurnConfig | AgentConfig
+    section: str = "multi_turn"  # of the config, that has the limits
+    source: str = "a tool or the environment returned"  # for a warning: who wants it shown
     has_warned: bool = False
 
     def allow_any(self) -> bool:
@@ -48,13 +52,13 @@ class ImageRules:
         most = self.limits.max_images
         if not most:
             return self.warned(
-                "an image, and multi_turn.max_images=0 allows none: set it to as many as replies "
-                "may show in a sample"
+                f"an image, and {self.section}.max_images=0 allows none: set it to as many as may "
+                "be shown in a sample"
             )
         if before + len(pictures) > most:
             return (
-                f"{len(pictures)} images, but a sample may be shown multi_turn.max_images={most}, "
-                f"and has been shown {before}"
+                f"{len(pictures)} images, but a sample may be shown {self.section}.max_images="
+                f"{most}, and has been shown {before}"
             )
         problems = [self.problem_of_one(self.vision, picture) for picture in pictures]
         return next((problem for problem in problems if problem), "")
@@ -71,13 +75,13 @@ class ImageRules:
         width, height = size_of(picture)
         return (
             f"an image of {width} x {height} pixels, which has {tokens} tokens, more than "
-            f"multi_turn.max_image_tokens={most}: return a smaller one"
+            f"{self.section}.max_image_tokens={most}: use a smaller one"
         )
 
     def warned(self, problem: str) -> str:
         """Logs once what the config can mend, and returns it."""
         if not self.has_warned:
-            logger.warning("a tool or the environment returned %s", problem)
+            logger.warning("%s %s", self.source, problem)
             self.has_warned = True
         return problem
 

@@ -10,7 +10,7 @@ from typing import Any
 from spmdrl.config import ConfigError, DataConfig, PpoConfig
 from spmdrl.data.chat import CHARS_PER_TOKEN, Encoder, render_chat
 from spmdrl.data.images import ImageProcessor
-from spmdrl.data.reply_images import pictures_in, without_data
+from spmdrl.data.reply_images import pictures_in, without_images
 from spmdrl.data.table_files import BadRow
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
 from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
@@ -70,8 +70,7 @@ class ReplyEncoder:
     def ids(self, messages: list[Message]) -> list[int]:
         """Returns the tokens from the end of a turn to the start of the next. Raises BadRow."""
         pictures = pictures_in(messages)
-        messages = [{**m, "content": without_data(m["content"])} for m in messages]
-        ids = self.between.ids(messages)
+        ids = self.between.ids(without_images(messages))
         if not pictures:
             return ids
         assert self.vision is not None

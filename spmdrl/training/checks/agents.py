@@ -17,7 +17,6 @@ from spmdrl.rollout.multi_turn.tools import CallParser
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIGHEST_PORT = 65535
-TEXTS = "agents' messages are text"
 PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 GRACE_S = 10.0  # beyond the time limit, for an agent to be ended
 
@@ -100,8 +99,6 @@ def check_options(config: PpoConfig) -> None:
     algo, rollout, estimator = config.algo, config.rollout, estimator_of(config.algo)
     refused = {
         "tools": bool(config.tools),
-        "data.image_min_pixels": config.data.image_min_pixels is not None,
-        "data.image_max_pixels": config.data.image_max_pixels is not None,
         "environment": config.environment is not None,
         "algo.sample_filter": algo.sample_filter is not None,
         "algo.overlong_buffer": algo.overlong_buffer > 0,
@@ -116,8 +113,6 @@ def check_options(config: PpoConfig) -> None:
     reasons = {
         "tools": "an agent runs its own tools",
         "environment": "an agent is its own environment",
-        "data.image_min_pixels": TEXTS,
-        "data.image_max_pixels": TEXTS,
     }
     usual = "it is of single answers, and a trajectory may be trained on as several sequences"
     for name, is_on in refused.items():
@@ -143,9 +138,22 @@ def check_agent_data(config: PpoConfig, dataset: PromptDataset) -> None:
     if config.agent is None:
         return
     check_agent_sources(config, dataset.data_sources)
+    shown, limits = dataset.images, config.agents
     require(
-        not dataset.images.per_prompt,
-        f"data: prompts have images, which do not go with agent: {TEXTS}",
+        shown.per_prompt <= limits.max_images,
+        f"data: a prompt has {shown.per_prompt} images, and agents.max_images={limits.max_images} "
+        "is the most that an agent's messages may show",
+    )
+    require(
+        not shown.per_prompt or shown.largest[0] <= limits.max_image_tokens,
+        f"data: an image of the prompts has {shown.largest[0]} tokens, more than "
+        f"agents.max_image_tokens={limits.max_image_tokens}",
+    )
+    command = any(isinstance(agent, CommandAgent) for agent in agents_of(config).values())
+    require(
+        not shown.per_prompt or not command,
+        "data: prompts have images, and a command line is told of its row in its environment, "
+        "which has no room for them: let the agent be a function",
     )
 
 
@@ -166,7 +174,10 @@ def agent_lines(config: PpoConfig) -> list[str]:
         f"{limits.timeout_s:g} s, and {limits.retries} retries",
         f"  endpoint of each engine: {serve.host}, {where}; a turn has at most "
         f"{config.rollout.max_tokens} tokens, with its prompt at most {longest}",
-    ]
+    ] + [
+        f"  images: at most {limits.max_images} in a prompt, of at most "
+        f"{limits.max_image_tokens} tokens each"
+    ] * (limits.max_images > 0)
 
 
 def warnings_of_agents(config: PpoConfig) -> list[str]:

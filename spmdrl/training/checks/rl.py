@@ -12,6 +12,7 @@ import logging
 from transformers import PreTrainedConfig
 
 from spmdrl.config import (
+    AgentConfig,
     ConfigError,
     MultiTurnConfig,
     PpoConfig,
@@ -269,25 +270,42 @@ def check_turns(config: PpoConfig) -> None:
 
 
 def check_reply_images(hf: PreTrainedConfig, config: PpoConfig) -> None:
-    """Raises ConfigError where replies cannot show images."""
-    limits, asked = config.multi_turn, f"multi_turn.max_images={config.multi_turn.max_images}"
-    if not limits.max_images:
-        require(
-            limits.max_image_tokens == MultiTurnConfig().max_image_tokens,
-            f"multi_turn.max_image_tokens={limits.max_image_tokens} has no effect: "
-            "multi_turn.max_images=0 allows no image in a reply",
-        )
-        return
-    require(sees_images(hf), f"{asked}: the model sees no images")
+    """Raises ConfigError where replies, or agents' messages, cannot show images."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    check_shown(
+        hf, config.multi_turn, "multi_turn", config.rollout.max_tokens,
+        f"replies are part of an answer of at most rollout.max_tokens={config.rollout.max_tokens}",
+    )  # fmt: skip
+    check_shown(
+        hf, config.agents, "agents", longest,
+        f"a turn and its prompt have at most data.max_prompt_tokens + rollout.max_tokens={longest}",
+    )  # fmt: skip
+    asked = f"multi_turn.max_images={config.multi_turn.max_images}"
     require(
-        limits.max_image_tokens < config.rollout.max_tokens,
-        f"multi_turn.max_image_tokens={limits.max_image_tokens}, but replies are part of an answer "
-        f"of at most rollout.max_tokens={config.rollout.max_tokens}: no image of that size fits",
-    )
-    require(
-        config.algo.sample_filter is None,
+        not config.multi_turn.max_images or config.algo.sample_filter is None,
         f"algo.sample_filter with {asked}: the images of earlier steps' replies are not kept for "
         "a step that trains on them again; leave one of them out",
+    )
+
+
+def check_shown(
+    hf: PreTrainedConfig, limits: MultiTurnConfig | AgentConfig, section: str, room: int, why: str
+) -> None:
+    """Raises ConfigError for limits of images that cannot hold. room: tokens that there are, and
+    why there are no more.
+    """
+    if not limits.max_images:
+        require(
+            limits.max_image_tokens == type(limits)().max_image_tokens,
+            f"{section}.max_image_tokens={limits.max_image_tokens} has no effect: "
+            f"{section}.max_images=0 allows no image",
+        )
+        return
+    require(sees_images(hf), f"{section}.max_images={limits.max_images}: the model sees no images")
+    require(
+        limits.max_image_tokens < room,
+        f"{section}.max_image_tokens={limits.max_image_tokens}, but {why}: no image of that size "
+        "fits",
     )
 
 

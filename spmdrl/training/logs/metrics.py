@@ -221,9 +221,13 @@ def with_image_files(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The row with the images of its messages in files of folder/images, each once, which are named
     by their digest.
     """
-    if not pictures_in(row.get("messages", ())):
-        return row
-    return row | {"messages": [saved_images(message, folder) for message in row["messages"]]}
+    for name in ("messages", "rows"):
+        found = row.get(name, [])
+        several = found if name == "rows" else [found]
+        if any(map(pictures_in, several)):
+            saved = [[saved_images(message, folder) for message in chat] for chat in several]
+            row = row | {name: saved if name == "rows" else saved[0]}
+    return row
 
 
 def saved_images(message: Message, folder: Path) -> Message:
