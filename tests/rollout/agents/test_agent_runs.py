@@ -5,17 +5,17 @@ frameworks, programs, and trajectories that outlive a step.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from programs import CONFIG, metrics_of, samples_of, train, write_task
+from vision_task import IMAGE_CONFIG, save_task
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
-PLAY = CONFIG.replace("reward=reward,", 'reward="agent",').replace(
-    "max_prompt_tokens=16", "max_prompt_tokens=60"
-).replace("config = PpoConfig(", '''
+ASK = """
 CLIENTS = []
 
 def connections():
@@ -30,21 +30,44 @@ async def ask(base_url, api_key, model, messages, **given):
     answer = await connections().post(f"{base_url}/chat/completions", json=body, headers=key)
     return answer.json()["choices"][0]["message"]["content"]
 
-async def play(prompt, base_url, api_key, model, sample_index):
-    """Three turns, and a conversation beside them; every fourth sample drops what it said."""
-    asked, score = [{"role": "user", "content": prompt}], 0.0
+async def play(messages, base_url, api_key, model, sample_index):
+    '''Three turns, and a conversation beside them; every fourth sample drops what it said.'''
+    asked, score = list(messages), 0.0
     for turn in range(3):
         said = await ask(base_url, api_key, model, asked)
         score += sum(letter.isdigit() for letter in said)
         if sample_index == 3:
             said = "cut"
-        asked += [{"role": "assistant", "content": said}, {"role": "user", "content": f"({turn})"}]
+        asked += [{"role": "assistant", "content": said}, reply(turn, sample_index)]
     await ask(base_url, api_key, model, [{"role": "user", "content": "aside"}], max_tokens=4)
     return {"score": score, "asked": len(asked)}
 
+def reply(turn, sample_index):
+    return {"role": "user", "content": f"({turn})"}
+
 config = PpoConfig(
     agent=play,
-''')  # fmt: skip
+"""
+SHOWN = """    agents=AgentConfig(max_images=5, max_image_tokens=12),
+)
+
+def reply(turn, sample_index):
+    import base64
+    from tiny_models import png
+    uri = "data:image/png;base64," + base64.b64encode(png(turn, 8 * (1 + sample_index), 8)).decode()
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    return {"role": "user", "content": [image, {"type": "text", "text": f"({turn})"}]}
+"""
+
+
+def with_agent(config: str, ends: str = ")\n", max_prompt_tokens: int = 60) -> str:
+    """Returns a config file of a task with the agent in place of the reward."""
+    config = config.replace("reward=reward,", 'reward="agent",')
+    config = re.sub(r"max_prompt_tokens=\d+", f"max_prompt_tokens={max_prompt_tokens}", config)
+    return config.replace("config = PpoConfig(", ASK).rstrip().removesuffix(")") + ends
+
+
+PLAY = with_agent(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +76,9 @@ def folder(tmp_path_factory, qwen3):
     Path(path, "model").symlink_to(qwen3)
     write_task(path)
     Path(path, "play.py").write_text(PLAY)
+    Path(path, "seen").mkdir()
+    save_task(path / "seen")
+    Path(path, "seen", "play.py").write_text(with_agent(IMAGE_CONFIG, SHOWN, 200))
     return path
 
 
@@ -68,7 +94,8 @@ SAME = ("reward/mean", "turns/mean", "turns/reply_tokens", "response/tokens", "r
 
 
 def test_numbers_do_not_depend_on_the_ranks(folder):
-    """Rows of a trajectory are dealt to ranks one by one."""
+    """Rows of a trajectory are dealt to ranks one by one, with the images that they show."""
+    folder = folder / "seen"
     vllm = ("--rollout.engine", "vllm", "--data.eval", "None")
     alone = run(folder, "alone", 1, *vllm)
     assert all(row["actor/logprob_diff_max"] < 1e-4 for row in alone)
@@ -93,7 +120,7 @@ def test_trajectories_go_on_in_the_next_step_and_after_a_resume(folder):
     slow = PLAY.replace(
         "    asked, score =",
         "    import asyncio, zlib\n"
-        "    await asyncio.sleep(zlib.crc32(f'{prompt}{sample_index}'.encode()) % 7 / 7)\n"
+        "    await asyncio.sleep(zlib.crc32(f'{messages}{sample_index}'.encode()) % 7 / 7)\n"
         "    asked, score =",
     )
     Path(folder, "slow.py").write_text(slow)
