@@ -112,6 +112,8 @@ class Sample:
     # with actor.router_replay: as Completion.routed_experts
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     agent_output: Any = None  # with an agent: what it returned
+    # of an agent's row: which of the trajectory's turns it has, in the order of their answers
+    turn_numbers: list[int] = field(default_factory=list)
     # of an agent's row: where each of its images begins, counted from the start of its prompt
     placed_images: list[PlacedImage] = field(default_factory=list)
     # with an agent: the sequences that are trained on, in the order in which they began; this
@@ -130,6 +132,8 @@ class Sample:
         """
         if self.rows:
             return sum(row.num_turns for row in self.rows)
+        if self.turn_numbers:
+            return len(self.turn_numbers)
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property

@@ -174,13 +174,14 @@ def gather_samples(
     and KL. n: samples of a prompt, where agents have made them: sequences whose indices differ by
     multiples of n are one trajectory, and one sample here; None: each sequence is one.
     """
-    lengths, kept_lengths, kl, process = (
+    turns = torch.zeros_like(kl) if batch.turn_rewards is None else batch.turn_rewards
+    lengths, kept_lengths, kl, process, turns = (
         segment_sum(x.double(), batch.seq_lens)
-        for x in (batch.loss_mask, trained_mask(batch), kl, process)
+        for x in (batch.loss_mask, trained_mask(batch), kl, process, turns)
     )
     columns = [
         batch.groups, batch.indices, batch.rewards, batch.valid, lengths, kept_lengths, kl,
-        process / lengths.clamp(min=1), batch.greedy_rewards, mini,
+        process / lengths.clamp(min=1), batch.greedy_rewards, mini, turns,
         *batch.reward_components.unbind(1),
     ]  # fmt: skip
     tables = all_gather_rows(torch.stack([c.double() for c in columns], dim=1), topology)
@@ -193,20 +194,21 @@ def gather_samples(
         everyone, samples = by_trajectory(everyone, order, n)
     else:
         everyone = everyone[order]
-    groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini = everyone[
-        :, :10
+    groups, _, rewards, valid, lengths, kept_lengths, kl, process, greedy, mini, _ = everyone[
+        :, :NUM_COLUMNS
     ].T.contiguous()
     reward_coef, kl_coef = coefs
     outcomes = Outcomes(
         groups=groups.long(), scores=(reward_coef * rewards - kl_coef * kl) * valid, valid=valid,
         lengths=lengths, greedy_rewards=reward_coef * greedy,
-        reward_components=everyone[:, 10:], process=process,
+        reward_components=everyone[:, NUM_COLUMNS:], process=process,
     )  # fmt: skip
     rows = samples[torch.argsort(order)[first : first + batch.num_seqs]]
     return SampleTable(outcomes, rows, mini.long(), kept_lengths, rewards, kl)
 
 
-SUMMED_COLUMNS = (4, 5, 6)  # of the table of sequences: those that are sums over tokens
+NUM_COLUMNS, REWARDS, TURNS = 11, 2, 10  # of the table of sequences, without reward components
+SUMMED_COLUMNS = (4, 5, 6, TURNS)  # those that are sums over tokens
 
 
 def trajectory_order(addresses: Tensor, n: int) -> Tensor:
@@ -221,7 +223,8 @@ def by_trajectory(table: Tensor, order: Tensor, n: int) -> tuple[Tensor, Tensor]
     """(a row per trajectory, the trajectory of each sequence in that order).
 
     Rows of a trajectory have its reward and the like in common; what is summed over tokens is
-    summed over them. table: (num_seqs, num_columns) float64; order: of trajectory_order.
+    summed over them. The rewards of turns are part of their row's reward, and all of them are part
+    of the trajectory's. table: (num_seqs, num_columns) float64; order: of trajectory_order.
     """
     ordered = table[order]
     keys = torch.stack([ordered[:, 0], ordered[:, 1] % n], dim=1)
@@ -231,6 +234,7 @@ def by_trajectory(table: Tensor, order: Tensor, n: int) -> tuple[Tensor, Tensor]
     firsts = torch.searchsorted(slots, torch.arange(len(found)))
     result = ordered[firsts]
     columns = torch.tensor(SUMMED_COLUMNS)
+    result[:, REWARDS] += sums[:, TURNS] - result[:, TURNS]
     result[:, columns] = sums[:, columns]
     return result, slots
 

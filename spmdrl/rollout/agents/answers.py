@@ -49,7 +49,7 @@ class Answers:
     model: str
     prompt_ids: list[int]
     choices: Sequence[Choice]
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str  # which its agent reads behind the API's prefix, "chatcmpl-" or the like
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -59,6 +59,10 @@ class Answers:
     @property
     def num_answer_tokens(self) -> int:
         return sum(len(choice.completion.token_ids) for choice in self.choices)
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)
 
 
 def call_ids_of(message: Message) -> tuple[str, ...]:

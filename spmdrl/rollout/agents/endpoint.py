@@ -231,7 +231,7 @@ async def text(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 async def responses(session: Session, body: dict[str, Any]) -> tuple[dict[str, Any], Events]:
-    request = openai_responses.responses_request(body, session.responses)
+    request = openai_responses.responses_request(body, session.responses, session.names)
     answers = await session.chat(request)
     found = openai_responses.responses_answer(request, answers)
     said = answers.choices[0].message

@@ -31,9 +31,12 @@ UNSUPPORTED = {
 }
 
 
-def responses_request(body: dict[str, Any], earlier: Mapping[str, list[Message]]) -> ChatRequest:
+def responses_request(
+    body: dict[str, Any], earlier: Mapping[str, list[Message]], names: Mapping[str, str]
+) -> ChatRequest:
     """Reads the body of /v1/responses. earlier: the conversation behind each response of the same
-    trajectory, by its id. Raises ApiError.
+    trajectory, by its id; names: of the tools that were called in them, by the id of a call. Raises
+    ApiError.
     """
     refuse(body, UNSUPPORTED)
     refuse_form(take(take(body, "text", dict, {}), "format", dict, {}), "text.format")
@@ -47,7 +50,7 @@ def responses_request(body: dict[str, Any], earlier: Mapping[str, list[Message]]
         messages = [{"role": "system", "content": instructions}, *rest]
     given = require(body, "input", (str, list))
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages = with_items(messages, items)
+    messages = with_items(messages, items, dict(names))
     if not messages:
         raise ApiError(400, "input: expected at least one item", "invalid_messages")
     nested = [
@@ -73,10 +76,11 @@ def functions_of(tools: list[Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def with_items(messages: list[Message], items: list[Any]) -> list[Message]:
-    """Returns the messages with the input's items behind them. Raises ApiError."""
+def with_items(messages: list[Message], items: list[Any], names: dict[str, str]) -> list[Message]:
+    """Returns the messages with the input's items behind them. names: of tools, by the id of a
+    call; the items' own are added. Raises ApiError.
+    """
     found = [*messages]
-    names: dict[str, str] = {}  # of tools, by the id of a call
     for i, item in enumerate(items):
         where = f"input[{i}]"
         if not isinstance(item, dict):

@@ -5,11 +5,15 @@ trained on.
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
+from typing import Any
 
 from spmdrl.data.pictures import read_images, written_images
+from spmdrl.rewards.workers.worker import Reply
 from spmdrl.rollout.agents.pool import Ended
-from spmdrl.rollout.agents.trajectory import Row
+from spmdrl.rollout.agents.trajectory import Row, Trajectory
 from spmdrl.types import Message, Prompt, Sample
 
 NO_TURN = "the agent asked for no turn, so there is nothing to learn from"
@@ -17,7 +21,7 @@ NO_TURN = "the agent asked for no turn, so there is nothing to learn from"
 
 def trajectory_sample(prompt: Prompt, group: int, index: int, ended: Ended) -> Sample:
     """Makes the sample of a trajectory. It is invalid where its agent failed or never asked."""
-    trajectory, reply = ended.trajectory, ended.reply
+    trajectory, reply = ended.trajectory, with_turns_in_order(ended.reply, ended.trajectory)
     rows = [row_sample(prompt, group, index, row) for row in trajectory.rows]
     invalid = f"the agent: {reply.error}" if reply.error is not None else None
     if not rows:
@@ -31,6 +35,24 @@ def trajectory_sample(prompt: Prompt, group: int, index: int, ended: Ended) -> S
         response=rows[last].response, finish_reason=rows[last].finish_reason,
         agent_output=reply.value,
     )  # fmt: skip
+
+
+def with_turns_in_order(reply: Reply, trajectory: Trajectory) -> Reply:
+    """Returns what an agent returned, with the rewards of turns under "turns" as a list in the
+    order in which they were answered, where it has them by the ids of answers. An answer with
+    several choices gives its reward to each; turns that are not named have 0.
+    """
+    value = reply.value
+    if not isinstance(value, dict) or not isinstance(value.get("turns"), dict):
+        return reply
+    rewards: list[Any] = [0.0] * trajectory.num_turns
+    for given, reward in value["turns"].items():
+        numbers = trajectory.turns_of.get(re.split("[-_]", given)[-1])
+        if numbers is None:
+            return Reply(None, f"it returned a reward for {given!r}, which it was not answered")
+        for number in numbers:
+            rewards[number] = reward
+    return Reply({**value, "turns": rewards}, reply.error)
 
 
 def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
@@ -49,6 +71,7 @@ def row_sample(prompt: Prompt, group: int, index: int, row: Row) -> Sample:
         response=row.conversation[-1]["content"] or "",
         messages=said,
         placed_images=row.images,
+        turn_numbers=row.turns,
     )
 
 
@@ -61,19 +84,23 @@ def own_turns(row: Row) -> list[Message]:
 
 def training_rows(samples: list[Sample], n: int) -> list[Sample]:
     """Returns what is trained on: of a trajectory its rows, with its reward, and none of an invalid
-    one. n: samples of a prompt; the k-th further row has the index of its trajectory plus n * k.
+    one. A row has the rewards of its own turns, and none of other rows' turns. n: samples of a
+    prompt; the k-th further row has the index of its trajectory plus n * k.
     """
     found = []
     for sample in samples:
-        if sample.invalid is not None:
+        if sample.invalid is not None or sample.reward is None:
             continue
+        outcome = sample.reward - math.fsum(sample.turn_rewards)
         for k, row in enumerate(sample.rows):
+            turns = [sample.turn_rewards[i] for i in row.turn_numbers if sample.turn_rewards]
             found.append(
                 replace(
                     row,
                     group=sample.group,
                     index=sample.index + n * k,
-                    reward=sample.reward,
+                    reward=outcome + math.fsum(turns) if turns else outcome,
+                    turn_rewards=turns,
                     penalty=sample.penalty,
                     reward_info=sample.reward_info,
                 )
@@ -82,8 +109,8 @@ def training_rows(samples: list[Sample], n: int) -> list[Sample]:
 
 
 TRAJECTORY_FIELDS = ("messages", "response", "finish_reason", "invalid", "agent_output")
-ROW_FIELDS = ("response_ids", "rollout_logprobs", "loss_mask", "policy_version", "finish_reason",
-              "response", "messages")  # fmt: skip
+ROW_FIELDS = ("turn_numbers", "response_ids", "rollout_logprobs", "loss_mask", "policy_version",
+              "finish_reason", "response", "messages")  # fmt: skip
 
 
 def to_json(sample: Sample) -> str:

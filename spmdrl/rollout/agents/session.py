@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of
+from spmdrl.rollout.agents.answers import Answers, Choice, call_ids_of, new_id
 from spmdrl.rollout.agents.call_queue import CallQueue
 from spmdrl.rollout.agents.chat_encoder import ChatEncoders, before_stop
 from spmdrl.rollout.agents.requests import ApiError, ChatRequest, TextRequest, over
-from spmdrl.rollout.agents.trajectory import Draft, Tokens, Trajectory, digest_of
+from spmdrl.rollout.agents.trajectory import Draft, Trajectory, digest_of
 from spmdrl.rollout.base import Completion, Request, SamplingParams
 from spmdrl.rollout.engine_calls import EngineCall
 from spmdrl.rollout.seeds import seed_of
@@ -38,6 +38,7 @@ class Session:
     limits: SessionLimits
     model: str  # its name in answers
     responses: dict[str, list[Message]] = field(default_factory=dict)  # conversations, by response
+    names: dict[str, str] = field(default_factory=dict)  # of called tools, by the id of the call
     num_turns: int = 0  # asked for
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # that answer requests
     over: bool = False
@@ -52,16 +53,17 @@ class Session:
         encoder, draft = self.encoders.of(request), self.draft(request)
         stop = (*self.params.stop, *request.stop)
         completions = await self.sample(draft, request)
-        choices = []
+        choices, id = [], new_id()
         for completion in completions:
             spoken = encoder.spoken(completion, stop)
-            self.trajectory.commit(draft, completion, spoken.message)
+            self.trajectory.commit(draft, completion, spoken.message, id)
             texts = self.token_texts(completion) if request.logprobs else []
             choices.append(
                 Choice(spoken.message, spoken.finish_reason, completion, texts,
                        call_ids_of(spoken.message))
             )  # fmt: skip
-        return Answers(self.model, draft.token_ids, choices)
+        self.names |= {call: name for choice in choices for call, name, _ in choice.calls}
+        return Answers(self.model, draft.tokens.ids, choices, id)
 
     async def text(self, request: TextRequest) -> Answers:
         """Raises ApiError."""
@@ -75,20 +77,20 @@ class Session:
         if not ids or min(ids) < 0:
             raise ApiError(400, "prompt: expected token ids from 0 on", "invalid_value")
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
-        choices = []
+        choices, id = [], new_id()
         for completion in await self.sample(draft, request):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             text = before_stop(text, (*self.params.stop, *request.stop))
             message: Message = {"role": "assistant", "content": text}
-            self.trajectory.commit(draft, completion, message)
+            self.trajectory.commit(draft, completion, message, id)
             texts = self.token_texts(completion) if request.logprobs else []
             finish = "length" if completion.finish_reason == "length" else "stop"
             choices.append(Choice(message, finish, completion, texts))
-        return Answers(self.model, ids, choices)
+        return Answers(self.model, ids, choices, id)
 
     def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a prompt. Raises ApiError."""
-        return len(self.draft(request).token_ids)
+        return len(self.draft(request).tokens.ids)
 
     def draft(self, request: ChatRequest) -> Draft:
         """Raises ApiError."""
@@ -116,19 +118,19 @@ class Session:
                 400, f"the trajectory has had its agents.max_turns={self.limits.max_turns} turns",
                 "too_many_turns",
             )  # fmt: skip
-        if len(draft.images) > self.limits.max_images:
+        if len(draft.tokens.images) > self.limits.max_images:
             raise ApiError(
-                400, f"the messages show {len(draft.images)} images, more than "
+                400, f"the messages show {len(draft.tokens.images)} images, more than "
                 f"agents.max_images={self.limits.max_images}", "too_many_images",
             )  # fmt: skip
-        room = self.limits.max_model_len - len(draft.token_ids)
+        room = self.limits.max_model_len - len(draft.tokens.ids)
         if room < 1:
             raise ApiError(
-                400, f"the prompt has {len(draft.token_ids)} tokens; prompt and answer may have "
+                400, f"the prompt has {len(draft.tokens.ids)} tokens; prompt and answer may have "
                 f"data.max_prompt_tokens + rollout.max_tokens = {self.limits.max_model_len}",
                 "context_length_exceeded",
             )  # fmt: skip
-        if max(draft.token_ids) >= self.limits.vocab_size:
+        if max(draft.tokens.ids) >= self.limits.vocab_size:
             raise ApiError(400, "the model has no embedding of a token", "invalid_value")
         self.num_turns += request.n
         most = min(request.max_tokens or room, room, self.params.max_tokens)
@@ -138,7 +140,8 @@ class Session:
         )  # fmt: skip
         calls = [
             EngineCall(
-                Request(draft.token_ids, seed, max_tokens=most, placed_images=draft.images), params
+                Request(draft.tokens.ids, seed, max_tokens=most, placed_images=draft.tokens.images),
+                params,
             )
             for seed in self.seeds(draft, request)
         ]
@@ -154,10 +157,10 @@ class Session:
         """
         own = self.trajectory.seed
         if request.seed is not None:
-            address = f"agent's seed/{digest_of(Tokens(draft.token_ids, draft.images))}"
+            address = f"agent's seed/{digest_of(draft.tokens)}"
             return [seed_of(own, request.seed, i, 0, address) for i in range(request.n)]
         return [
-            seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft)}")
+            seed_of(own, 0, 0, 0, f"agent/{self.trajectory.address_of(draft.tokens)}")
             for _ in range(request.n)
         ]
 

@@ -39,13 +39,18 @@ class Row:
     versions: list[int]  # of the weights that chose the token, NOT_CHOSEN where the mask is 0
     conversation: list[Message]  # all that has been said in it
     images: list[PlacedImage] = field(default_factory=list)  # in order of their tokens
-    num_turns: int = 0  # that were sampled for it
+    turns: list[int] = field(default_factory=list)  # sampled for it: numbers in the trajectory
     finish_reason: str = "stop"  # of its last turn: "stop" or "length"
 
     @property
     def num_prompt_tokens(self) -> int:
         """The number of tokens before the first that is trained on."""
         return self.loss_mask.index(1)
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns that were sampled for it."""
+        return len(self.turns)
 
     def start(self, num_tokens: int) -> Tokens:
         """Returns its first tokens."""
@@ -72,8 +77,7 @@ class Tokens(NamedTuple):
 class Draft:
     """A request whose tokens are known, and which has no answer yet."""
 
-    token_ids: list[int]
-    images: list[PlacedImage]  # that it shows, also in what it continues
+    tokens: Tokens
     behind: KnownTokens | None  # its first tokens; None: it begins a row
     conversation: list[Message]
     digest: str  # of the conversation
@@ -88,6 +92,8 @@ class Trajectory:
     rows: list[Row] = field(default_factory=list)
     last_row: int = 0  # in which the last turn was said
     known: dict[str, KnownTokens] = field(default_factory=dict)  # by the digest of a history
+    num_turns: int = 0  # that were sampled, in all rows
+    turns_of: dict[str, list[int]] = field(default_factory=dict)  # by the id of an answer
     times: dict[str, int] = field(default_factory=dict)  # how often the same tokens were asked
 
     def draft(
@@ -109,13 +115,10 @@ class Trajectory:
             before = self.rows[known.row].start(known.num_tokens)
             rest = encode_behind(messages[count:], before.ids[-1])
             if rest is not None:
-                whole = joined(before, rest)
-                return Draft(whole.ids, list(whole.images), known, messages, digests[-1])
+                return Draft(joined(before, rest), known, messages, digests[-1])
             break
         whole = encode_all(messages)
-        return Draft(
-            whole.ids, list(whole.images), self.known_by_tokens(whole), messages, digests[-1]
-        )
+        return Draft(whole, self.known_by_tokens(whole), messages, digests[-1])
 
     def draft_tokens(self, token_ids: list[int], spell: Callable[[list[int]], str]) -> Draft:
         """Finds the row that a request continues whose prompt is given as tokens.
@@ -128,7 +131,7 @@ class Trajectory:
         rest = token_ids[behind.num_tokens if behind is not None else 0 :]
         asked: list[Message] = [{"role": "user", "content": spell(rest)}] if rest else []
         whole = Tokens(token_ids, images)
-        return Draft(token_ids, [*images], behind, [*before, *asked], digest_of(whole))
+        return Draft(whole, behind, [*before, *asked], digest_of(whole))
 
     def known_by_tokens(self, asked: Tokens, any_images: bool = False) -> KnownTokens | None:
         """Returns the longest row that these tokens begin with, if there is one. It shows the same
@@ -144,27 +147,30 @@ class Trajectory:
                 longest = KnownTokens(number, size)
         return longest
 
-    def commit(self, draft: Draft, answer: Completion, said: Message) -> None:
+    def commit(self, draft: Draft, answer: Completion, said: Message, id: str = "") -> None:
         """Adds what was sampled: to the row that the request continues if that has not gone on
-        meanwhile, else to a new one. said: the answer as the agent is told it.
+        meanwhile, else to a new one. said: the answer as the agent is told it; id: of the answer,
+        of which several choices have the same.
         """
         number = self.row_for(draft)
         row = self.rows[number]
         known = len(row.token_ids)
-        between = draft.token_ids[known:]
+        between = draft.tokens.ids[known:]
         add_context(row, between)
-        row.images += [image for image in draft.images if image.first >= known]
+        row.images += [image for image in draft.tokens.images if image.first >= known]
         row.token_ids += answer.token_ids
         row.logprobs += answer.logprobs
         row.versions += answer.versions
         row.loss_mask += [1] * len(answer.token_ids)
         if between:
             row.conversation = [*draft.conversation, said]
-            row.num_turns += 1
+            row.turns.append(self.num_turns)
+            self.num_turns += 1
         else:  # a text that goes on where the last turn has ended is one turn with it
             *before, last = draft.conversation
             longer = {**last, "content": (last["content"] or "") + said["content"]}
             row.conversation = [*before, longer]
+        self.turns_of.setdefault(id, []).append(row.turns[-1])
         row.finish_reason = answer.finish_reason
         self.last_row = number
         digest = next_digest(draft.digest, said)
@@ -177,12 +183,12 @@ class Trajectory:
         self.rows.append(Row([], [], [], [], []))
         return len(self.rows) - 1
 
-    def address_of(self, draft: Draft) -> str:
-        """Returns an address of a continuation of a draft, a part of its seed: the digest of its
-        tokens, and how often the trajectory has asked for one before. Agents that ask at the same
-        time get the same answers whoever comes first.
+    def address_of(self, tokens: Tokens) -> str:
+        """Returns an address of a continuation of these tokens, a part of its seed: their digest
+        and how often the trajectory has asked for one before. Agents that ask at the same time get
+        the same answers whoever comes first.
         """
-        key = digest_of(Tokens(draft.token_ids, draft.images))
+        key = digest_of(tokens)
         self.times[key] = self.times.get(key, -1) + 1
         return f"{key}/{self.times[key]}"
 

@@ -105,7 +105,7 @@ def check_options(config: PpoConfig) -> None:
         "rollout.greedy_baseline": rollout.greedy_baseline,
         "rollout.static_split": rollout.static_split,
         "actor.router_replay": config.actor.router_replay is not None,
-        "prm": config.prm is not None, "rewards.per_turn": config.rewards.per_turn,
+        "prm": config.prm is not None,
         f"algo.advantage={algo.advantage!r}": estimator.token_sums,
         "algo.aggregation, a function": callable(algo.aggregation),
         "reward_model": config.reward_model is not None, "judge": config.judge is not None,

@@ -312,6 +312,7 @@ def check_shown(
 def check_per_turn(config: PpoConfig) -> None:
     """Raises ConfigError for a reward that knows nothing of turns."""
     found = built_ins_of(rewards_of(config)) if config.rewards.per_turn else []
+    found = [name for name in found if name != "agent"]  # which returns what the agent says
     require(
         not found,
         f"rewards.per_turn=True: the built-in reward {', '.join(map(repr, found))} scores a sample "

@@ -222,8 +222,28 @@ async def sub_agents(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         *(client.chat.completions.create(model=model, messages=m, max_tokens=9) for m in talks)
     )
     said = answers[0].choices[0].message.model_dump(exclude_none=True)
-    await client.chat.completions.create(model=model, messages=[*HI, said, *HI], max_tokens=9)
-    return {"score": 2.0, "parts": 3}
+    last = await client.chat.completions.create(
+        model=model, messages=[*HI, said, *HI], max_tokens=9
+    )
+    return {"score": 2.0, "turns": {answers[0].id: 0.5, answers[1].id: 0.25, last.id: 3.0}}
+
+
+async def asks_long(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    answer = await client.chat.completions.create(
+        model=model, messages=[*HI, *HI, *HI], max_tokens=40
+    )
+    return {"score": 1.0, "text": answer.choices[0].message.content}
+
+
+async def rewards_another(base_url: str, api_key: str, model: str, **_: Any) -> Any:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    await client.chat.completions.create(model=model, messages=HI, max_tokens=2)
+    return {"score": 1.0, "turns": {"chatcmpl-5": 1.0}}
 
 
 async def never_asks(**_: Any) -> float:
@@ -245,5 +265,5 @@ async def leaves_its_key(base_url: str, api_key: str, model: str, **_: Any) -> A
 CASES = {
     f.__name__: f
     for f in (openai_chat, anthropic, responses, texts, errors, hangs_up, sub_agents, never_asks,
-              fails, leaves_its_key)
+              fails, leaves_its_key, rewards_another, asks_long)
 }  # fmt: skip

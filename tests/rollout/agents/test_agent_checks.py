@@ -21,10 +21,8 @@ from spmdrl.config import (
     AgentConfig,
     AlgoConfig,
     ConfigError,
-    DataConfig,
     JudgeConfig,
     MultiTurnConfig,
-    RewardConfig,
     ServeConfig,
 )
 from spmdrl.rollout.agents.command import CommandAgent, without_proxy
@@ -57,8 +55,6 @@ REFUSED = {
     "an unknown parameter": ({"agent": lambda url: 1.0}, "requires 'url'"),
     "tools": ({"tools": (len,)}, "an agent runs its own tools"),
     "an environment": ({"environment": len}, "an agent is its own environment"),
-    "pixels": ({"data": DataConfig("t", image_max_pixels=9)}, "agents' messages are text"),
-    "turns": ({"rewards": RewardConfig(per_turn=True)}, "rewards.per_turn does not go with agent"),
     "a judge": ({"judge": JudgeConfig(model="m")}, "judge does not go with agent"),
     "a filter": ({"algo": AlgoConfig(sample_filter="pow")}, "sample_filter does not go"),
     "a penalty": ({"algo": AlgoConfig(overlong_buffer=4)}, "overlong_buffer does not go"),
@@ -89,14 +85,15 @@ def test_what_does_not_go_with_agents_is_refused(name: str) -> None:
 
 def test_a_source_without_an_agent_and_images_are_refused_once_the_data_is_known() -> None:
     def dataset(*sources: str, images: int = 0) -> Any:
-        return SimpleNamespace(data_sources=sources, images=SimpleNamespace(per_prompt=images))
+        shown = SimpleNamespace(per_prompt=images, largest=(4, 16, 16))
+        return SimpleNamespace(data_sources=sources, images=shown)
 
     both = of_agent(agent={"a": play, "b": [sys.executable]})
     check_agent_data(both, dataset("a", "b"))
     check_agent_data(of_agent(), dataset("a", "b"))
     with pytest.raises(ConfigError, match="`agent` has no data_source 'c'; it has 'a', 'b'"):
         check_agent_data(both, dataset("a", "c"))
-    with pytest.raises(ConfigError, match="prompts have images"):
+    with pytest.raises(ConfigError, match="a prompt has 1 images, and agents.max_images=0"):
         check_agent_data(of_agent(), dataset("a", images=1))
     check_agent_data(of_agent(agent=None), dataset("c", images=1))
 

@@ -121,6 +121,9 @@ def test_openai_responses_goes_on_by_id_or_by_items(played: Round) -> None:
     assert "response.output_text.delta" in out["kinds"]
     rows = played.samples["responses"].rows  # the second request for the same is a fork
     assert [row.num_turns for row in rows] == [2, 1]
+    # the item that goes on by id names the call alone
+    told = [m for row in rows for m in row.messages if m["role"] == "tool"]
+    assert [message["name"] for message in told] == ["add"]
 
 
 def test_texts_go_on_with_the_tokens_that_were_sampled(played: Round) -> None:
@@ -167,6 +170,16 @@ def test_sub_agents_have_rows_of_their_own(played: Round) -> None:
     assert {row.group for row in rows} == {5}
 
 
+def test_turns_have_rewards_by_the_ids_of_their_answers(played: Round) -> None:
+    sample = played.samples["sub_agents"]
+    rewards = sample.agent_output["turns"]
+    assert sorted(rewards) == [0.0, 0.25, 0.5, 3.0]
+    of_rows = [[rewards[i] for i in row.turn_numbers] for row in sample.rows]
+    assert sorted(of_rows) == [[0.0], [0.25], [0.5, 3.0]]
+    wrong = played.samples["rewards_another"]
+    assert "a reward for 'chatcmpl-5', which it was not answered" in (wrong.invalid or "")
+
+
 def test_an_agent_that_fails_or_never_asks_makes_an_invalid_sample(played: Round) -> None:
     fails, silent = played.samples["fails"], played.samples["never_asks"]
     assert "LookupError: no such thing" in (fails.invalid or "")
@@ -184,6 +197,49 @@ def test_a_trajectory_that_is_over_answers_no_more(played: Round) -> None:
         assert answer.status_code == 410 and "is over" in answer.json()["error"]["message"]
     health = httpx.get(url.partition("/t/")[0] + "/health", timeout=10).json()
     assert health == {"trajectories": 0, "requests": 0}
+
+
+def test_a_call_outlives_a_push_of_weights_and_the_end_of_a_round(played: Round) -> None:
+    """It goes on behind what there is of its answer, and its tokens are of the weights that chose
+    them; the agent sees one answer.
+    """
+    whole = played.samples["asks_long"]
+    (row,) = whole.rows
+    assert len(row.response_ids) > 9, "too short to be interrupted"
+    prompts = [(0, replace(whole.prompt, id=list(CASES).index("asks_long")))]
+    questions = questions_of(prompts, 1, run_seed=0, step=1)
+    engine, pool, steps = played.engine, played.pool, []
+    step = engine.step
+
+    def counted() -> Any:
+        steps.append(engine.num_running)
+        return step()
+
+    def push() -> None:
+        engine.forget_prefixes()
+        engine.policy_version += 1
+
+    engine.step = counted  # type: ignore[method-assign]
+    alone = Scheduler(engine, engine.topology)
+    given: dict[str, Any] = {"tokenizer": None, "by_agents": True, "agents": pool}
+    try:
+        none, left = sample_questions(
+            alone, questions, PARAMS, until=lambda: len(steps) > 3, **given
+        )
+        assert not none and len(left) == 1 and left[0].home == 0
+        assert pool.running, "the agent waits for the next round"
+        push()
+        pushes = iter([False, True])
+        (sample,), _ = sample_questions(
+            alone, left, PARAMS, load_weights=push, **given,
+            new_weights=lambda: len(steps) > 7 and next(pushes, False),
+        )  # fmt: skip
+    finally:
+        engine.step = step  # type: ignore[method-assign]
+    assert sample.response_ids == row.response_ids and sample.invalid is None
+    assert sample.agent_output == whole.agent_output
+    versions = sample.rows[0].policy_version
+    assert versions == sorted(versions) and set(versions) == {0, 1, 2}
 
 
 def test_every_row_has_the_log_probabilities_of_the_model(played: Round) -> None:

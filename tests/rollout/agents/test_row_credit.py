@@ -8,13 +8,14 @@ import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RolloutConfig
+from spmdrl.config import AlgoConfig, DataConfig, PpoConfig, RewardConfig, RolloutConfig
 from spmdrl.data.packing import pack_samples
 from spmdrl.distributed.topology import Topology
 from spmdrl.rollout.agents.samples import training_rows
@@ -74,8 +75,10 @@ def whole(sample: Sample) -> Sample:
     return replace(sample, rows=[], **lists)
 
 
-def credited(samples: list[Sample], config: PpoConfig, alone: Topology) -> Batch:
-    batch = pack_samples(samples)
+def credited(
+    samples: list[Sample], config: PpoConfig, alone: Topology, per_turn: bool = False
+) -> Batch:
+    batch = pack_samples(samples, per_turn=per_turn)
     batch.old_logprobs = batch.rollout_logprobs
     add_advantages([batch], config, 0.0, alone)
     return batch
@@ -101,6 +104,48 @@ def test_rows_have_the_advantages_and_weights_of_their_trajectory(
             mine, right = getattr(sorted_rows, name), getattr(one, name)
             masked, right = mine[sorted_rows.loss_mask > 0], right[one.loss_mask > 0]
             torch.testing.assert_close(masked, right, rtol=1e-6, atol=1e-7)
+
+
+def test_rewards_of_turns_are_of_their_row_and_of_the_trajectory(alone: Topology) -> None:
+    """By estimators that look at tokens a token has what its own row earns from it on, and the
+    outcome; others see all that the trajectory has earned.
+    """
+    samples = [sample for sample in trajectories(2) if sample.invalid is None]
+    draw = random.Random(1)
+    for sample in samples:
+        number = 0
+        for row in sample.rows:
+            runs = sum(a > b for a, b in pairwise([*row.loss_mask, 0]))
+            row.turn_numbers = list(range(number, number + runs))
+            number += runs
+        sample.turn_rewards = [draw.uniform(-1, 1) for _ in range(number)]
+        sample.reward = draw.uniform(0, 1) + sum(sample.turn_rewards)
+    config = replace(CONFIG, agent=len, rewards=RewardConfig(per_turn=True))
+    rows = training_rows(samples, N)
+    by_token = credited(rows, replace(config, algo=AlgoConfig(advantage="reinforce")), alone, True)
+    assert by_token.advantages is not None
+    at = 0
+    for sample in samples:
+        outcome = sample.reward - sum(sample.turn_rewards)
+        for row in sample.rows:
+            own = [sample.turn_rewards[i] for i in row.turn_numbers]
+            want, turn = [], 0
+            for mask, behind in pairwise([*row.loss_mask, 0]):
+                want.append(mask * (outcome + sum(own[turn:])))
+                turn += mask > behind
+            at += len(row.prompt.token_ids)
+            got = by_token.advantages[at : at + len(want)].tolist()
+            assert got == pytest.approx(want, abs=1e-5)
+            at += len(want)
+    outcomes = replace(config, algo=AlgoConfig(advantage="dr_grpo"))
+    of_rows = credited(rows, outcomes, alone, True)
+    alone_config = replace(CONFIG, algo=outcomes.algo)
+    whole_ones = credited([whole(sample) for sample in samples], alone_config, alone)
+    assert of_rows.advantages is not None and whole_ones.advantages is not None
+    torch.testing.assert_close(
+        of_rows.advantages[of_rows.loss_mask > 0],
+        whole_ones.advantages[whole_ones.loss_mask > 0], rtol=1e-6, atol=1e-6,
+    )  # fmt: skip
 
 
 def test_a_row_that_counted_for_itself_would_be_seen(alone: Topology) -> None:

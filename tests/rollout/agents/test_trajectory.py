@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spmdrl.rollout.agents.trajectory import Trajectory
+from spmdrl.rollout.agents.trajectory import Tokens, Trajectory
 from spmdrl.rollout.base import NOT_CHOSEN, Completion
-from spmdrl.types import Message
+from spmdrl.types import Message, Picture, PlacedImage
 
 
 def user(text: str) -> Message:
@@ -16,13 +16,17 @@ def encode(messages: list[Message]) -> list[int]:
     return [ord(c) for m in messages for c in [*(m["content"] or ""), "\0"]] + [1]
 
 
-def behind(messages: list[Message], last: int) -> list[int] | None:
-    return encode(messages) if last == 0 else None
+def behind(messages: list[Message], last: int) -> Tokens | None:
+    return Tokens(encode(messages)) if last == 0 else None
+
+
+def encode_all(messages: list[Message]) -> Tokens:
+    return Tokens(encode(messages))
 
 
 def said_by(trajectory: Trajectory, messages: list[Message], text: str, context: str = "") -> dict:
     """Asks and answers with a text that the encoder would never write: its tokens plus 1000."""
-    draft = trajectory.draft(messages, context, encode, behind)
+    draft = trajectory.draft(messages, context, encode_all, behind)
     ids = [1000 + ord(c) for c in text] + [0]
     answer = Completion(ids, [-0.5] * len(ids), "stop", [3] * len(ids))
     said = {"role": "assistant", "content": text}
@@ -84,12 +88,12 @@ def test_two_requests_under_way_at_once_do_not_end_up_in_one_row():
     trajectory = Trajectory("t", 7)
     talk = [user("a"), said_by(trajectory, [user("a")], "x")]
     drafts = [
-        trajectory.draft([*talk, user(text)], "", encode, behind) for text in ("left", "right")
+        trajectory.draft([*talk, user(text)], "", encode_all, behind) for text in ("left", "right")
     ]
     for draft in reversed(drafts):
         answer = Completion([5, 0], [-1.0, -1.0], "stop", [3, 3])
         trajectory.commit(draft, answer, {"role": "assistant", "content": "y"})
-    left, right = (draft.token_ids for draft in drafts)
+    left, right = (draft.tokens.ids for draft in drafts)
     assert [row.token_ids for row in trajectory.rows] == [right + [5, 0], left + [5, 0]]
     assert [sum(row.loss_mask) for row in trajectory.rows] == [4, 2]
 
@@ -102,36 +106,39 @@ def test_other_tools_begin_a_row_and_other_ids_of_calls_do_not():
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1,  "b": 2}'}}
     other = {"id": "call_9", "type": "function", "index": 0,
              "function": {"name": "f", "arguments": {"b": 2, "a": 1}}}  # fmt: skip
-    draft = trajectory.draft([user("c")], "", encode, behind)
+    draft = trajectory.draft([user("c")], "", encode_all, behind)
     answer = Completion([5, 0], [-1.0, -1.0], "stop", [3, 3])
     trajectory.commit(draft, answer, {"role": "assistant", "content": None, "tool_calls": [call]})
     told = {"role": "assistant", "content": "", "tool_calls": [other], "refusal": None}
     result = {"role": "tool", "content": "3", "tool_call_id": "call_9"}
-    draft = trajectory.draft([user("c"), told, result], "", encode, behind)
-    assert draft.behind is not None and draft.token_ids[:5] == [*encode([user("c")]), 5, 0]
+    draft = trajectory.draft([user("c"), told, result], "", encode_all, behind)
+    assert draft.behind is not None and draft.tokens.ids[:5] == [*encode([user("c")]), 5, 0]
 
 
 def test_where_the_template_cannot_go_on_the_tokens_are_compared():
     """The turn was cut, so that the template cannot write its end: encoded anew, it is joined if
     its tokens begin as the row's."""
     trajectory = Trajectory("t", 7)
-    draft = trajectory.draft([user("a")], "", encode, behind)
+    draft = trajectory.draft([user("a")], "", encode_all, behind)
     cut = Completion([ord("x")], [-1.0], "length", [3])
     said = {"role": "assistant", "content": "x"}
     trajectory.commit(draft, cut, said)
     asked = [user("a"), said, user("b")]
 
-    def encode_on(messages: list[Message]) -> list[int]:
-        return encode([user("a")]) + [ord("x"), 0] + encode([user("b")])
+    def encode_on(messages: list[Message]) -> Tokens:
+        return Tokens(encode([user("a")]) + [ord("x"), 0] + encode([user("b")]))
 
     draft = trajectory.draft(asked, "", encode_on, behind)
     assert draft.behind is not None and draft.behind.num_tokens == 4
-    draft = trajectory.draft(asked, "", encode, behind)  # its tokens are others
+    draft = trajectory.draft(asked, "", encode_all, behind)  # its tokens are others
     assert draft.behind is None
 
 
-def test_addresses_of_requests_depend_on_tokens_and_repetitions_alone():
+def test_addresses_of_requests_depend_on_tokens_images_and_repetitions_alone():
+    first, second, shown = (
+        Tokens([1, 2]), Tokens([3]), Tokens([1, 2], [PlacedImage(0, Picture(b"x"))])
+    )  # fmt: skip
     one, other = Trajectory("a", 7), Trajectory("b", 7)
-    found = [one.address_of([1, 2]), one.address_of([3]), one.address_of([1, 2])]
-    again = [other.address_of([3]), other.address_of([1, 2]), other.address_of([1, 2])]
-    assert sorted(found) == sorted(again) and len({*found}) == 3
+    found = [one.address_of(each) for each in (first, second, first, shown)]
+    again = [other.address_of(each) for each in (shown, second, first, first)]
+    assert sorted(found) == sorted(again) and len({*found}) == 4
