@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -167,3 +168,48 @@ def ends_after_one_more_start(failing: Job) -> None:
     assert "failure 1 of at most 1" in failing.text()
     assert failing.text().count("spmdrl: rank 0 on box3 failed in phase") == 2
     assert "failed 2 times" in failing.text()
+
+
+AGENT = """
+import asyncio, json, os, time
+from pathlib import Path
+from spmdrl.config import AgentConfig
+from spmdrl.rollout.agents.command import CommandAgent
+
+ROW = {"prompt": "p", "sample_index": 0, "data_source": "d", "extra_info": {}}
+STEP = AgentConfig(runner="srun", runner_args=("--mem=10M",))
+
+async def play(words, id):
+    agent = CommandAgent(words, STEP)
+    return await agent(ROW, "http://127.0.0.1:5/v1", "the-key", "policy", id)
+
+async def both():
+    said = await play(["sh", "-c", "echo $SLURM_STEP_ID $OPENAI_API_KEY; echo 0.5"], "a")
+    slow = asyncio.ensure_future(play(["sh", "-c", "echo $$ > pid; sleep 300"], "b"))
+    while not (os.path.exists("pid") and Path("pid").read_text()):
+        await asyncio.sleep(0.1)
+    slow.cancel()
+    await asyncio.wait({slow})
+    end = time.monotonic() + 20
+    pid = Path("pid").read_text().strip()
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    print(json.dumps([said, slow.cancelled(), os.path.exists(f"/proc/{pid}")]), flush=True)
+
+asyncio.run(both())
+"""
+
+
+def test_an_agent_is_a_step_that_ends_with_it(slurm, tmp_path):
+    """A step that its agent leaves behind would keep the job's cores."""
+    Path(tmp_path, "agent.py").write_text(AGENT)
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    command = ["sbatch", "--parsable", "--output=log", "--wrap", f"{sys.executable} agent.py"]
+    slurm.run(*command, cwd=tmp_path, env=env)
+    log, end = Path(tmp_path, "log"), time.monotonic() + 90
+    while "[" not in (text := log.read_text() if log.exists() else ""):
+        assert time.monotonic() < end, text
+        time.sleep(0.2)
+    said, cancelled, goes_on = json.loads(next(s for s in text.splitlines() if s.startswith("[")))
+    assert said == {"score": 0.5, "output": "0 the-key\n0.5\n"}
+    assert cancelled and not goes_on

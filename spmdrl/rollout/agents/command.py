@@ -18,6 +18,7 @@ from spmdrl.config import AgentConfig
 
 MOST_OUTPUT = 1 << 16  # characters of a program's output that are kept, those of its end
 READ_BYTES = 1 << 16
+STEP_END_S = 10.0  # in which a step of Slurm ends once srun is told to
 CONTAINERS = ("docker", "podman")
 ANTHROPIC_MODELS = (
     "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
@@ -55,6 +56,8 @@ class CommandAgent:
             output = await last_output(process.stdout)
             status = await process.wait()
         finally:
+            if self.config.runner == "srun":
+                await end_step(process)
             with contextlib.suppress(ProcessLookupError):  # all that it started ends with it
                 os.killpg(process.pid, signal.SIGKILL)
             if self.config.runner in CONTAINERS:  # its client has ended, and it has not
@@ -107,6 +110,13 @@ def without_proxy(url: str) -> dict[str, str]:
 
 def name_of_container(trajectory_id: str) -> str:
     return f"spmdrl-{trajectory_id}"
+
+
+async def end_step(srun: asyncio.subprocess.Process) -> None:
+    """Has srun end its job step, unless that is over. A step outlives an srun that is killed."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        srun.terminate()
+        await asyncio.wait_for(srun.wait(), STEP_END_S)
 
 
 async def remove(runner: str, name: str) -> None:

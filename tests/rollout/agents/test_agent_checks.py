@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -152,6 +155,51 @@ def test_bubblewrap_lets_it_write_to_its_own_tmp_alone(tmp_path: Path) -> None:
     found = run(["sh", "-c", script], runner="bubblewrap")
     assert (found["score"], found["output"]) == (2, "1\n2\n")
     assert not os.listdir(tmp_path) and not Path("/tmp/mine").exists()
+
+
+@pytest.fixture
+def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An image with a shell alone, made of this host's files."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("podman", "runc"))):
+        pytest.skip("it needs podman and runc, as root: apt-get install podman runc catatonit")
+    settings = tmp_path / "containers.conf"
+    settings.write_text(
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\n'
+        '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
+    )
+    monkeypatch.setenv("CONTAINERS_CONF", str(settings))
+    shell = shutil.which("sh")
+    linked = subprocess.run(["ldd", str(shell)], capture_output=True, text=True, check=True).stdout
+    files = [str(shell), *re.findall(r"/\S+", linked)]
+    pack = subprocess.run(["tar", "--dereference", "-cP", *files], capture_output=True, check=True)
+    image = "localhost/spmdrl-test"
+    load = ["podman", "import", "-", image]
+    subprocess.run(load, input=pack.stdout, check=True, capture_output=True, timeout=60)
+    return image
+
+
+@pytest.mark.sandbox
+def test_a_container_is_told_the_row_and_ends_with_its_agent(podman: str) -> None:
+    container: dict[str, Any] = {"runner": "podman", "runner_args": (podman,)}
+    found = run(["sh", "-c", "echo $OPENAI_API_KEY $1; echo 0.5", "-", "{prompt}"], **container)
+    assert found == {"score": 0.5, "output": "the key 2+3\n0.5\n"}
+    agent = CommandAgent(["sh", "-c", "echo up; while :; do :; done"], AgentConfig(**container))
+    names = ["podman", "ps", "--format", "{{.Names}}"]
+
+    def running() -> list[str]:
+        return subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
+
+    async def given_up() -> None:
+        told = (ROW, "http://127.0.0.1:5/t/y/v1", "the key", "policy", "y")
+        task, end = asyncio.ensure_future(agent(*told)), time.monotonic() + 30
+        while "spmdrl-y" not in running():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(given_up())
+    assert "spmdrl-y" not in running()
 
 
 def test_runners_stand_before_the_command_line() -> None:
