@@ -401,6 +401,9 @@ class AlgoConfig:
     # over samples whatever their length
     whiten_over: Literal["tokens", "samples"] = "tokens"
     value_clip: float = 0.5
+    # (lowest, highest): rewards beyond are learnt from as if they were these; metrics have them as
+    # they are
+    reward_clip: tuple[float, float] | None = None
     reward_coef: float = 1.0  # 0: the KL in the reward alone, as in distillation
     kl_coef: float = 0.0  # above 0: a reference model is loaded
     kl_estimator: KlEstimator | Callable[..., Any] = "k3"
@@ -412,12 +415,16 @@ class AlgoConfig:
     entropy_coef: float = 0.0
     entropy_target: float | None = None  # adaptive: nats per token that are not to be fallen below
     entropy_delta: float = 0.005  # change of an adaptive entropy_coef per step
+    entropy_coef_min: float = 0.0  # bounds of an adaptive entropy_coef; None: it may rise on
+    entropy_coef_max: float | None = None
     # a sequence with an advantage below 0 whose mean log(engine / policy at hand) is above this, in
     # nats per token, has no policy loss; None: all have. DeepSeek-V3.2
     off_policy_mask_threshold: float | None = None
     top_entropy_fraction: float = 1.0  # of a mini-batch's tokens that have a policy loss
     positive_nll_coef: float = 0.0  # VAPO: NLL of samples with a reward above 0
     dynamic_sampling: int = 0  # DAPO: rounds at most to fill the step with unequal groups; 0: off
+    # by which number that the reward function returns groups are unequal; None: the reward
+    dynamic_sampling_metric: str | None = None
     overlong_buffer: int = 0  # DAPO: tokens before rollout.max_tokens where a penalty sets in
     overlong_penalty: float = 1.0  # at max_tokens
     sample_filter: SampleFilter | None = None  # PF-PPO: draw the samples to train on by reward

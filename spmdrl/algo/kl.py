@@ -72,10 +72,14 @@ def next_kl_coef(coef: float, kl: float, target: float, horizon: int, num_sample
     return coef * (1 + error * num_samples / horizon)
 
 
-def next_entropy_coef(coef: float, entropy: float, target: float, delta: float) -> float:
-    """Up by delta where the step's mean entropy is below its target, else down, to 0 at least.
+def next_entropy_coef(
+    coef: float, entropy: float, target: float, delta: float,
+    lowest: float = 0.0, highest: float | None = None,
+) -> float:  # fmt: skip
+    """Up by delta where the step's mean entropy is below its target, else down, within the bounds.
 
     Source: Skywork-OR1, arXiv 2505.22312 (adaptive entropy control); the bonus is used
     only while the entropy is at or below the target.
     """
-    return coef + delta if entropy < target else max(coef - delta, 0.0)
+    moved = coef + delta if entropy < target else coef - delta
+    return max(moved if highest is None else min(moved, highest), lowest)

@@ -43,6 +43,7 @@ SAME = {
     "vllm_enable_sleep_mode": "rollout.sleep", "top_entropy_quantile": "algo.top_entropy_fraction",
     "off_policy_mask_threshold": "algo.off_policy_mask_threshold",
     "entropy_coef": "algo.entropy_coef", "entropy_target": "algo.entropy_target",
+    "entropy_coef_min": "algo.entropy_coef_min", "entropy_coef_max": "algo.entropy_coef_max",
     "lora_r": "actor.lora.rank", "lora_alpha": "actor.lora.alpha",
     "chat_template_kwargs": "data.chat_template_kwargs", "trust_remote_code": "trust_remote_code",
     "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",

@@ -304,8 +304,9 @@ def correction(s: Mapping[str, Any], t: Translation) -> list[str]:
     if s.get("algorithm.filter_groups.enable"):
         rounds = s.get("algorithm.filter_groups.max_num_gen_batches") or 10
         t.set("algo.dynamic_sampling", rounds, "algorithm.filter_groups.max_num_gen_batches")
-        if s.get("algorithm.filter_groups.metric") not in (None, "acc", "score", "seq_reward"):
-            t.notes["algorithm.filter_groups.metric"] = "groups are compared by their reward"
+        metric = s.get("algorithm.filter_groups.metric")
+        if metric not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
+            t.set("algo.dynamic_sampling_metric", metric, "algorithm.filter_groups.metric")
     used += [name for name in s if name.startswith("algorithm.filter_groups.")]
     overlong = {m[1]: (name, s[name]) for name in s if (m := OVERLONG.fullmatch(name))}
     if overlong.get("enable", ("", "len" in overlong))[1] and "len" in overlong:

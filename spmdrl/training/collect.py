@@ -13,7 +13,7 @@ import torch
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
-from spmdrl.config import PpoConfig
+from spmdrl.config import AlgoConfig, PpoConfig
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
@@ -199,7 +199,8 @@ def scored(roles: Roles, samples: list[Sample], source: PromptSource) -> list[Sa
 def check_scores(roles: Roles, samples: list[Sample]) -> None:
     """Makes samples invalid that lack a reward which the algorithm needs; sets their penalties."""
     config, algo = roles.config, roles.config.algo
-    check_reward_keys(samples, reward_keys_of(algo))
+    metric = algo.dynamic_sampling_metric
+    check_reward_keys(samples, (*reward_keys_of(algo), *([] if metric is None else [metric])))
     for sample in samples if algo.overlong_buffer else ():
         sample.penalty = overlong_penalty(
             len(sample.response_ids), config.rollout.max_tokens, algo.overlong_buffer,
@@ -246,18 +247,22 @@ def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
         if missing and sample.invalid is None:
             got = sorted(sample.rewards_by_key)
             sample.reward = None
-            sample.invalid = f"reward_keys asks for {missing}, the reward function gave {got}"
+            sample.invalid = (
+                f"algo's reward_keys or dynamic_sampling_metric asks for {missing}, the reward "
+                f"function gave {got}"
+            )
 
 
 def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles: Roles) -> None:
     """Takes the groups of this round that are to be trained on, at most `wanted` altogether.
 
-    All of them, or with dynamic sampling those with unequal rewards, in order of their number. A
-    group's samples may lie on several ranks.
+    All of them, or with dynamic sampling those with unequal rewards, or values of
+    algo.dynamic_sampling_metric, in order of their number. A group's samples may lie on several
+    ranks.
     """
     with roles.phases("reward", roles.sampling):
         keys = reward_keys_of(roles.config.algo)
-        rewards = [[s.group, *rewards_of(s, keys)] for s in samples]
+        rewards = [[s.group, *rewards_of(s, keys, roles.config.algo)] for s in samples]
         table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 2 + max(len(keys), 1))
         groups: dict[int, list[float]] = {}
         compared: dict[int, list[list[float]]] = {}  # what the estimator compares
@@ -279,13 +284,17 @@ def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles
         result.num_groups += len(taken)
 
 
-def rewards_of(sample: Sample, keys: tuple[str, ...]) -> list[float]:
-    """Its reward, nan where it is invalid; then what an estimator compares: the rewards by these
-    keys, or without keys the reward with the penalty."""
+def rewards_of(sample: Sample, keys: tuple[str, ...], algo: AlgoConfig) -> list[float]:
+    """Returns what dynamic sampling compares, nan where the sample is invalid; then what an
+    estimator compares: the rewards by these keys, or without keys the reward with the penalty.
+    """
     if sample.reward is None:
         return [math.nan] * (1 + max(len(keys), 1))
+    metric, low, high = algo.dynamic_sampling_metric, *(algo.reward_clip or (-math.inf, math.inf))
+    reward = min(max(sample.reward, low), high)
     by_key = [sample.rewards_by_key[key] for key in keys]
-    return [sample.reward, *(by_key or [sample.reward + sample.penalty])]
+    compared = reward if metric is None else sample.rewards_by_key[metric]
+    return [compared, *(by_key or [min(max(sample.reward + sample.penalty, low), high)])]
 
 
 class EvalContext(ScoringContext, Protocol):

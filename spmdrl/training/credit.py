@@ -124,6 +124,8 @@ def add_advantages(
     algo = config.algo
     estimator, advantage = estimator_of(algo), advantage_of(algo)
     whole = concatenate(batches)
+    if algo.reward_clip is not None:
+        whole = replace(whole, rewards=whole.rewards.clamp(*algo.reward_clip))
     kl, process = kl_penalty(whole, algo), process_log_ratio(whole)
     mini = torch.repeat_interleave(
         torch.arange(len(batches)), torch.tensor([batch.num_seqs for batch in batches])

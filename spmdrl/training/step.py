@@ -215,8 +215,9 @@ def adapt(roles: Roles, metrics: dict[str, float], num_samples: int) -> dict[str
         used["actor/entropy_coef"] = entropy_bonus(roles)
         roles.entropy = metrics["actor/entropy"]
         roles.entropy_coef = next_entropy_coef(
-            roles.entropy_coef, metrics["actor/entropy"], algo.entropy_target, algo.entropy_delta
-        )
+            roles.entropy_coef, metrics["actor/entropy"], algo.entropy_target, algo.entropy_delta,
+            algo.entropy_coef_min, algo.entropy_coef_max,
+        )  # fmt: skip
     return used
 
 

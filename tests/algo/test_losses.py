@@ -262,6 +262,8 @@ def test_coefficients_that_adapt():
     for coef, entropy in ((0.01, 0.1), (0.01, 0.5), (0.001, 0.5), (0.0, 0.1)):
         want = reference.adaptive_entropy(coef, entropy, 0.2, 0.005)
         assert kl.next_entropy_coef(coef, entropy, 0.2, 0.005) == pytest.approx(want)
+        bounded = kl.next_entropy_coef(coef, entropy, 0.2, 0.005, 0.002, 0.012)
+        assert bounded == pytest.approx(min(max(want, 0.002), 0.012))
 
 
 # ---- what chooses tokens, samples, groups

@@ -190,6 +190,11 @@ NONSENSE = [
      ["every group is one"]),
     ({"overlong_buffer": 60}, ["overlong_buffer=60", "max_tokens=50"]),
     ({"epochs": 0}, ["epochs=0"]),
+    ({"reward_clip": (1.0, 1.0)}, ["reward_clip=(1.0, 1.0)", "the higher one"]),
+    ({"reward_clip": (0.0, 1.0), "advantage": "gdpo", "advantage_args": KEYS}, ["reward_clip"]),
+    ({"entropy_target": 0.2, "entropy_coef_min": 0.1, "entropy_coef_max": 0.01}, ["is below"]),
+    ({"entropy_coef_max": 0.01}, ["entropy_target"]),
+    ({"dynamic_sampling_metric": "acc"}, ["dynamic_sampling_metric", "dynamic_sampling"]),
 ]  # fmt: skip
 
 
@@ -265,6 +270,7 @@ def test_every_option_of_one_algorithm_alone_has_its_reader():
         "entropy_coef", "entropy_target",
         "top_entropy_fraction", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
         "sample_filter", "epochs", "mini_batches", "critic_warmup_steps", "correction",
+        "reward_clip",
     }  # fmt: skip
     assert for_all | set(READERS) == {f.name for f in fields(AlgoConfig)}
     assert not for_all & set(READERS)

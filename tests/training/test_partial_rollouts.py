@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from spmdrl.training.collect import PromptSource, RolloutResult, ask_for_some, k
 from spmdrl.training.credit import add_advantages
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.roles import Roles, Sampler
-from spmdrl.types import Prompt
+from spmdrl.types import Prompt, Sample
 
 # no answer ends early: a group takes longer than the longest burst, after which a round may end
 CONFIG = PpoConfig(
@@ -144,10 +146,38 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     assert (counted.num_sampled, counted.num_equal) == (3, 2)
     batch = pack_samples(sorted(result.samples, key=lambda s: (s.group, s.index)))
     batch.old_logprobs = batch.rollout_logprobs
-    add_advantages([batch], roles.config, 0.0, engine.topology)
-    assert batch.advantages is not None
-    by_sample = batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
-    assert by_sample == pytest.approx([-0.5, 0.5] * 3)  # each is held to the mean of its own group
+
+    def by_sample(**changes: Any) -> list[float]:
+        config = replace(roles.config, algo=replace(roles.config.algo, **changes))
+        add_advantages([batch], config, 0.0, engine.topology)
+        assert batch.advantages is not None
+        return batch.advantages[batch.cu_seqlens[1:] - 1].tolist()
+
+    assert by_sample() == pytest.approx([-0.5, 0.5] * 3)  # each is held to the mean of its group
+    clipped = by_sample(reward_clip=(0.25, 50.0))  # rewards 0, 1; 10, 11; 100, 101
+    assert clipped == pytest.approx([-0.375, 0.375, -0.5, 0.5, 0, 0])
+
+
+def test_groups_are_unequal_by_the_number_that_is_asked_for(engine: HfEngine) -> None:
+    found = [
+        Sample(prompt_of(0), group, i, [5], [0.0], [1], [0], "stop", reward=float(i * by_reward),
+               reward_info={"acc": float(i * by_metric)})
+        for group, (by_reward, by_metric) in enumerate(((1, 0), (0, 1), (100, 0)))
+        for i in range(2)
+    ]  # fmt: skip
+
+    def kept(**algo: Any) -> list[float]:
+        config = replace(CONFIG, algo=AlgoConfig(dynamic_sampling=2, **algo))
+        roles: Any = SimpleNamespace(
+            config=config, sampling=engine.topology, phases=lambda *_: nullcontext()
+        )
+        result = RolloutResult([], 0, [])
+        keep_groups(result, [replace(s) for s in found], 3, roles)
+        return [s.reward for s in result.samples if s.index == 1]
+
+    assert kept() == [1.0, 100.0]
+    assert kept(dynamic_sampling_metric="acc") == [0.0]
+    assert kept(reward_clip=(1.0, 5.0)) == [100.0]
 
 
 def test_what_an_earlier_version_wrote_is_refused(engine: HfEngine, tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ READERS: Readers = {
     "kl_in": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_target": ("kl_coef above 0", lambda a: a.kl_coef > 0),
     "kl_horizon": ("kl_target", lambda a: a.kl_target is not None),
-    "entropy_delta": ("entropy_target", lambda a: a.entropy_target is not None),
+    **dict.fromkeys(
+        ("entropy_delta", "entropy_coef_min", "entropy_coef_max"),
+        ("entropy_target", lambda a: a.entropy_target is not None),
+    ),
+    "dynamic_sampling_metric": ("dynamic_sampling", lambda a: a.dynamic_sampling > 0),
     "overlong_penalty": ("overlong_buffer", lambda a: a.overlong_buffer > 0),
     "filter_power": ("sample_filter 'pow'", lambda a: a.sample_filter == "pow"),
     "replay_steps": ("sample_filter", lambda a: a.sample_filter is not None),
@@ -87,10 +91,19 @@ def check_ranges(algo: AlgoConfig) -> None:
         require(value is None or value > 0, f"algo.{name}={value} must be above 0")
     for name in (
         "reward_coef", "kl_coef", "positive_nll_coef", "dynamic_sampling", "overlong_buffer",
-        "replay_steps", "critic_warmup_steps", "entropy_target",
+        "replay_steps", "critic_warmup_steps", "entropy_target", "entropy_coef_min",
     ):  # fmt: skip
         value = getattr(algo, name)
         require(value is None or value >= 0, f"algo.{name}={value} must not be negative")
+    require(
+        algo.entropy_coef_max is None or algo.entropy_coef_max >= algo.entropy_coef_min,
+        f"algo.entropy_coef_max={algo.entropy_coef_max} is below "
+        f"entropy_coef_min={algo.entropy_coef_min}",
+    )
+    require(
+        algo.reward_clip is None or algo.reward_clip[0] < algo.reward_clip[1],
+        f"algo.reward_clip={algo.reward_clip}: expected the lower bound, then the higher one",
+    )
     require(
         0 < algo.top_entropy_fraction <= 1,
         f"algo.top_entropy_fraction={algo.top_entropy_fraction} must be in (0, 1]",
@@ -214,6 +227,11 @@ def check_reward_keys(config: PpoConfig) -> None:
         algo.advantage != "gdpo" or not config.rewards.per_turn,
         "rewards.per_turn gives turns a part of the reward, and advantage='gdpo' reads only "
         f"its reward_keys={list(keys)}",
+    )
+    require(
+        algo.reward_clip is None or not (algo.advantage == "gdpo" or config.rewards.per_turn),
+        "algo.reward_clip is of the whole reward of a sample, and advantage='gdpo' and "
+        "rewards.per_turn read parts of it",
     )
     weights = list(keys.values())
     require(
