@@ -126,8 +126,9 @@ class Session:
         room = self.limits.max_model_len - len(draft.tokens.ids)
         if room < 1:
             raise ApiError(
-                400, f"the prompt has {len(draft.tokens.ids)} tokens; prompt and answer may have "
-                f"data.max_prompt_tokens + rollout.max_tokens = {self.limits.max_model_len}",
+                400, f"this model's maximum context length is {self.limits.max_model_len} tokens "
+                "(data.max_prompt_tokens + rollout.max_tokens), and the prompt has "
+                f"{len(draft.tokens.ids)}",
                 "context_length_exceeded",
             )  # fmt: skip
         if max(draft.tokens.ids) >= self.limits.vocab_size:

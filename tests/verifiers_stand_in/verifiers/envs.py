@@ -1,0 +1,1 @@
+"""By this module an environment's server knows that the classic API is there."""
