@@ -73,6 +73,7 @@ API = (
             "spmdrl.environments.mcp": "mcp_tools",
             "spmdrl.environments.gymnasium": "GymnasiumEpisode episode_rows",
             "spmdrl.environments.openenv": "OpenEnvEpisode openenv_rows",
+            "spmdrl.environments.verifiers": "verifiers_agent verifiers_rows",
             "spmdrl.environments.harbor": "Terminal task_rows task_reward",
             "spmdrl.environments.episodes": "turn_rewards episode_reward write_rows",
         },

@@ -1,7 +1,7 @@
 """The multiply task as an environment of the package verifiers (0.1.14 to 0.3), for the Python that
 has it: the policy may call a tool, and its last message should be the product.
 
-Its API: docs.primeintellect.ai/verifiers. docs/environments.md says how a run uses it.
+Its API: docs.primeintellect.ai/verifiers. docs/verifiers.md says how a run uses it.
 """
 
 import random

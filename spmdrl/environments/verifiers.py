@@ -1,4 +1,4 @@
-"""Environments of the package verifiers (Prime Intellect's), as agents. See docs/environments.md.
+"""Environments of the package verifiers (Prime Intellect's), as agents. See docs/verifiers.md.
 
 The package does not resolve beside vLLM, so an environment lives in processes of another Python
 (verifiers_server.py), which the worker process of an engine's agents starts. There it plays the

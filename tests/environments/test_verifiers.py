@@ -2,7 +2,7 @@
 
 VERIFIERS_PYTHON names one that has verifiers 0.1.14 to 0.3, VERIFIERS_V1_PYTHON one that has 0.4
 and uv: then these are the environments' Pythons. Without them it is this one, with stand-ins of the
-package, which does not resolve beside vLLM. docs/environments.md
+package, which does not resolve beside vLLM. docs/verifiers.md
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """GRPO with an environment of the package verifiers, on two CPU cores: it learns to call its tool.
 
 Starts from the model that configs/qwen3_tiny_multiply_sft_cpu.py leaves. verifiers is installed in
-a Python of its own, runs/verifiers. docs/environments.md
+a Python of its own, runs/verifiers. docs/verifiers.md
 
 python -m venv runs/verifiers && runs/verifiers/bin/pip install verifiers==0.3.1
 python examples/verifiers/make_rows.py
 python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.ppo \\
-    --config configs/qwen3_tiny_multiply_verifiers_cpu.py
+    --config examples/verifiers/multiply_run.py
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from spmdrl.config import (
 )
 from spmdrl.environments.verifiers import verifiers_agent
 
-ENVIRONMENTS = Path(__file__).parents[1] / "examples" / "verifiers"
+HERE = str(Path(__file__).parent.resolve())
 
 config = PpoConfig(
     model="runs/multiply/sft_model",
@@ -34,9 +34,7 @@ config = PpoConfig(
         prompts_per_step=64,
         max_prompt_tokens=16,
     ),
-    agent=verifiers_agent(
-        "runs/verifiers/bin/python", "multiply-env", env={"PYTHONPATH": str(ENVIRONMENTS)}
-    ),
+    agent=verifiers_agent("runs/verifiers/bin/python", "multiply-env", env={"PYTHONPATH": HERE}),
     reward="agent",
     rewards=RewardConfig(workers=1),
     steps=30,
