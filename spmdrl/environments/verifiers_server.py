@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -305,7 +306,7 @@ async def answer_all(environment: Classic | Taskset, out: IO[str]) -> None:
             continue
         number = request.pop("number")
         tasks[number] = asyncio.create_task(answer(environment, out, number, request))
-        tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))
+        tasks[number].add_done_callback(functools.partial(tasks.pop, number))
     for task in tasks.values():
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -325,6 +326,7 @@ async def answer(
     environment: Classic | Taskset, out: IO[str], number: int, request: dict[str, Any]
 ) -> None:
     """Plays one row. Says nothing where it was given up."""
+    said: dict[str, Any]
     try:
         said = {"output": await environment.play(**request)}
     except Exception:  # noqa: BLE001  of the environment: the sample is invalid
