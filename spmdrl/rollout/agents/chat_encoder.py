@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from spmdrl.rollout.base import Completion
 from spmdrl.rollout.multi_turn.between_turns import BetweenTurns
 from spmdrl.rollout.multi_turn.conversation import without_thoughts
 from spmdrl.rollout.multi_turn.images import ImageRules
-from spmdrl.rollout.multi_turn.tools import CallParser
+from spmdrl.rollout.multi_turn.tools import CallParser, import_parsers
 from spmdrl.types import Message, Picture
 
 logger = logging.getLogger(__name__)
@@ -117,7 +119,17 @@ class ChatEncoders:
         """vision: of a model that sees images."""
         self.config, self.tokenizer, self.max_model_len = config, tokenizer, max_model_len
         self.images = ImageRules(vision, config.agents, "agents", "an agent sent")
+        self.has_parsers = False  # whether vLLM's are imported
         self.kept: OrderedDict[str, ChatEncoder] = OrderedDict()
+
+    async def prepare(self, request: ChatRequest) -> None:
+        """Imports what reads the calls of tools, which takes seconds, without holding the event
+        loop.
+        """
+        if request.tools and not self.has_parsers:
+            with contextlib.suppress(ImportError):  # told where the parser is built
+                await asyncio.to_thread(import_parsers)
+            self.has_parsers = True
 
     def of(self, request: ChatRequest) -> ChatEncoder:
         """Raises ApiError for tools that cannot be parsed."""

@@ -18,6 +18,9 @@ from spmdrl.config import AgentConfig
 
 MOST_OUTPUT = 1 << 16  # characters of a program's output that are kept, those of its end
 READ_BYTES = 1 << 16
+LOOK_S = 0.5  # between looks whether a program has ended whose output is still open
+LAST_OUTPUT_S = 2.0  # in which its output is read once all that it has started is killed
+MOST_ROW = 120_000  # bytes of a variable: Linux takes 128 KiB, with its name
 STEP_END_S = 10.0  # in which a step of Slurm ends once srun is told to
 CONTAINERS = ("docker", "podman")
 ANTHROPIC_MODELS = (
@@ -34,8 +37,9 @@ class CommandAgent:
     """Runs a command line for each trajectory.
 
     `{prompt}` and the like in its words are filled in from the row: {prompt}, {id}, {index},
-    {base_url}, {key}, and {extra_info[...]}. The output's last line is what it returns, where that
-    is JSON: a number or an object; the whole output is beside it as "output".
+    {base_url}, {key}, and {extra_info[...]}. The last line of its standard output is what it
+    returns, where that is JSON: a number or an object; all output is beside it as "output". It is
+    over when it has ended, and what it has started ends with it.
     """
 
     def __init__(self, words: Sequence[str], config: AgentConfig) -> None:
@@ -49,12 +53,11 @@ class CommandAgent:
         words = [filled(word, row, base_url, api_key, model) for word in self.words]
         process = await asyncio.create_subprocess_exec(
             *self.run_by(words, told), env={**os.environ, **told}, stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+        said, complaints = Output(process.stdout), Output(process.stderr)
         try:
-            output = await last_output(process.stdout)
-            status = await process.wait()
+            await has_ended(process, (said, complaints))
         finally:
             if self.config.runner == "srun":
                 await end_step(process)
@@ -62,11 +65,15 @@ class CommandAgent:
                 os.killpg(process.pid, signal.SIGKILL)
             if self.config.runner in CONTAINERS:  # its client has ended, and it has not
                 await remove(self.config.runner, name_of_container(trajectory_id))
-        if status != 0:
+            await asyncio.wait((said.task, complaints.task), timeout=LAST_OUTPUT_S)
+            said.task.cancel()
+            complaints.task.cancel()
+        output = said.text() + complaints.text()
+        if process.returncode != 0:
             raise RuntimeError(
-                f"the agent ended with status {status}; its output: {output[-2000:]}"
+                f"the agent ended with status {process.returncode}; its output: {output[-2000:]}"
             )
-        return {**returned(output), "output": output}
+        return {**returned(said.text()), "output": output}
 
     def run_by(self, words: list[str], told: Mapping[str, str]) -> list[str]:
         """Returns the command line with that of the runner before it."""
@@ -94,8 +101,20 @@ def variables(
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
         "OPENAI_MODEL": model, **dict.fromkeys(ANTHROPIC_MODELS, model),
         **without_proxy(base_url),
-        "SPMDRL_TRAJECTORY_ID": trajectory_id, "SPMDRL_ROW": json.dumps(row, default=str),
+        "SPMDRL_TRAJECTORY_ID": trajectory_id, "SPMDRL_ROW": row_text(row),
     }  # fmt: skip
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Returns a row as JSON. Raises ValueError where no environment variable can hold it."""
+    text = json.dumps(row, default=str)
+    if len(text) > MOST_ROW:
+        raise ValueError(
+            f"the row has {len(text)} bytes as JSON, and a program is told at most {MOST_ROW} in "
+            "its environment: take out of extra_info what it does not need, or let the agent be a "
+            "function"
+        )
+    return text
 
 
 def without_proxy(url: str) -> dict[str, str]:
@@ -138,13 +157,30 @@ def filled(word: str, row: dict[str, Any], base_url: str, api_key: str, model: s
     return word.format_map(names) if "{" in word else word
 
 
-async def last_output(stream: asyncio.StreamReader | None) -> str:
-    """Returns the end of what a program writes, once it has written all of it."""
-    assert stream is not None
-    kept = b""
-    while data := await stream.read(READ_BYTES):
-        kept = (kept + data)[-4 * MOST_OUTPUT :]
-    return kept.decode(errors="replace")[-MOST_OUTPUT:]
+class Output:
+    """Reads what a program writes, and keeps the end of it."""
+
+    def __init__(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        self.kept = b""
+        self.task = asyncio.ensure_future(self.read(stream))
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(READ_BYTES):
+            self.kept = (self.kept + data)[-4 * MOST_OUTPUT :]
+
+    def text(self) -> str:
+        return self.kept.decode(errors="replace")[-MOST_OUTPUT:]
+
+
+async def has_ended(process: asyncio.subprocess.Process, outputs: Sequence[Output]) -> None:
+    """Waits until a program has ended. What it has started may hold its output open still."""
+    reading = [output.task for output in outputs]
+    while process.returncode is None:
+        if all(task.done() for task in reading):
+            await process.wait()
+        else:
+            await asyncio.wait(reading, timeout=LOOK_S)
 
 
 def returned(output: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,10 +21,11 @@ from starlette.routing import Route
 from spmdrl.config import ServeConfig
 from spmdrl.rollout.agents import anthropic_messages, openai_chat, openai_responses
 from spmdrl.rollout.agents.answers import Events, server_sent
-from spmdrl.rollout.agents.requests import ApiError, over
+from spmdrl.rollout.agents.requests import ApiError, over, without_surrogates
 from spmdrl.rollout.agents.session import Session
 
 KEEP_ALIVE_S = 15.0  # between signs of life in a stream whose answer is being sampled
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed")  # where half a character may be
 MOST_ENDED = 1 << 16  # ids of trajectories that are remembered as over
 
 Api = Callable[[Session, dict[str, Any]], Awaitable[tuple[dict[str, Any], Events | None]]]
@@ -200,6 +202,8 @@ class Endpoint:
             raise ApiError(499, "the client hung up", "client_closed_request") from None
         try:
             found = json.loads(body)
+            if SURROGATE.search(body):
+                found = without_surrogates(found)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {error}", "invalid_json") from error
         if not isinstance(found, dict):

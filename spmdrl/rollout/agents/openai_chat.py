@@ -41,6 +41,8 @@ def chat_request(body: dict[str, Any]) -> ChatRequest:
     refuse(body, UNSUPPORTED)
     refuse_form(take(body, "response_format", dict, {}), "response_format")
     options = take(body, "stream_options", dict, {})
+    template = take(body, "chat_template_kwargs", dict, {})
+    refuse(template, {"chat_template": "the template is the model's"})
     return ChatRequest(
         messages=messages_of(require(body, "messages", list)),
         tools=tools_of(body),
@@ -51,7 +53,7 @@ def chat_request(body: dict[str, Any]) -> ChatRequest:
         stream=take(body, "stream", bool, False),
         logprobs=take(body, "logprobs", bool, False),
         return_token_ids=take(body, "return_token_ids", bool, False),
-        template_kwargs=take(body, "chat_template_kwargs", dict, {}),
+        template_kwargs=template,
         stream_usage=take(options, "include_usage", bool, False),
     )
 
@@ -183,6 +185,9 @@ def usage_of(answers: Answers) -> dict[str, int]:
 def text_request(body: dict[str, Any]) -> TextRequest:
     """Reads the body of /v1/completions: one text, or the tokens of one. Raises ApiError."""
     refuse(body, {"logit_bias": UNSUPPORTED["logit_bias"], "suffix": "the model only continues"})
+    if (take(body, "best_of", int) or 1) > choices(body):
+        refuse(body, {"best_of": "every answer is trained on, so none is left out"})
+    options = take(body, "stream_options", dict, {})
     prompt = require(body, "prompt", (str, list))
     if isinstance(prompt, list):
         if len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -201,6 +206,7 @@ def text_request(body: dict[str, Any]) -> TextRequest:
         logprobs=take(body, "logprobs", (int, bool)) is not None,
         echo=take(body, "echo", bool, False),
         return_token_ids=take(body, "return_token_ids", bool, False),
+        stream_usage=take(options, "include_usage", bool, False),
     )
 
 
@@ -217,6 +223,8 @@ def text_events(request: TextRequest, answers: Answers) -> Events:
     """Writes the events of a streamed answer: a choice is sent once it is whole."""
     for i, choice in enumerate(answers.choices):
         yield "", text_head(answers) | {"choices": [text_choice(request, i, choice)]}
+    if request.stream_usage:
+        yield "", text_head(answers) | {"choices": [], "usage": usage_of(answers)}
 
 
 def text_head(answers: Answers) -> dict[str, Any]:

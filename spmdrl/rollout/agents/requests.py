@@ -58,6 +58,7 @@ class TextRequest:
     logprobs: bool = False
     echo: bool = False
     return_token_ids: bool = False
+    stream_usage: bool = False  # whether a stream ends with the number of tokens
 
 
 def take(
@@ -231,6 +232,19 @@ def arguments_of_call(arguments: Any) -> Any:
 def no_number(name: str) -> None:
     """Raises ValueError for NaN and the like, which are no JSON."""
     raise ValueError(name)
+
+
+def without_surrogates(value: Any) -> Any:
+    """Returns JSON with U+FFFD in place of halves of characters, which no tokenizer takes. What
+    programs write comes with them where it is no UTF-8.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [without_surrogates(each) for each in value]
+    if isinstance(value, dict):
+        return {without_surrogates(k): without_surrogates(each) for k, each in value.items()}
+    return value
 
 
 def over(id: str) -> ApiError:

@@ -50,6 +50,7 @@ class Session:
                 400, "messages: the last one is the assistant's; a turn cannot be begun for it",
                 "invalid_messages",
             )  # fmt: skip
+        await self.encoders.prepare(request)
         encoder, draft = self.encoders.of(request), self.draft(request)
         stop = (*self.params.stop, *request.stop)
         completions = await self.sample(draft, request)
@@ -74,8 +75,11 @@ class Session:
             ids = known if known is not None else tokenizer(said)["input_ids"]
         else:
             ids = said
-        if not ids or min(ids) < 0:
-            raise ApiError(400, "prompt: expected token ids from 0 on", "invalid_value")
+        if not ids or min(ids) < 0 or max(ids) >= self.limits.vocab_size:
+            raise ApiError(
+                400, f"prompt: expected token ids of 0 to {self.limits.vocab_size - 1}",
+                "invalid_value",
+            )  # fmt: skip
         draft = self.trajectory.draft_tokens(ids, tokenizer.decode)
         choices, id = [], new_id()
         for completion in await self.sample(draft, request):

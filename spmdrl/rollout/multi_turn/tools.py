@@ -168,6 +168,18 @@ class Complaints(logging.Handler):
         self.last = f"{type(error).__name__}: {error}" if error else record.getMessage()
 
 
+# a tool, for requests of which no call is read
+PROBE: dict[str, Any] = {
+    "type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}
+}  # fmt: skip
+
+
+def import_parsers() -> None:
+    """Imports what a CallParser needs of vLLM. Raises ImportError."""
+    vllm_compat.tool_parsers()
+    vllm_compat.tool_request([PROBE])
+
+
 class CallParser:
     """Finds the calls in what a model says, by one of vLLM's parsers.
 

@@ -13,11 +13,10 @@ from spmdrl.rewards.workers.caller import arguments_of, check_shared
 from spmdrl.rewards.workers.caller import check as check_limits
 from spmdrl.rollout.agents.command import CONTAINERS, CommandAgent, filled, missing_program
 from spmdrl.rollout.agents.pool import ARGUMENTS, agents_of, check_agent_sources
-from spmdrl.rollout.multi_turn.tools import CallParser
+from spmdrl.rollout.multi_turn.tools import PROBE, CallParser
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 HIGHEST_PORT = 65535
-PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 GRACE_S = 10.0  # beyond the time limit, for an agent to be ended
 
 

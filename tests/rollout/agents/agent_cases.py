@@ -139,8 +139,12 @@ async def texts(base_url: str, api_key: str, model: str, trajectory_id: str, **_
     second = await client.completions.create(model=model, prompt=f"uhi:{said}", max_tokens=4)
     ids = first.prompt_token_ids + first.choices[0].token_ids  # type: ignore[attr-defined]
     third = await client.completions.create(model=model, prompt=ids, max_tokens=4, echo=True)
-    stream = await client.completions.create(model=model, prompt="uhi:", stream=True)
-    streamed = "".join([chunk.choices[0].text async for chunk in stream])
+    stream = await client.completions.create(
+        model=model, prompt="uhi:", stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    streamed = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert chunks[-1].usage is not None and chunks[-1].usage.prompt_tokens == len("uhi:")
     return [said, second.choices[0].text, third.choices[0].text, streamed]
 
 
@@ -152,6 +156,7 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         "no messages": {"model": model},
         "empty": good | {"messages": []},
         "a role that is a number": good | {"messages": [{"role": 1, "content": "x"}]},
+        "a template": good | {"chat_template_kwargs": {"chat_template": "{{ x }}"}},
         "an image": good | {"messages": [{"role": "user", "content": image}]},
         "a format": good | {"response_format": {"type": "json_object"}},
         "a forced call": good | {"tools": [ADD], "tool_choice": "required"},
@@ -187,6 +192,13 @@ async def errors(base_url: str, api_key: str, model: str, **_: Any) -> Any:
         found["anthropic"] = await post(
             f"{base_url}/messages", json=good, headers={"x-api-key": api_key}
         )
+        for name, body in {
+            "a huge token": {"prompt": [10**30]}, "the best": {"prompt": "hi", "best_of": 3},
+        }.items():  # fmt: skip
+            found[name] = await post(f"{base_url}/completions", json=body, headers=key)
+        half = json.dumps(good | {"messages": [{"role": "user", "content": "h\ud800"}]})
+        answer = await client.post(url, content=half.encode(), headers=key)
+        assert answer.status_code == 200, answer.text
         for turn in range(20):
             answer = await client.post(url, json=good | {"max_tokens": 1}, headers=key)
             if answer.status_code != 200:

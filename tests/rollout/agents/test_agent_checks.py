@@ -149,6 +149,18 @@ def test_a_program_that_fails_says_so_and_takes_its_children_with_it(tmp_path: P
             time.sleep(0.01)
 
 
+def test_a_program_is_over_when_it_has_ended() -> None:
+    """Whatever it leaves running, and whatever is written beside its result."""
+    begun = time.monotonic()
+    found = run(["sh", "-c", "sleep 61 & echo a warning >&2; echo 0.5; echo late >&2"])
+    assert time.monotonic() - begun < 30
+    assert found == {"score": 0.5, "output": "0.5\na warning\nlate\n"}
+    large = ROW | {"extra_info": {"path": "x" * 200_000}}
+    agent = CommandAgent(["sh", "-c", "echo 1"], AgentConfig())
+    with pytest.raises(ValueError, match=r"200\d{3} bytes as JSON.*take out of extra_info"):
+        asyncio.run(agent(large, "http://127.0.0.1:5/t/x/v1", "the key", "policy", "x"))
+
+
 @pytest.mark.sandbox
 def test_bubblewrap_lets_it_write_to_its_own_tmp_alone(tmp_path: Path) -> None:
     script = f"touch /tmp/mine && echo 1; touch {tmp_path}/x 2>/dev/null && echo written; echo 2"

@@ -144,14 +144,15 @@ REFUSED = {
     "no JSON": (400, "invalid_json"), "a list": (400, "invalid_json"),
     "huge": (413, "body_too_large"), "unknown trajectory": (404, "unknown_trajectory"),
     "no trajectory": (404, "no_trajectory"), "anthropic": (400, None),
-    "many turns": (400, "too_many_turns"),
+    "many turns": (400, "too_many_turns"), "a template": (400, "unsupported_field"),
+    "a huge token": (400, "invalid_value"), "the best": (400, "unsupported_field"),
 }  # fmt: skip
 
 
 def test_what_cannot_be_answered_is_refused_with_a_status_and_a_reason(played: Round) -> None:
     out = played.output("errors")
     assert {name: tuple(found[:2]) for name, found in out.items()} == REFUSED
-    assert out["many turns"][2] == CONFIG.agents.max_turns
+    assert out["many turns"][2] == CONFIG.agents.max_turns - 1  # one had half a character
     assert "max_tokens is required" in out["anthropic"][2]
     assert "serve.max_body_mib=1 MiB" in out["huge"][2]
 
