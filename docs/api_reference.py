@@ -40,6 +40,11 @@ API = (
         {"spmdrl.config": "PpoConfig SftConfig RewardTrainingConfig ConfigError"},
     ),
     Section(
+        "A sampler of your own",
+        "What `data.sampler.function` is given. [mixtures.md](../mixtures.md) has an example.",
+        {"spmdrl.data.prompt_stats": "PromptStats PromptRows"},
+    ),
+    Section(
         "Prompts, samples, batches",
         "What functions of yours are given, and what `samples` of an attached run are.",
         {"spmdrl.types": "Prompt Sample Picture Batch PolicyStats segment_sum segment_expand"},

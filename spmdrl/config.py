@@ -21,6 +21,44 @@ class ConfigError(ValueError):
     """The user's input is wrong: says where, what was given and what to do. Exit code 2."""
 
 
+class NotGiven(int):
+    """A default value, told apart from the same number where somebody has written it."""
+
+
+class Derived(NotGiven):
+    """A number that follows from other fields and the data; config.py of a run leaves it out."""
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """Sets which prompts a step asks: mixtures and curricula. As it is here a run walks through the
+    data epoch by epoch. docs/mixtures.md"""
+
+    # data_source -> its share of a step's prompts, relative to the others'; 0: none of it. Empty:
+    # as many as it has rows
+    weights: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 1.0  # shares are weight ** (1 / temperature); above 1 evens them out
+    # difficulty: the easiest first, and more of the data with each step; success_rate: rather
+    # prompts that are answered rightly at about target_rate
+    curriculum: Literal["difficulty", "success_rate"] | None = None
+    difficulty_key: str = "extra_info.difficulty"  # a column of numbers, the larger the harder
+    pace_start: float = 0.1  # share of the data, its easiest prompts, that the first step may ask
+    pace_steps: int = 0  # steps from there until all of it may be asked
+    target_rate: float = 0.5
+    floor: float = 0.05  # weight of a prompt at the worst rate; at target_rate it is 1 + floor
+    # what earlier answers to a prompt count for its rate when it is asked again; 1: as new ones
+    rate_decay: float = 0.5
+    # a sample succeeds with this reward or a higher one. None: 1, and rates are kept only where
+    # another field of this group is set
+    success_reward: float | None = None
+    # a prompt all of whose answers succeeded so many times in a row is not asked; 0: it is
+    drop_solved: int = 0
+    return_after: int = 0  # steps after which it is asked again; 0: never
+    # a function (state, step, count, rng) that returns the prompts of a step, or a class of which
+    # the run has an object, instead of all the above but success_reward and rate_decay
+    function: Callable[..., Any] | None = None
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Prompts in verl's schema, or that of TRL, OpenRLHF or slime; Parquet or JSONL."""
@@ -48,6 +86,7 @@ class DataConfig:
     # images are scaled to have so many pixels; None: what the model's image processor says
     image_min_pixels: int | None = None
     image_max_pixels: int | None = None
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
 
 @dataclass(frozen=True)
@@ -242,7 +281,10 @@ class OptimConfig:
     clip_norm: float = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
-    decay_steps: int = 0  # optimizer steps until min_lr_ratio is reached; linear and cosine need it
+    warmup_ratio: float = 0.0  # share of the run's optimizer steps, in place of warmup_steps
+    # optimizer steps until min_lr_ratio is reached; linear and cosine need it. With `epochs` 0 is
+    # all of the run's
+    decay_steps: int = 0
     min_lr_ratio: float = 0.0
 
 
@@ -534,7 +576,8 @@ class RunConfig:
     # So is every other model of a config, and an adapter. docs/hubs.md
     model: str = field(kw_only=False)
     data: Any = field(kw_only=False)  # the rows, and how they are read
-    steps: int = 100
+    steps: int = NotGiven(100)
+    epochs: float = 0.0  # passes over data.train, in place of steps. docs/mixtures.md
     run_dir: str
     seed: int = 0
     trust_remote_code: bool = False  # run Python files that a model's folder brings along

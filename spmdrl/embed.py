@@ -248,8 +248,8 @@ def check_use(config: PpoConfig) -> None:
     require("actor" not in config.placement, "placement: the actor is on all of the host's ranks")
     default = PpoConfig(config.model, config.data, config.reward)
     for name in (
-        "resume", "steps", "eval_every", "checkpoint", "start_timeout_s", "project", "profile",
-        "show_metrics", "log_lines",
+        "resume", "steps", "epochs", "eval_every", "checkpoint", "start_timeout_s", "project",
+        "profile", "show_metrics", "log_lines",
     ):  # fmt: skip
         require(
             getattr(config, name) == getattr(default, name),
@@ -260,6 +260,9 @@ def check_use(config: PpoConfig) -> None:
         "trackers has no effect: the host shows what Attachment.step returns",
     )
     ours = {
+        "warmup_ratio": any(
+            role is not None and role.optim.warmup_ratio > 0 for role in (config.critic, config.prm)
+        ),
         "async_steps": config.async_steps > 0,
         "rollout.oversample": config.rollout.oversample > 1,
         "algo.replay_steps": config.algo.replay_steps > 0,

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "spmdrl"
 NAME = re.compile(r"[a-z0-9_<>]+(/[a-z0-9_<>@]+)+")
 # where metrics are written; elsewhere names with a slash are paths, keys of stores and the like
-ROOMS = ("algo", "training", "checkpoint/writer.py", "evaluate.py")
+ROOMS = (
+    "algo", "training", "checkpoint/writer.py", "evaluate.py", "data/prompt_sampler.py",
+    "data/prompt_stats.py",
+)  # fmt: skip
 NO_METRICS = {"samples/train", "samples/eval", "hf/<>"}  # what trackers show; files
 
 
@@ -135,7 +138,10 @@ def metrics_of_the_code() -> set[str]:
         "<>/skipped_updates": set(),
         **{
             f"<>/{name}": {"<>"}  # by data source
-            for name in ("reward/mean", "reward/<>", "turns/mean", "response/mean_tokens")
+            for name in (
+                "reward/mean", "reward/<>", "turns/mean", "response/mean_tokens", "success_rate",
+                "share",
+            )
         },
         **{f"{kind}/<>": {"<>_s"} for kind in ("time", "time_min", "time_mean", "time_max")},
         "memory/<>": keys_of("training/logs/metrics.py", "memory_of_process"),

@@ -8,7 +8,8 @@ examples of `sft.parquet` forget it more often than not, so a model that was fin
 the other third right; what it takes to learn the carry is a reward. `train.parquet` has the
 questions for that, `eval.parquet` 256 that are in neither of the two. `preferences.parquet` has
 a right and a wrong answer to every question but these 256, twice; these are in
-`preferences_eval.parquet`.
+`preferences_eval.parquet`. `mixture.parquet` has the questions of `train.parquet` as two data
+sources, "carry" and "plain", with the sum of the digits of both numbers as their difficulty.
 
 --large: a model of 109 million weights instead, to watch memory, and sums of 2 to 40 numbers.
 """
@@ -50,6 +51,7 @@ def make_assets(out: Path, seed: int) -> None:
     held_out, others = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
     write_rows(out / "eval.parquet", held_out)
     write_rows(out / "train.parquet", others)
+    write_mixture(out / "mixture.parquet", others)
     solved = others[:NUM_SFT]
     responses = [answer(a, b, carry=draw.random() >= FORGOTTEN) for a, b in solved]
     write_rows(out / "sft.parquet", solved, responses)
@@ -120,6 +122,17 @@ def write_rows(
         row = row_of(index, f"{a:02d}+{b:02d}=", answer(a, b))
         if responses is not None:
             row["response"] = responses[index]
+        rows.append(row)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_mixture(path: Path, pairs: list[tuple[int, int]]) -> None:
+    """As write_rows, with the kind of each question and a number that says how hard it is."""
+    rows = []
+    for index, (a, b) in enumerate(pairs):
+        row = row_of(index, f"{a:02d}+{b:02d}=", answer(a, b))
+        row["data_source"] = "carry" if a % 10 + b % 10 >= 10 else "plain"
+        row["extra_info"]["difficulty"] = sum(map(int, f"{a}{b}"))
         rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), path)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from spmdrl.config import ConfigError, DataConfig
+from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.pictures import open_picture, says_image, size_of, with_parts
@@ -23,6 +24,7 @@ from spmdrl.data.prompt_fields import (
     truth_key,
     without_truth,
 )
+from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.row_reports import (
     report_blind,
     report_escaped,
@@ -30,7 +32,7 @@ from spmdrl.data.row_reports import (
     sum_by_name,
     unread_tools,
 )
-from spmdrl.data.table_files import BadRow, Files
+from spmdrl.data.table_files import BadRow, Files, bad_field, lookup
 from spmdrl.distributed.topology import Topology
 
 
@@ -67,6 +69,13 @@ class MostImages:
         )  # fmt: skip
 
 
+class RowMarks(NamedTuple):
+    """What a sampler must know of each row; of a row that is bad anything."""
+
+    source: np.ndarray  # (num_rows,) int64, a place in RowsSeen.data_sources
+    difficulty: np.ndarray | None  # (num_rows,) float64
+
+
 class RowsSeen(NamedTuple):
     """Counts of what the rows of a data set hold, over all ranks."""
 
@@ -74,6 +83,7 @@ class RowsSeen(NamedTuple):
     num_escaped: int
     left_out: dict[str, int]  # by name: see Encoder.left_out
     images: MostImages
+    marks: RowMarks | None  # where they were asked for
 
 
 class RowChecker:
@@ -87,7 +97,9 @@ class RowChecker:
         needs_truth: Callable[[str], bool],
         wrong_truth: Callable[[str, Any], str | None],
         takes_truth: Callable[[str], bool],
+        sampler: SamplerConfig | None = None,
     ) -> None:
+        """sampler: of the run, where each row is to be marked for it."""
         self.config, self.encoder, self.vision = config, encoder, vision
         self.needs_truth, self.wrong_truth = needs_truth, wrong_truth
         self.takes_truth = takes_truth
@@ -95,10 +107,16 @@ class RowChecker:
         self.num_escaped = 0
         self.left_out: Counter[str] = Counter()
         self.images = MostImages()
+        self.sampler = sampler
+        self.marks: list[tuple[str, float]] = []  # data source and difficulty of each row
 
     def length(self, row: dict[str, Any], path: Path) -> int:
         """Returns the tokens of the row's prompt. Raises BadRow, ConfigError."""
+        if self.sampler is not None:
+            self.marks.append(("", 0.0))  # a row that is bad keeps it
         fields = prompt_fields(row, path, self.config, self.vision is not None)
+        if self.sampler is not None:
+            self.marks[-1] = (fields.data_source, difficulty_of(row, self.sampler))
         self.check_truth(fields, row)
         found = encode(fields, self.encoder, self.config, self.vision)
         fits = len(found.ids) <= self.config.max_prompt_tokens
@@ -126,17 +144,44 @@ class RowChecker:
     def of_all_ranks(self, num_rows: int, topology: Topology) -> RowsSeen:
         """Gathers the counts and reports them on the first rank. Collective."""
         gathered: list[Any] = [None] * topology.world
-        own = (self.sources, self.num_escaped, self.left_out, self.images)
+        # bad rows were looked at once more, behind the others
+        num_own = len(range(topology.rank, num_rows, topology.world))
+        own = (self.sources, self.num_escaped, self.left_out, self.images, self.marks[:num_own])
         dist.all_gather_object(gathered, own, group=topology.group)
-        sources, escaped, left_out, images = zip(*gathered, strict=True)
+        sources, escaped, left_out, images, shares = zip(*gathered, strict=True)
+        names = tuple(sorted(set().union(*sources)))
         seen = RowsSeen(
-            tuple(sorted(set().union(*sources))), sum(escaped), sum_by_name(left_out),
-            MostImages.of(images),
+            names, sum(escaped), sum_by_name(left_out), MostImages.of(images),
+            None if self.sampler is None else marks_of(shares, num_rows, names, self.sampler),
         )  # fmt: skip
         report_escaped(seen.num_escaped, num_rows, topology)
         report_left_out(seen.left_out, num_rows, topology)
         report_blind(seen.images.blind, num_rows, topology)
         return seen
+
+
+def difficulty_of(row: dict[str, Any], sampler: SamplerConfig) -> float:
+    """The number in the column that data.sampler names; 0 where it names none. Raises BadRow."""
+    if not needs_difficulty(sampler):
+        return 0.0
+    found = lookup(row, sampler.difficulty_key)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        expected = "a number, by which data.sampler.curriculum='difficulty' sorts"
+        raise bad_field(sampler.difficulty_key, found, expected, row)
+    return float(found)
+
+
+def marks_of(
+    shares: Sequence[list[tuple[str, float]]], num_rows: int, names: tuple[str, ...],
+    sampler: SamplerConfig,
+) -> RowMarks:  # fmt: skip
+    """shares: of each rank the marks of its rows, rank::world."""
+    source, difficulty = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows)
+    number = {name: i for i, name in enumerate(names)}
+    for rank, marks in enumerate(shares):
+        source[rank :: len(shares)] = [number.get(name, 0) for name, _ in marks]
+        difficulty[rank :: len(shares)] = [value for _, value in marks]
+    return RowMarks(source, difficulty if needs_difficulty(sampler) else None)
 
 
 def left_out_of(fields: PromptFields, row: dict[str, Any], encoder: Encoder) -> set[str]:

@@ -12,6 +12,7 @@ from spmdrl.data.chat import Encoded, Encoder
 from spmdrl.data.images import ImageProcessor
 from spmdrl.data.left_out import calls_of
 from spmdrl.data.pictures import MARK, pictures_of, refuse_single, refuse_videos, with_parts
+from spmdrl.data.prompt_stats import needs_difficulty
 from spmdrl.data.table_files import MISSING, BadRow, bad_field, columns_at, lookup, without_nulls
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.types import Picture
@@ -52,7 +53,10 @@ SHARD = re.compile(r"-\d+-of-\d+$")  # train-00000-of-00002
 def columns_of(config: DataConfig) -> tuple[str, ...]:
     others = ("extra_info", "metadata", "images", "image", "videos", "tools", "instruction")
     known = (*PROMPTS, *TRUTHS, *SOURCES, *others)
-    return tuple(dict.fromkeys((*columns_at(config.prompt_key, config.ground_truth_key), *known)))
+    keys = [config.prompt_key, config.ground_truth_key]
+    if needs_difficulty(config.sampler):
+        keys.append(config.sampler.difficulty_key)
+    return tuple(dict.fromkeys((*columns_at(*keys), *known)))
 
 
 def prompt_fields(

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmdrl.config import ConfigError, DataConfig
+from spmdrl.config import ConfigError, DataConfig, SamplerConfig
 from spmdrl.data.benchmarks import BENCHMARKS
 from spmdrl.data.chat import Encoder
 from spmdrl.data.images import ImageLimits, ImageProcessor
-from spmdrl.data.prompt_checks import MostImages, RowChecker, handle_overlong
+from spmdrl.data.prompt_checks import MostImages, RowChecker, RowsSeen, handle_overlong
 from spmdrl.data.prompt_fields import (
     PROMPTS,
     SCHEMA,
@@ -37,6 +37,7 @@ from spmdrl.data.prompt_fields import (
     encode,
     prompt_fields,
 )
+from spmdrl.data.prompt_stats import PromptRows
 from spmdrl.data.table_files import (
     BAD_ROW,
     Files,
@@ -63,6 +64,7 @@ class PromptDataset:
     data_sources   every data_source of the files, sorted; the same on every rank
     images         the most that a prompt has, and the tokens of the largest; 0 where there is none
     num_tokens     (len(self),) int64, of each prompt
+    marked         what a sampler must know of each prompt, where it was asked for
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class PromptDataset:
         vision: ImageProcessor | None,
         images: MostImages,
         num_tokens: np.ndarray,
+        marked: PromptRows | None = None,
     ) -> None:
         self.files, self.rows = files, rows  # rows: (len(self),) int64, global row numbers
         self.vision, self.images, self.num_tokens = vision, images, num_tokens
         self.encoder, self.config, self.data_sources = encoder, config, data_sources
         self.num_overlong, self.num_bad, self.num_escaped = num_overlong, num_bad, num_escaped
-        self.left_out = left_out
+        self.left_out, self.marked = left_out, marked
 
     @classmethod
     def load(
@@ -99,6 +102,7 @@ class PromptDataset:
         vision: ImageProcessor | None = None,
         benchmark: str = "",
         takes_truth: Callable[[str], bool] = lambda data_source: True,
+        sampler: SamplerConfig | None = None,
     ) -> PromptDataset:
         """Opens and checks the files. A collective: every rank of `topology` calls it.
 
@@ -107,6 +111,7 @@ class PromptDataset:
         vision: of the model, where it sees images. benchmark: the name of the one whose published
         rows the files have. takes_truth: whether the reward of a data_source would be given one, so
         that several columns which may be it are an error.
+        sampler: of the run, where these prompts are drawn by it.
         Raises ConfigError, the same on every rank, for a file that cannot be read, for the first
         bad row, for over-long prompts (`overlong_prompts="error"`) and where no prompt is left.
         """
@@ -115,7 +120,9 @@ class PromptDataset:
         encoder = Encoder(
             tokenizer, config, config.max_prompt_tokens, vocab_size, image_text=written
         )  # fmt: skip
-        checker = RowChecker(config, encoder, vision, needs_truth, wrong_truth, takes_truth)
+        checker = RowChecker(
+            config, encoder, vision, needs_truth, wrong_truth, takes_truth, sampler
+        )
         lengths = measure_rows(files, checker.length, topology, config.on_bad_row)
         rows = np.flatnonzero(lengths != BAD_ROW)
         num_bad = len(files) - len(rows)
@@ -133,7 +140,7 @@ class PromptDataset:
         return cls(
             files, rows, encoder, config, seen.data_sources, len(overlong), num_bad,
             seen.num_escaped, seen.left_out, vision, seen.images,
-            np.minimum(lengths[rows], config.max_prompt_tokens),
+            np.minimum(lengths[rows], config.max_prompt_tokens), marked_rows(seen, rows),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -169,6 +176,16 @@ class PromptDataset:
         if index == len(self.rows) or self.rows[index] != row:
             raise ConfigError(f"{self.files.names}: row {row} is not among the usable prompts")
         return self.prompt(index)
+
+
+def marked_rows(seen: RowsSeen, rows: np.ndarray) -> PromptRows | None:
+    """rows: (num_prompts,) int64, those that can be used."""
+    if seen.marks is None:
+        return None
+    source, difficulty = seen.marks
+    return PromptRows(
+        seen.data_sources, source[rows], None if difficulty is None else difficulty[rows], rows
+    )
 
 
 def open_prompts(paths: str | tuple[str, ...], config: DataConfig, benchmark: str) -> Files:

@@ -32,6 +32,7 @@ SAME = {
     "model_name_or_path": "model", "model": "model", "output_dir": "run_dir", "seed": "seed",
     "learning_rate": "actor.optim.lr", "weight_decay": "actor.optim.weight_decay",
     "max_grad_norm": "actor.optim.clip_norm", "warmup_steps": "actor.optim.warmup_steps",
+    "warmup_ratio": "actor.optim.warmup_ratio",
     "adam_epsilon": "actor.optim.eps", "num_generations": "rollout.n",
     "num_iterations": "algo.epochs", "max_completion_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens", "temperature": "rollout.temperature",
@@ -61,6 +62,10 @@ ALWAYS = {
     "vllm_server_port": "there is no server", "torch_dtype": "actor.dtype", "dtype": "actor.dtype",
     "attn_implementation": "actor.attention", "config": "",
 }  # fmt: skip
+NOTES = {  # what to do about settings
+    "dataset_mixture": "data.train takes several files; data.sampler.weights are shares of a step, "
+    "by data_source, where the mixture's are shares of each data set's rows: docs/mixtures.md",
+}
 TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")  # of GRPOTrainer
 OTHERS = ("DPOConfig", "SFTConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "PPOConfig")
 LOSSES = {"grpo": "seq_mean_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
@@ -220,7 +225,7 @@ def translate(given: Mapping[str, Any], ranks: int) -> Translation:
         elif name in ALWAYS:
             t.granted[name] = ALWAYS[name] or "the command line"
         elif name in given and value not in (False, None, "", [], {}):
-            t.notes[setting(name, value)] = "nothing here has this name"
+            t.notes[setting(name, value)] = NOTES.get(name, "nothing here has this name")
     if s.get("use_liger_kernel"):
         t.set("actor.kernels", "liger", "use_liger_kernel")
     if "model" not in t.fields:
@@ -313,13 +318,12 @@ def batches(s: Mapping[str, Any], t: Translation, ranks: int) -> list[str]:
     if isinstance(updates, int) and updates > 0:
         t.set("steps", max(1, updates // (mini_batches * s["num_iterations"])), "max_steps")
     else:
-        t.set("steps", 100)
-        t.notes[setting("num_train_epochs", s["num_train_epochs"])] = "write the steps"
+        t.set("epochs", s["num_train_epochs"], "num_train_epochs")
     schedule = str(s["lr_scheduler_type"]).rpartition(".")[2].lower()
     if schedule in ("linear", "cosine"):
-        decay = updates if isinstance(updates, int) and updates > 0 else 100
         t.set("actor.optim.schedule", schedule, "lr_scheduler_type")
-        t.set("actor.optim.decay_steps", decay, "max_steps")
+        if isinstance(updates, int) and updates > 0:
+            t.set("actor.optim.decay_steps", updates, "max_steps")
     t.set("actor.dtype", "bfloat16" if s["bf16"] or s.get("fp16") else "float32", "bf16")
     return ["max_steps", "num_train_epochs", "lr_scheduler_type", "generation_batch_size", "bf16",
             "fp16", "save_strategy", "eval_strategy"]  # fmt: skip

@@ -394,11 +394,15 @@ def optimizer(s: Mapping[str, Any], t: Translation, theirs: str, ours: str) -> l
     if s.get(source) in ("cosine", "linear"):
         t.set(f"{ours}.optim.schedule", s[source], source)
         steps = s.get(f"{theirs}.optim.lr_decay_steps")
-        if not steps:
+        if steps:
+            t.set(f"{ours}.optim.decay_steps", steps, f"{theirs}.optim.lr_decay_steps")
+        elif s.get("trainer.total_training_steps"):  # with epochs it ends with the run
             t.notes[f"{ours}.optim.decay_steps"] = "write the optimizer steps until the lowest rate"
-        t.set(f"{ours}.optim.decay_steps", steps or 1000)
-    if s.get(f"{theirs}.optim.lr_warmup_steps_ratio"):
-        t.notes[f"{theirs}.optim.lr_warmup_steps_ratio"] = "write the steps: optim.warmup_steps"
+            t.set(f"{ours}.optim.decay_steps", 1000)
+    ratio = f"{theirs}.optim.lr_warmup_steps_ratio"
+    warmup = s.get(f"{theirs}.optim.lr_warmup_steps")
+    if s.get(ratio) and (warmup is None or warmup < 0):  # verl takes it where no steps are given
+        t.set(f"{ours}.optim.warmup_ratio", s[ratio], ratio)
     return [*used, *names, *(f"{theirs}.optim.{n}" for n in (
         "lr_warmup_steps_ratio", "total_training_steps", "optimizer_impl", "lr_decay_steps",
         "override_optimizer_config.optimizer_cpu_offload",
@@ -554,10 +558,7 @@ def schedule(s: Mapping[str, Any], t: Translation) -> list[str]:
     if steps:
         t.set("steps", steps, "trainer.total_training_steps")
     else:
-        t.set("steps", 100)
-        t.notes[setting("trainer.total_epochs", epochs)] = (
-            f"write the steps: {epochs} x the number of rows / {s['data.train_batch_size']}"
-        )
+        t.set("epochs", epochs, "trainer.total_epochs")
     t.set("eval_every", max(0, s["trainer.test_freq"]), "trainer.test_freq")
     t.set("checkpoint.every_steps", max(0, s["trainer.save_freq"]), "trainer.save_freq")
     loggers = s.get("trainer.logger", [])

@@ -151,6 +151,8 @@ ALWAYS = {  # settings, by the beginning of their names, that need nothing here,
 }  # fmt: skip
 NOTES = {  # what to do about settings, by the beginning of their names
     "data.custom_cls.": "a data set is files or a hub's: write its rows as Parquet or JSONL",
+    "data.sampler.": "data.sampler has curricula by difficulty and by success rate, or takes a "
+    "function of yours: docs/mixtures.md",
     "data.train_max_samples": "write a file with so many rows",
     f"{ROLLOUT}.engine_kwargs.": "vLLM's are keys of rollout.engine_args",
     f"{ACTOR}.profiler.": "profile=ProfileConfig(...): docs/output.md",

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.config import PpoConfig, require
+from spmdrl.config import PpoConfig, SamplerConfig, require
 from spmdrl.data.images import BatchImages, ImageLimits, ImageProcessor
-from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompt_sampler import PromptSampler
+from spmdrl.data.prompt_stats import is_tracked
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.distributed.agreement import broadcast_from_first
 from spmdrl.distributed.placement import Placement, place, reference_is_base, training_roles
@@ -41,13 +42,15 @@ from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.agents import check_agent_data, check_parser
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
+from spmdrl.training.checks.rl import check_steps
 from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog
-from spmdrl.training.overlap import StepRequests
+from spmdrl.training.overlap import StepRequests, can_overlap
 from spmdrl.training.partial_rollouts import PartialRollouts
 from spmdrl.training.replay_buffer import ReplayBuffer
 from spmdrl.training.roles import Roles, Sampler, Trainer
+from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.training.topologies import Topologies, build_topologies
 from spmdrl.training.weight_sync import WeightSync, exhaust
@@ -64,7 +67,7 @@ class RlRun:
     roles: Roles
     prompts: PromptDataset
     held_out: list[tuple[int, Prompt]]  # the same on every rank
-    order: PromptOrder  # moves on the ranks that sample; step_info tells the others where
+    order: PromptSampler  # draws on the ranks that sample; step_info tells the others what
     samples: list[Sample] = field(default_factory=list)  # of the last step, made by this rank
     # of the next step, where its sampling begins while this one is scored
     next_requests: StepRequests | None = None
@@ -93,9 +96,9 @@ class RlRun:
         """The actor's first rank knows all metrics."""
         return self.roles.actor.topology.rank == 0
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts of the data."""
-        return [self.prompts.prompt(i) for i in self.order.take(count)]
+    def take(self, count: int, step: int) -> list[Prompt]:
+        """The next prompts of the data, for a step."""
+        return [self.prompts.prompt(i) for i in self.order.take(count, step)]
 
 
 def build(
@@ -118,6 +121,8 @@ def build(
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         prompts, held_out, order, looks = load_prompts(config, tokenizer, rewards, topology)
+        config = with_length(config, len(prompts))
+        check_steps(config, topology.world)
         if host is None:  # nobody knows what another program's model takes
             check_memory(config, topology.world, rl_planner(prompts.num_tokens, gpu_gib_here()))
     looks = with_replies(looks, config)
@@ -172,6 +177,7 @@ def build(
         )  # fmt: skip
         if rollout is not None and roles.sleeps:
             rollout.sleep()
+    order.lag = int(can_overlap(roles))
     return RlRun(config, runtime, roles, prompts, held_out, order)
 
 
@@ -202,27 +208,29 @@ def weights_stay(config: PpoConfig, placement: Placement) -> bool:
     return not (actor.offload_params or actor.offload_policy or sleeps)
 
 
-def check_enough(config: PpoConfig, num_prompts: int) -> None:
+def build_order(config: PpoConfig, prompts: PromptDataset) -> PromptSampler:
     """Raises ConfigError where the data has too few prompts for one step, over-sampled."""
     per_step, oversample = config.data.prompts_per_step, config.rollout.oversample
     asked = math.ceil(per_step * oversample)
+    order = PromptSampler(len(prompts), prompts.marked, config.data, config.seed)
     require(
-        asked <= num_prompts,
+        asked <= len(prompts),
         f"data.prompts_per_step={per_step} x rollout.oversample={oversample} = {asked} prompts, "
-        f"but the data has {num_prompts}",
+        f"but the data has {len(prompts)}",
     )
+    order.check_enough(asked)
+    return order
 
 
 def load_prompts(
     config: PpoConfig, tokenizer: Any, rewards: RewardRunner | None, topology: Topology
-) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptOrder, ImageLimits | None]:
+) -> tuple[PromptDataset, list[tuple[int, Prompt]], PromptSampler, ImageLimits | None]:
     """Loads the prompts to train on and those held out, with the order of the first and the image
     limits of both. Collective.
     """
     data = config.data
-    prompts = load_dataset(data.train, config, tokenizer, topology)
-    order = PromptOrder(len(prompts), data.prompts_per_step, config.seed, data.shuffle)
-    check_enough(config, len(prompts))
+    prompts = load_train(config, tokenizer, topology)
+    order = build_order(config, prompts)
     sources, looks = set(prompts.data_sources), prompts.looks()
     held_out: list[tuple[int, Prompt]] = []
     if data.eval is not None:
@@ -235,6 +243,13 @@ def load_prompts(
     check_environments(config.environment, sorted(sources))
     check_agent_data(config, prompts)
     return prompts, held_out, order, looks
+
+
+def load_train(config: PpoConfig, tokenizer: Any, topology: Topology) -> PromptDataset:
+    """The prompts to train on. Collective."""
+    sampler = config.data.sampler
+    tracked = sampler if is_tracked(sampler) else None
+    return load_dataset(config.data.train, config, tokenizer, topology, sampler=tracked)
 
 
 def load_held_out(
@@ -251,15 +266,15 @@ def load_held_out(
 
 def load_dataset(
     paths: str | tuple[str, ...], config: PpoConfig, tokenizer: Any, topology: Topology,
-    benchmark: str = "",
+    benchmark: str = "", sampler: SamplerConfig | None = None,
 ) -> PromptDataset:  # fmt: skip
-    """Collective."""
+    """sampler: where prompts are drawn by it. Collective."""
     data, hf = prompts_of(config), load_hf_config(config.model)
     vision = ImageProcessor.load(config.model, hf, data)
     reward = rewards_of(config)
     return PromptDataset.load(
         paths, tokenizer, data, topology, hf.get_text_config().vocab_size,
-        needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward),
+        needs_truth(reward), truth_checker(reward), vision, benchmark, takes_truth(reward), sampler,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from spmdrl.algo.advantages import reward_keys_of
 from spmdrl.algo.pass_at_k import Attempts, metrics_at_k
 from spmdrl.algo.selection import overlong_penalty, unequal
-from spmdrl.config import AlgoConfig, PpoConfig
+from spmdrl.config import AlgoConfig, PpoConfig, require
 from spmdrl.distributed.agreement import gather_to_all
 from spmdrl.distributed.collectives import all_gather_rows
 from spmdrl.distributed.topology import Topology
@@ -50,15 +50,18 @@ class RolloutResult:
     rounds: int = 0
     num_sampled: int = 0  # groups, in all rounds; the same on every rank
     num_equal: int = 0  # those of them whose answers have the same rewards
+    metrics: dict[str, float] = field(default_factory=dict)  # of the prompts; the same on each rank
     step_info: dict[str, Any] = field(default_factory=dict)  # JSON-able, for the ranks that train
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A source of prompts. Both functions give the same on every rank."""
+    """A source of prompts. All functions do the same on every rank."""
 
-    take: Callable[[int], list[Prompt]]  # the next k prompts
+    take: Callable[[int, int], list[Prompt]]  # the next k prompts, for a step
     by_id: Callable[[int], Prompt]
+    # the rewards of a step's answers to each prompt, by its id; those that are invalid left out
+    hear: Callable[[int, list[tuple[int, list[float]]]], None] = lambda step, rewards: None
 
 
 def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
@@ -73,7 +76,7 @@ def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
     result = RolloutResult([], 0, [], 0)
     num_sampled = 0
     if roles.leftover is None:
-        prompts = take(roles, source, wanted)
+        prompts = take(roles, source, wanted, step)
     while True:
         result.rounds += 1
         if roles.leftover is not None:
@@ -83,22 +86,34 @@ def collect(roles: Roles, source: PromptSource, step: int) -> RolloutResult:
             num_sampled += len(prompts)
         samples = scored(roles, samples, source)
         result.all_samples += samples
-        keep_groups(result, samples, wanted, roles)
+        source.hear(step, keep_groups(result, samples, wanted, roles))
         missing = wanted - result.num_groups
         if missing == 0 or result.rounds == most_rounds:
             break
         # as many as will do at the rate so far
         share = max(result.num_groups, 1) / num_sampled
-        prompts = take(roles, source, min(wanted, math.ceil(missing / share)))
+        prompts = take(roles, source, min(wanted, math.ceil(missing / share)), step)
     if roles.sampler.here and roles.sleeps:
         with roles.phases("rollout", roles.sampler.topology):
             roles.sampler.engine.sleep()
     return result
 
 
-def take(roles: Roles, source: PromptSource, count: int) -> list[Prompt]:
+def take(roles: Roles, source: PromptSource, count: int, step: int) -> list[Prompt]:
+    """The next prompts. Raises ConfigError where a function of the user's chose others on another
+    rank. Collective over the ranks that sample.
+    """
     with roles.phases("data", roles.sampling):
-        return source.take(count)
+        prompts = source.take(count, step)
+    if roles.config.data.sampler.function is not None:
+        with roles.phases("data", roles.sampling):
+            chosen = gather_to_all([prompt.id for prompt in prompts], roles.sampling.control)
+            require(
+                all(each == chosen[0] for each in chosen),
+                f"data.sampler.function chose other prompts on some ranks in step {step}: it must "
+                "depend on its arguments alone, and draw by `rng`",
+            )
+    return prompts
 
 
 def ask(
@@ -142,7 +157,7 @@ def ask_for_some(
     sampler, config = roles.sampler, roles.config
     wanted = config.data.prompts_per_step
     more = math.ceil(wanted * config.rollout.oversample) - len(leftover.prompts)
-    fresh = take(roles, source, more) if more > 0 else []
+    fresh = take(roles, source, more, step) if more > 0 else []
     prompts = leftover.renumbered() + list(enumerate(fresh, start=len(leftover.prompts)))
     with roles.phases("rollout", sampler.topology):
         new = questions_of(prompts[len(leftover.prompts) :], config.rollout.n,
@@ -253,21 +268,33 @@ def check_reward_keys(samples: list[Sample], keys: tuple[str, ...]) -> None:
             )
 
 
-def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles: Roles) -> None:
+def keep_groups(
+    result: RolloutResult, samples: list[Sample], wanted: int, roles: Roles
+) -> list[tuple[int, list[float]]]:
     """Takes the groups of this round that are to be trained on, at most `wanted` altogether.
 
     All of them, or with dynamic sampling those with unequal rewards, or values of
     algo.dynamic_sampling_metric, in order of their number. A group's samples may lie on several
-    ranks.
+    ranks. Returns the valid rewards of every group, also of those that are left out, as the reward
+    function gave them, with the id of its prompt.
     """
     with roles.phases("reward", roles.sampling):
         keys = reward_keys_of(roles.config.algo)
-        rewards = [[s.group, *rewards_of(s, keys, roles.config.algo)] for s in samples]
-        table = torch.tensor(rewards, dtype=torch.float64).reshape(-1, 2 + max(len(keys), 1))
+        rows = [
+            [
+                s.group, s.prompt.id, math.nan if s.reward is None else s.reward,
+                *rewards_of(s, keys, roles.config.algo),
+            ]
+            for s in samples
+        ]  # fmt: skip
+        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4 + max(len(keys), 1))
         groups: dict[int, list[float]] = {}
         compared: dict[int, list[list[float]]] = {}  # what the estimator compares
-        for group, reward, *others in torch.cat(all_gather_rows(table, roles.sampling)).tolist():
+        heard: dict[int, tuple[int, list[float]]] = {}  # the prompt, and its rewards
+        everyone = torch.cat(all_gather_rows(table, roles.sampling)).tolist()
+        for group, prompt_id, given, reward, *others in everyone:
             valid = not math.isnan(reward)
+            heard.setdefault(int(group), (int(prompt_id), []))[1].extend([given] * valid)
             groups.setdefault(int(group), []).extend([reward] * valid)
             compared.setdefault(int(group), []).extend([others] * valid)
         result.num_sampled += len(groups)
@@ -282,6 +309,7 @@ def keep_groups(result: RolloutResult, samples: list[Sample], wanted: int, roles
                 sample.group = number[sample.group]
                 result.samples.append(sample)
         result.num_groups += len(taken)
+    return [heard[group] for group in sorted(heard)]
 
 
 def rewards_of(sample: Sample, keys: tuple[str, ...], algo: AlgoConfig) -> list[float]:

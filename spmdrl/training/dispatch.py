@@ -216,7 +216,7 @@ def assign_and_pack(
         batch = pack_samples(in_order, reward_keys_of(algo), per_turn, roles.routing)
         if roles.reply_images is not None:
             roles.reply_images.mark(batch, in_order)
-    return batch, assignment, {"metrics": metrics, **rollout.step_info}
+    return batch, assignment, {"metrics": metrics | rollout.metrics, **rollout.step_info}
 
 
 def reorder(batch: Batch, rows: Tensor, assignment: BatchAssignment) -> Batch:

@@ -7,7 +7,6 @@ from typing import Any
 
 from spmdrl.cli.arguments import Dry, shown_config
 from spmdrl.config import ConfigError, PpoConfig, RewardConfig
-from spmdrl.data.prompt_order import PromptOrder
 from spmdrl.data.prompts import PromptDataset
 from spmdrl.data.row_reports import left_out_lines
 from spmdrl.distributed.placement import place, training_roles
@@ -16,12 +15,14 @@ from spmdrl.hub.hf_folder import load_tokenizer
 from spmdrl.rewards.runner import RewardRunner, rewards_of
 from spmdrl.rollout.multi_turn.conversation import Dialogue, has_dialogue
 from spmdrl.rollout.multi_turn.environment import check_environments
-from spmdrl.training.build import check_enough, load_dataset
+from spmdrl.training.build import build_order, load_dataset, load_train
 from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
+from spmdrl.training.checks.rl import check_steps
+from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample
 
@@ -48,22 +49,27 @@ def show_plan(config: PpoConfig, runtime: Runtime, dry: Dry) -> None:
     rewards = RewardRunner(rewards_of(config), config.rewards, len(scorers))
     tokenizer = load_tokenizer(config.model)
     sets = {"train": config.data.train, "eval": config.data.eval}
-    lines, num_prompts, lengths = [], 0, None
+    lines, num_prompts, lengths, mixture = [], 0, None, []
     for name, paths in sets.items():
         if paths is None:
             continue
-        dataset = load_dataset(paths, config, tokenizer, runtime.topology)
+        if name == "train":
+            dataset = load_train(config, tokenizer, runtime.topology)
+        else:
+            dataset = load_dataset(paths, config, tokenizer, runtime.topology)
         rewards.check_sources(dataset.data_sources)
         check_environments(config.environment, dataset.data_sources)
         check_agent_data(config, dataset)
         if name == "train":
             num_prompts, lengths = len(dataset), dataset.num_tokens
-            check_enough(config, num_prompts)
-            PromptOrder(num_prompts, config.data.prompts_per_step, config.seed)
+            mixture = build_order(config, dataset).lines()
+            config = with_length(config, num_prompts)
+            check_steps(config, ranks)
         lines += [f"{name} data: {len(dataset)} prompts, {dataset.num_overlong} over-long, "
                   f"{dataset.num_bad} bad rows left out, {dataset.num_escaped} with control tokens "
                   "in their text",
                   *left_out_lines(dataset.left_out), *image_lines(dataset),
+                  *(mixture if name == "train" else []),
                   *held_out_lines(name, len(dataset), config),
                   *scored_examples(examples_of(dataset), rewards, config.rewards)]  # fmt: skip
     rewards.close()

@@ -71,6 +71,8 @@ def train(
         if runtime.is_main and config.checkpoint.every_steps > 0:
             check_room_for_checkpoint(runtime.run_dir, least_bytes())
     run = build()
+    config = run.state.config  # with the number of steps
+    profiled.plan(config)
     done, log = resume(run.state, run.spans)
     run.begin(done)
     keep_what_stands()

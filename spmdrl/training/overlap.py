@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from spmdrl.rollout.multi_turn.conversation import has_replies
 from spmdrl.rollout.sampling import SampleRequest, questions_of, sample_questions, training_params
@@ -34,7 +33,6 @@ class StepRequests:
     step: int
     samples: list[Sample]  # that ended on this rank, not scored yet
     left: list[SampleRequest]  # unanswered, some of them begun; the same on every rank
-    order: dict[str, Any]  # where the data stood once this step's prompts were taken
 
 
 def can_overlap(roles: Roles) -> bool:
@@ -54,18 +52,17 @@ def can_overlap(roles: Roles) -> bool:
 
 
 def collect_overlapping(
-    roles: Roles, source: PromptSource, step: int, requests: StepRequests | None,
-    order: Callable[[], dict[str, Any]], asks_next: bool,
+    roles: Roles, source: PromptSource, step: int, requests: StepRequests | None, asks_next: bool,
 ) -> tuple[RolloutResult, StepRequests | None]:  # fmt: skip
     """Does what `collect` does, and asks part of the next step meanwhile; returns both. On the
     ranks that sample.
 
-    requests: of this step, made during the last one. order: where the data stands. asks_next:
-    whether the next step may be asked before this one has been handed over.
+    requests: of this step, made during the last one. asks_next: whether the next step may be asked
+    before this one has been handed over.
     """
     rewards = roles.sampler.rewards
     assert rewards is not None
-    requests = requests or begin(roles, source, step, order)
+    requests = requests or begin(roles, source, step)
     assert requests.step == step, (requests.step, step)
     ask(roles, requests)
     with roles.phases("reward", roles.sampling):
@@ -74,27 +71,24 @@ def collect_overlapping(
     if asks_next:
         # free: those that train use this step's samples after they have sent these weights
         take_weights(roles, step - roles.config.async_steps)
-        following = begin(roles, source, step + 1, order)
+        following = begin(roles, source, step + 1)
         ask(roles, following, until=begun.is_ready)
     with roles.phases("reward", roles.sampling):
         finish_scoring(begun, rewards, roles)
         check_scores(roles, requests.samples)
-    result = RolloutResult(
-        [], 0, list(requests.samples), rounds=1, step_info={"order": requests.order}
-    )
-    keep_groups(result, requests.samples, roles.config.data.prompts_per_step, roles)
+    result = RolloutResult([], 0, list(requests.samples), rounds=1)
+    wanted = roles.config.data.prompts_per_step
+    source.hear(step, keep_groups(result, requests.samples, wanted, roles))
     return result, following
 
 
-def begin(
-    roles: Roles, source: PromptSource, step: int, order: Callable[[], dict[str, Any]]
-) -> StepRequests:  # fmt: skip
+def begin(roles: Roles, source: PromptSource, step: int) -> StepRequests:
     config = roles.config
-    prompts = take(roles, source, config.data.prompts_per_step)
+    prompts = take(roles, source, config.data.prompts_per_step, step)
     questions = questions_of(
         list(enumerate(prompts)), config.rollout.n, purpose="train", run_seed=config.seed, step=step
     )
-    return StepRequests(step, [], questions, order())
+    return StepRequests(step, [], questions)
 
 
 def ask(roles: Roles, requests: StepRequests, until: Callable[[], bool] | None = None) -> None:

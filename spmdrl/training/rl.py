@@ -52,6 +52,7 @@ def train(config: PpoConfig, runtime: Runtime) -> None:
 def training_run(config: PpoConfig, runtime: Runtime) -> TrainingRun:
     """Builds the run and says what the loop is to call. Collective."""
     run = build(config, runtime)
+    config = run.config
     return TrainingRun(
         state=state_of(run),
         spans=run.spans,
@@ -97,7 +98,8 @@ def run_step(run: RlRun, step: int, push: bool = True) -> dict[str, float]:
     found = None if ahead else report_of(run, step, roles.topology)
     if batches is None:
         return {}
-    run.order.load_state_dict(batches.step_info["order"])
+    if not roles.sampling.here:
+        run.order.follow(step, batches.step_info["order"])
     show_trained(run, step, batches)
     if ahead:
         sampled = StepReport.read(*batches.step_info["report"])
@@ -134,17 +136,18 @@ def utilisation(run: RlRun, batches: TrainBatches, metrics: dict[str, float]) ->
 def generate_and_score(run: RlRun, step: int) -> RolloutResult:
     """Makes this rank's answers of a step, with rewards, and writes some of them to samples/.
 
-    On the ranks that sample or score. step_info["order"] says where the data stood for this step.
+    On the ranks that sample or score. step_info["order"] says which prompts the step asked, and
+    what came of them.
     """
-    roles, source = run.roles, PromptSource(run.take, run.prompts.by_id)
+    roles, source = run.roles, PromptSource(run.take, run.prompts.by_id, run.order.hear)
     if can_overlap(roles):
         rollout, run.next_requests = collect_overlapping(
-            roles, source, step, run.next_requests, run.order.state_dict,
-            asks_next=not ends_here(run, step),
-        )  # fmt: skip
+            roles, source, step, run.next_requests, asks_next=not ends_here(run, step)
+        )
     else:
         rollout = collect(roles, source, step)
-        rollout.step_info = {"order": run.order.state_dict()}
+    rollout.metrics = run.order.metrics(step)
+    rollout.step_info = {"order": run.order.event(step)}
     run.samples = rollout.all_samples
     show_samples(run, f"step_{step}", rollout.all_samples)
     if run.config.async_steps > 0:
@@ -270,6 +273,11 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
     """
     roles = run.roles
     algo, sampling = roles.config.algo, roles.sampling
+    shares = sorted(folder.glob("leftover_*.pt"))
+    if not same_data:
+        run.order.forget()
+    if not same_data or roles.leftover is None or not shares:
+        run.order.forget_begun()
     adaptive = saved.get("adaptive", {})
     if algo.kl_target is not None and adaptive.get("kl_coef") is not None:
         roles.kl_coef = adaptive["kl_coef"]
@@ -277,14 +285,13 @@ def restore(run: RlRun, saved: dict[str, Any], folder: Path, same_data: bool) ->
         roles.entropy_coef, roles.entropy = adaptive["entropy_coef"], adaptive["entropy"]
     if not sampling.here:
         return
-    shares = sorted(folder.glob("replay_*.pt"))
-    if roles.replay is not None and shares:
+    replayed = sorted(folder.glob("replay_*.pt"))
+    if roles.replay is not None and replayed:
         roles.replay.load(
-            shares, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
+            replayed, sampling.rank, sampling.world, num_keys=len(reward_keys_of(algo)),
             per_turn=roles.config.rewards.per_turn,
             replays_experts=roles.routing is not None,
         )  # fmt: skip
-    shares = sorted(folder.glob("leftover_*.pt"))
     if shares and not same_data:
         logger.warning("the data is not what it was: what %s had begun is not asked again", folder)
     elif roles.leftover is not None and shares:

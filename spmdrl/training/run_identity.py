@@ -115,7 +115,9 @@ def options_in_use(config: Any) -> dict[str, str]:
 
 
 def code_prints(config: PpoConfig) -> Tree:
-    """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print}}."""
+    """{"reward": {data_source or "": print}, "tools": {name: print}, "algo": {field: print},
+    "data": {field: print}}.
+    """
     reward = dict(config.reward) if isinstance(config.reward, Mapping) else {"": config.reward}
     tools = {as_text(tool): function_print(tool) for tool in config.tools}
     for kind, given in (("environment", config.environment), ("agent", config.agent)):
@@ -129,10 +131,12 @@ def code_prints(config: PpoConfig) -> Tree:
     }
     words = {f"judge.{name}": getattr(config.judge, name, None) for name in ("template", "verdict")}
     judged = {name: rule for name, rule in words.items() if callable(rule)}
+    sampler = config.data.sampler.function
     return {
         "reward": {name: function_print(rule) for name, rule in (reward | judged).items()},
         "tools": tools,
         "algo": algo,
+        "data": {} if sampler is None else {"sampler.function": function_print(sampler)},
     }
 
 
@@ -394,10 +398,11 @@ def of_code(before: Tree, now: Tree, other_python: bool) -> Iterator[Difference]
             continue
         for name in changed:
             change = f"{old.get(name, 'none')} -> {new.get(name, 'none')}"
-            what = {"reward": "reward function", "algo": "function algo.{}", "tools": "{}"}[kind]
+            what = {"reward": "reward function", "algo": "function algo.{}", "tools": "{}",
+                    "data": "function data.{}"}[kind]  # fmt: skip
             where = f" of {name!r}" if kind == "reward" and name else ""
             text = f"{what.format(name)}{where}: its code, or that of its helpers, {change}"
-            yield Difference(None if kind == "algo" else kind, text)
+            yield Difference(None if kind in ("algo", "data") else kind, text)
 
 
 def short(value: Any) -> str:

@@ -13,6 +13,7 @@ from spmdrl.cli.arguments import as_source
 from spmdrl.cli.hub_names import name_of
 from spmdrl.config import RunConfig
 from spmdrl.data.prompt_order import PromptOrder
+from spmdrl.data.prompt_sampler import PromptSampler
 from spmdrl.data.table_files import Files
 from spmdrl.distributed.topology import Topology
 from spmdrl.engines.base import TrainEngine
@@ -31,7 +32,7 @@ class RunState:
     runtime: Runtime
     trained: Mapping[str, Topology]  # ranks of every model that is trained; the same on every rank
     engines: Mapping[str, TrainEngine]  # those of them that this rank has
-    order: PromptOrder  # of the data
+    order: PromptOrder | PromptSampler  # of the data
     tokenizer: Any
     files: Sequence[Files]  # data sets whose rows name images
     log_rank: int  # knows all metrics: it logs and writes what is the same on every rank

@@ -45,6 +45,7 @@ from spmdrl.training.checks.describe import describe_supervised
 from spmdrl.training.checks.memory_fit import check_memory, supervised_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here, least_checkpoint_bytes
 from spmdrl.training.checks.packing import trial_lines
+from spmdrl.training.checks.supervised import check_steps
 from spmdrl.training.logs.curves import Curve
 from spmdrl.training.logs.learning_signs import signs_of_supervised
 from spmdrl.training.logs.metrics import RunLog
@@ -53,6 +54,7 @@ from spmdrl.training.logs.trace import SpanLog
 from spmdrl.training.loop import TrainingRun
 from spmdrl.training.measurements import report, timing
 from spmdrl.training.roles import Trainer, update
+from spmdrl.training.run_length import with_length
 from spmdrl.training.run_state import RunState
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Batch
@@ -111,7 +113,7 @@ def training_run(task: Task, config: SupervisedConfig, runtime: Runtime) -> Trai
         program=f"spmdrl.{task.name}",
         curve=task.curve,
         signs=signs_of_supervised(task.name),
-        line_every=max(config.steps // 20, 1),
+        line_every=max(run.config.steps // 20, 1),
         step=partial(one_step, run),
         shown=partial(of_rows, names=task.shown),
         evaluate=partial(evaluate, run, run.held_out) if run.held_out else None,
@@ -126,6 +128,8 @@ def build(task: Task, config: SupervisedConfig, runtime: Runtime) -> SupervisedR
     tokenizer = load_tokenizer(config.model)
     with phases("load data"):
         rows, held_out, order = load_data(task, config, tokenizer, topology)
+        config = with_length(config, len(rows))
+        check_steps(config, topology.world)
         planner = supervised_planner(task.kind, rows.measured.num_tokens, gpu_gib_here())
         check_memory(config, topology.world, planner)
     with phases("build actor"):
@@ -315,6 +319,8 @@ def show_plan(task: Task, config: SupervisedConfig, runtime: Runtime, dry: Dry) 
     ranks, gpu_gib = dry.ranks or runtime.topology.world, dry.gpu_gib or gpu_gib_here()
     tokenizer = load_tokenizer(config.model)
     rows, held_out, _ = load_data(task, config, tokenizer, runtime.topology)
+    config = with_length(config, len(rows))
+    check_steps(config, ranks)
     lines = shown("train", rows) + (shown("eval", held_out) if held_out else [])
     lines += trial_lines([config.model] if config.actor.engine == "fsdp" else [])
     if runtime.is_main:

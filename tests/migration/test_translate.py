@@ -494,3 +494,26 @@ def test_estimators_of_verl_without_a_deviation(tmp_path: Path) -> None:
     assert (config.rollout.repetition_penalty, config.algo.correction.level) == (1.2, "token")
     assert config.algo.advantage == "grpo_passk"
     assert config.algo.advantage_args == {"scale": "none"}
+
+
+def test_epochs_and_a_warm_up_that_is_a_share_are_taken_as_they_are() -> None:
+    actor = "actor_rollout_ref.actor.optim"
+    found = verl.translate({
+        "actor_rollout_ref.model.path": "m", "data.train_files": "d", "trainer.total_epochs": 15,
+        f"{actor}.lr_warmup_steps_ratio": 0.1, f"{actor}.lr_scheduler_type": "cosine",
+        "data.sampler.class_name": "Mine",
+    })  # fmt: skip
+    assert (found.fields["epochs"], found.fields["actor.optim.warmup_ratio"]) == (15, 0.1)
+    assert "steps" not in found.fields and "actor.optim.decay_steps" not in found.fields
+    assert any("docs/mixtures.md" in why for why in found.notes.values())
+    both = verl.translate({
+        "actor_rollout_ref.model.path": "m", "data.train_files": "d", f"{actor}.lr_warmup_steps": 5,
+        f"{actor}.lr_warmup_steps_ratio": 0.1,
+    })  # fmt: skip
+    assert both.fields["actor.optim.warmup_steps"] == 5
+    assert "actor.optim.warmup_ratio" not in both.fields
+    given = {"model": "m", "dataset_name": "d", "num_train_epochs": 2, "warmup_ratio": 0.03}
+    ours = trl.translate(given | {"dataset_mixture": {"datasets": []}}, 1)
+    assert (ours.fields["epochs"], ours.fields["actor.optim.warmup_ratio"]) == (2, 0.03)
+    assert "actor.optim.decay_steps" not in ours.fields and "steps" not in ours.fields
+    assert any("data.sampler.weights" in why for why in ours.notes.values())

@@ -87,7 +87,7 @@ def test_what_is_not_taken_before_the_next_early_stop_is_carried_on_intact(
     whole = {(q.group, q.index): engine.generate([as_request(q)], params)[0] for q in asked}
     leftover.questions = begin(engine, asked, num_steps=5)
     last = leftover.questions[4:]
-    source = PromptSource(take=lambda count: pytest.fail("enough are left"), by_id=prompt_of)
+    source = PromptSource(take=lambda count, step: pytest.fail("enough are left"), by_id=prompt_of)
 
     samples = ask_for_some(roles_of(1, 2, leftover, 1), leftover, source, step=2)
     assert [(s.group, s.index, s.prompt.id) for s in samples] == [(0, 0, 10), (0, 1, 10)]
@@ -125,7 +125,7 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     left = questions_of(leftover.prompts, 2, run_seed=0, step=1)
     leftover.questions = begin(engine, left, num_steps=5)
     roles = roles_of(3, 8, leftover, 1)
-    source = PromptSource(lambda count: [prompt_of(i) for i in order.take(count)], prompt_of)
+    source = PromptSource(lambda count, step: [prompt_of(i) for i in order.take(count)], prompt_of)
 
     samples = ask_for_some(roles, leftover, source, step=2)
     assert [(s.group, s.index, s.prompt.id) for s in sorted(samples, key=lambda s: s.group)] == [
@@ -135,7 +135,9 @@ def test_a_prompt_that_is_left_and_comes_again_in_a_new_epoch_makes_two_groups(
     for sample in samples:
         sample.reward = [0.0, 10.0, 100.0][sample.group] + sample.index
     result = RolloutResult([], 0, [])
-    keep_groups(result, samples, 3, roles)
+    heard = keep_groups(result, samples, 3, roles)
+    rewards = [[[0.0, 10.0, 100.0][group] + index for index in range(2)] for group in range(3)]
+    assert heard == list(zip([again, again, other], rewards, strict=True))
     assert result.num_groups == 3
     assert (result.num_sampled, result.num_equal) == (3, 0)
     counted = RolloutResult([], 0, [])

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.ranks
 
 TINY = Path(ROOT, "configs").glob("qwen3_tiny_arithmetic_*_cpu.py")
 RECIPES = {config.stem.split("_")[3]: config for config in sorted(TINY)}
-SMALL = ["--steps", "2", "--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every",
-         "0", "--checkpoint.every_steps", "0", "--trackers", "()",
+SMALL = ["--steps", "2", "--epochs", "0", "--data.prompts_per_step", "12", "--rollout.engine",
+         "hf", "--eval_every", "0", "--checkpoint.every_steps", "0", "--trackers", "()",
          "--data.max_eval_prompts", "8"]  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def test_recipe_runs_end_to_end(arithmetic, recipe):
     expected = {
         "dapo": ["dynamic_sampling/rounds"], "vapo": ["critic/loss"], "prime": ["prm/loss"],
         "pf": ["filter/kept", "correction/ess", "critic/loss"], "ppo": ["critic/loss"],
+        "mixture": ["carry/share"], "curriculum": ["prompts/dropped"],
+        "difficulty": ["prompts/known"], "own": ["prompts/known"],
     }  # fmt: skip
     for key in ["rollout/loss_tokens", *expected.get(recipe, [])]:
         assert key in rows[-1], key

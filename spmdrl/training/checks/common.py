@@ -52,6 +52,7 @@ from spmdrl.hub.quantized_weights import is_readable, quantization_of
 from spmdrl.hub.remote_code import has_foreign_code
 from spmdrl.hub.vision_families import FAMILIES
 from spmdrl.training.checks.packing import check_packing
+from spmdrl.training.run_length import scheduled
 
 MAX_RANKS = 2**20
 
@@ -166,7 +167,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int) -> None:
+def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int | None) -> None:
+    """updates: of the run; None: the data will tell. Raises ConfigError."""
     require(
         role.engine == "fsdp" or role.ulysses == 1,
         f"{name}.ulysses={role.ulysses} is of engine 'fsdp'. With {name}.engine={role.engine!r} "
@@ -206,6 +208,17 @@ def check_training_role(name: str, role: TrainConfig, ranks: Ranks, updates: int
         f"{optim.lr * optim.weight_decay:g}: at 1 every weight is 0 after one step, above it "
         "changes its sign. Usual is 0.01 to 0.1",
     )
+    require(
+        not optim.warmup_ratio or not optim.warmup_steps,
+        f"{name}.optim.warmup_ratio={optim.warmup_ratio:g} and warmup_steps={optim.warmup_steps} "
+        "both say how long the warm-up is: give one of them",
+    )
+    if updates is not None:
+        check_decay(name, scheduled(optim, updates, in_epochs=False), updates)
+
+
+def check_decay(name: str, optim: OptimConfig, updates: int) -> None:
+    """Raises ConfigError where the rate would decay before it is there. updates: of the run."""
     require(
         optim.schedule == "constant" or optim.decay_steps > optim.warmup_steps,
         f"{name}.optim.schedule={optim.schedule!r} needs optim.decay_steps above "

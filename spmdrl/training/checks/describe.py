@@ -20,7 +20,7 @@ from spmdrl.training.checks.memory_plan import (
     supervised_plan,
 )
 from spmdrl.training.checks.options import shown
-from spmdrl.training.checks.rl import updates_per_run
+from spmdrl.training.run_length import updates_per_run
 
 REMEDY = "lower actor.micro_batch_tokens, or start fewer ranks"
 

@@ -43,6 +43,7 @@ from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
+    check_decay,
     check_megatron,
     check_pixels,
     check_places,
@@ -57,9 +58,11 @@ from spmdrl.training.checks.common import (
 from spmdrl.training.checks.judge import check_judge, check_judge_files
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_replay import check_router_replay
+from spmdrl.training.checks.sampler import check_length, check_sampler
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
+from spmdrl.training.run_length import is_known, known_updates, updates_per_run
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,8 @@ def require_sound(config: PpoConfig, world: int, hosted: bool = False) -> None:
     check_trackers(config)
     check_profile(config, world)
     check_checkpoint(config, "reward/mean")
+    check_length(config)
+    check_sampler(data)
     check_read(config)
     check_evaluation(config)
     check_turns(config)
@@ -149,6 +154,12 @@ def check_files(config: PpoConfig, hf: PreTrainedConfig, hosted: bool) -> None:
 
 def warnings_of(config: PpoConfig) -> list[str]:
     """Returns warnings about what may be meant, and mostly is not."""
+    found = warnings_of_length(config) if is_known(config) else []
+    return [*found, *warnings_of_agents(config), *warnings_of_run(config)]
+
+
+def warnings_of_length(config: PpoConfig) -> list[str]:
+    """Returns warnings about what a run of so many steps does to optimizers and roles."""
     found, updates, algo = [], updates_per_run(config), config.algo
     for name, role in training_roles(config).items():
         if name != "ref":
@@ -158,7 +169,21 @@ def warnings_of(config: PpoConfig) -> list[str]:
             f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
             "steps: the actor is not trained"
         )
-    return [*found, *warnings_of_agents(config), *warnings_of_run(config)]
+    return found
+
+
+def check_steps(config: PpoConfig, world: int) -> None:
+    """Checks, of a run whose length is given in epochs, what depends on its number of steps; it is
+    known once the data has been read. Raises ConfigError, and warns.
+    """
+    if not config.epochs:
+        return
+    check_profile(config, world)
+    for name, role in training_roles(config).items():
+        if name != "ref":
+            check_decay(name, role.optim, updates_per_run(config))
+    for warning in warnings_of_length(config):
+        logger.warning(warning)
 
 
 def check_read(config: PpoConfig) -> None:
@@ -413,7 +438,7 @@ def check_roles(config: PpoConfig, world: int) -> None:
         f"tensor_parallel={tp}): some would have nothing to do",
     )
     for name, role in training_roles(config).items():
-        check_training_role(name, role, placement.roles[name], updates_per_run(config))
+        check_training_role(name, role, placement.roles[name], known_updates(config))
     check_schedule(config, placement)
 
 
@@ -498,7 +523,3 @@ def check_model(hf: PreTrainedConfig, config: PpoConfig) -> None:
         f"rollout.tensor_parallel={tp} does not divide the model's {heads} attention heads; "
         f"use one of {divisors(heads)}",
     )
-
-
-def updates_per_run(config: PpoConfig) -> int:
-    return config.steps * config.algo.epochs * config.algo.mini_batches

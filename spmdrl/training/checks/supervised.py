@@ -20,6 +20,7 @@ from spmdrl.hub.model_files import check_model_files
 from spmdrl.hub.remote_code import allow_code
 from spmdrl.training.checks.common import (
     check_checkpoint,
+    check_decay,
     check_megatron,
     check_pixels,
     check_places,
@@ -32,8 +33,10 @@ from spmdrl.training.checks.common import (
     warnings_of_run,
 )
 from spmdrl.training.checks.ranges import check_bounds
+from spmdrl.training.checks.sampler import check_length
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
+from spmdrl.training.run_length import is_known, known_updates
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +114,8 @@ def check_supervised(
     check_profile(config, world)
     check_best(config, what, best)
     check_checkpoint(config, step_metric(best))
-    check_training_role("actor", config.actor, tuple(range(world)), config.steps)
+    check_length(config)
+    check_training_role("actor", config.actor, tuple(range(world)), known_updates(config))
     require(
         config.actor.router_replay is None,
         f"actor.router_replay={config.actor.router_replay!r} has no effect on {what}: its tokens "
@@ -133,8 +137,20 @@ def check_supervised(
         "model", config.model, load_hf_config(config.model),
         is_policy=not isinstance(config, RewardTrainingConfig),
     )  # fmt: skip
-    found = warnings_of_optimizer("actor", config.actor.optim, config.steps)
+    found: list[str] = []
+    if is_known(config):
+        found = warnings_of_optimizer("actor", config.actor.optim, config.steps)
     for warning in [*found, *warnings_of_run(config)] if warn else []:
+        logger.warning(warning)
+
+
+def check_steps(config: SupervisedConfig, world: int) -> None:
+    """Checks what depends on the number of steps, as rl.check_steps does. Raises ConfigError."""
+    if not config.epochs:
+        return
+    check_profile(config, world)
+    check_decay("actor", config.actor.optim, config.steps)
+    for warning in warnings_of_optimizer("actor", config.actor.optim, config.steps):
         logger.warning(warning)
 
 

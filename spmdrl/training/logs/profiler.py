@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from spmdrl.config import ProfileConfig, RunConfig, require
 from spmdrl.distributed.accelerator import is_amd
 from spmdrl.distributed.placement import as_text, parse_ranks, spans_in
+from spmdrl.training.run_length import is_known
 from spmdrl.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Profiler:
         self.on_gpu = topology.device.type == "cuda"
         self.under_nsys = self.on_gpu and not is_amd()  # it may be there, and be told
         self.steps: set[int] = set()
+        self.is_wanted = False
         if config.profile is None:
             return
         require(
@@ -56,7 +58,14 @@ class Profiler:
             "profile.trace=False leaves it to nsys, which records what NVIDIA GPUs do, and this "
             f"run is on {'AMD GPUs' if self.on_gpu else 'CPUs'}: leave profile.trace out",
         )
-        if self.rank in parse_ranks(self.config.ranks, topology.world, "profile.ranks"):
+        self.is_wanted = self.rank in parse_ranks(
+            self.config.ranks, topology.world, "profile.ranks"
+        )
+        self.plan(config)
+
+    def plan(self, config: RunConfig) -> None:
+        """Says which steps are profiled, of a run whose length is known by now."""
+        if self.is_wanted and is_known(config):
             self.steps = steps_of(self.config, config.steps)
 
     @contextmanager
@@ -152,4 +161,5 @@ def check_profile(config: RunConfig, world: int) -> None:
     """Raises ConfigError for steps or ranks that the run does not have."""
     if config.profile is not None:
         parse_ranks(config.profile.ranks, world, "profile.ranks")
-        steps_of(config.profile, config.steps)
+        if is_known(config):
+            steps_of(config.profile, config.steps)

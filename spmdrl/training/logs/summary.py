@@ -320,6 +320,8 @@ def continue_commands(ended: FinishedRun) -> list[tuple[str, str]]:
     what, dropped = "go on", ["resume"]
     if not ended.stopped:
         more, dropped = ["--steps", str(2 * ended.config.steps), *more], ["resume", "steps"]
+        if ended.config.epochs:
+            more, dropped = ["--epochs", "0", *more], [*dropped, "epochs"]
         what = f"train for {ended.config.steps} more steps"
     return [again(ended, what, dropped, more)]
 
