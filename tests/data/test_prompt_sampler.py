@@ -352,15 +352,9 @@ def test_rows_are_marked_with_source_and_difficulty(
     marks = marks_of(shares, 3, ("a", "b"), SamplerConfig(curriculum="difficulty"))
     assert marks.source.tolist() == [1, 0, 0] and marks.difficulty is not None
     assert marks.difficulty.tolist() == [1, 2, 0]
-    with pytest.raises(
-        ConfigError, match=r"extra_info\.difficulty.*str 'easy'.*a number, by which"
-    ):
-        load(
-            tmp_path,
-            qwen3,
-            topology,
-            [row | {"extra_info": {"difficulty": "easy"}} for row in ROWS],
-        )
+    named = [row | {"extra_info": {"difficulty": "easy"}} for row in ROWS]
+    with pytest.raises(ConfigError, match=r"extra_info\.difficulty.*str 'easy'.*a number, by"):
+        load(tmp_path, qwen3, topology, named)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
