@@ -139,7 +139,11 @@ def metrics_of_the_code() -> set[str]:
         **{
             f"<>/{name}": {"<>"}  # by data source
             for name in (
-                "reward/mean", "reward/<>", "turns/mean", "response/mean_tokens", "success_rate",
+                "reward/mean",
+                "reward/<>",
+                "turns/mean",
+                "response/mean_tokens",
+                "success_rate",
                 "share",
             )
         },
