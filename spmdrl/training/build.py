@@ -40,9 +40,9 @@ from spmdrl.rollout.multi_turn.reply_encoder import prompts_of
 from spmdrl.rollout.scheduler import Scheduler
 from spmdrl.training.batch_exchange import P2PChannel
 from spmdrl.training.checks.agents import check_agent_data, check_parser
+from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
-from spmdrl.training.checks.rl import check_steps
 from spmdrl.training.language_judge import LanguageJudge, build_judge, shares_ranks
 from spmdrl.training.logs.flops import Flops
 from spmdrl.training.logs.trace import SpanLog

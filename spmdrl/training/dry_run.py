@@ -18,10 +18,10 @@ from spmdrl.rollout.multi_turn.environment import check_environments
 from spmdrl.training.build import build_order, load_dataset, load_train
 from spmdrl.training.checks.agents import agent_lines, check_agent_data, check_parser
 from spmdrl.training.checks.describe import describe
+from spmdrl.training.checks.length import check_steps
 from spmdrl.training.checks.memory_fit import check_memory, rl_planner
 from spmdrl.training.checks.memory_plan import gpu_gib_here
 from spmdrl.training.checks.packing import trial_lines
-from spmdrl.training.checks.rl import check_steps
 from spmdrl.training.run_length import with_length
 from spmdrl.training.runtime import Runtime
 from spmdrl.types import Prompt, Sample

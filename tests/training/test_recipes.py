@@ -14,8 +14,9 @@ pytestmark = pytest.mark.ranks
 
 TINY = Path(ROOT, "configs").glob("qwen3_tiny_arithmetic_*_cpu.py")
 RECIPES = {config.stem.split("_")[3]: config for config in sorted(TINY)}
-SMALL = ["--steps", "2", "--epochs", "0", "--data.prompts_per_step", "12", "--rollout.engine",
-         "hf", "--eval_every", "0", "--checkpoint.every_steps", "0", "--trackers", "()",
+LENGTHS = {"mixture": ["--epochs", "0.02"]}  # of 119 steps
+SMALL = ["--data.prompts_per_step", "12", "--rollout.engine", "hf", "--eval_every", "0",
+         "--checkpoint.every_steps", "0", "--trackers", "()",
          "--data.max_eval_prompts", "8"]  # fmt: skip
 
 
@@ -32,7 +33,8 @@ def arithmetic(tmp_path_factory):
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r not in ("sft", "reward")])
 def test_recipe_runs_end_to_end(arithmetic, recipe):
     config = str(RECIPES[recipe])
-    done = train(arithmetic, 2, "--config", config, "--run_dir", f"run_{recipe}", *SMALL)
+    done = train(arithmetic, 2, "--config", config, "--run_dir", f"run_{recipe}", *SMALL,
+                 *LENGTHS.get(recipe, ["--steps", "2"]))  # fmt: skip
     assert done.code == 0, done.output[-4000:]
     rows = metrics_of(arithmetic / f"run_{recipe}")
     assert [row["step"] for row in rows] == [0, 1, 2]

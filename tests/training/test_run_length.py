@@ -20,7 +20,8 @@ from spmdrl.config import (
     TrainConfig,
 )
 from spmdrl.engines.lr_schedule import learning_rate
-from spmdrl.training.checks.rl import check, check_steps
+from spmdrl.training.checks.length import check_steps
+from spmdrl.training.checks.rl import check
 from spmdrl.training.checks.supervised import check_sft
 from spmdrl.training.run_length import is_known, known_updates, with_length
 

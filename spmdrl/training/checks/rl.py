@@ -43,7 +43,6 @@ from spmdrl.training.checks.agents import check_agents, warnings_of_agents
 from spmdrl.training.checks.algorithms import check_algo, weighs_the_engine
 from spmdrl.training.checks.common import (
     check_checkpoint,
-    check_decay,
     check_megatron,
     check_pixels,
     check_places,
@@ -52,17 +51,17 @@ from spmdrl.training.checks.common import (
     check_vision,
     check_world,
     keep_towers,
-    warnings_of_optimizer,
     warnings_of_run,
 )
 from spmdrl.training.checks.judge import check_judge, check_judge_files
+from spmdrl.training.checks.length import check_length, warnings_of_length
 from spmdrl.training.checks.ranges import check_bounds
 from spmdrl.training.checks.router_replay import check_router_replay
-from spmdrl.training.checks.sampler import check_length, check_sampler
+from spmdrl.training.checks.sampler import check_sampler
 from spmdrl.training.checks.strict import check_strict, check_strict_model
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
-from spmdrl.training.run_length import is_known, known_updates, updates_per_run
+from spmdrl.training.run_length import is_known, known_updates
 
 logger = logging.getLogger(__name__)
 
@@ -156,34 +155,6 @@ def warnings_of(config: PpoConfig) -> list[str]:
     """Returns warnings about what may be meant, and mostly is not."""
     found = warnings_of_length(config) if is_known(config) else []
     return [*found, *warnings_of_agents(config), *warnings_of_run(config)]
-
-
-def warnings_of_length(config: PpoConfig) -> list[str]:
-    """Returns warnings about what a run of so many steps does to optimizers and roles."""
-    found, updates, algo = [], updates_per_run(config), config.algo
-    for name, role in training_roles(config).items():
-        if name != "ref":
-            found += warnings_of_optimizer(name, role.optim, updates)
-    if 0 < config.steps <= algo.critic_warmup_steps:
-        found.append(
-            f"algo.critic_warmup_steps={algo.critic_warmup_steps} are all of the {config.steps} "
-            "steps: the actor is not trained"
-        )
-    return found
-
-
-def check_steps(config: PpoConfig, world: int) -> None:
-    """Checks, of a run whose length is given in epochs, what depends on its number of steps; it is
-    known once the data has been read. Raises ConfigError, and warns.
-    """
-    if not config.epochs:
-        return
-    check_profile(config, world)
-    for name, role in training_roles(config).items():
-        if name != "ref":
-            check_decay(name, role.optim, updates_per_run(config))
-    for warning in warnings_of_length(config):
-        logger.warning(warning)
 
 
 def check_read(config: PpoConfig) -> None:

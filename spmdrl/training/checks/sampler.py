@@ -1,11 +1,11 @@
-"""Checks data.sampler, and the two ways to say how long a run is."""
+"""Checks data.sampler: fields that contradict each other, and those that nothing would read."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from spmdrl.config import DataConfig, NotGiven, RunConfig, SamplerConfig, require
+from spmdrl.config import DataConfig, SamplerConfig, require
 
 # fields that one curriculum alone reads
 OF_CURRICULUM = {
@@ -13,19 +13,6 @@ OF_CURRICULUM = {
     "success_rate": ("target_rate", "floor"),
 }
 BESIDE_FUNCTION = ("success_reward", "rate_decay", "function")  # what your own sampler leaves
-
-
-def check_length(config: RunConfig) -> None:
-    """Raises ConfigError where both steps and epochs say how long a run is, or neither."""
-    require(
-        config.steps > 0 or config.epochs > 0,
-        f"steps={config.steps} is out of range: it must be at least 1 where epochs is 0",
-    )
-    require(
-        not config.epochs or not config.steps or isinstance(config.steps, NotGiven),
-        f"steps={config.steps} and epochs={config.epochs:g} both say how long the run is: give one "
-        "of them, and 0 for the other",
-    )
 
 
 def check_sampler(data: DataConfig) -> None:

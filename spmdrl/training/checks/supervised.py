@@ -32,8 +32,8 @@ from spmdrl.training.checks.common import (
     warnings_of_optimizer,
     warnings_of_run,
 )
+from spmdrl.training.checks.length import check_length
 from spmdrl.training.checks.ranges import check_bounds
-from spmdrl.training.checks.sampler import check_length
 from spmdrl.training.logs.profiler import check_profile
 from spmdrl.training.logs.trackers import check_trackers
 from spmdrl.training.run_length import is_known, known_updates
