@@ -41,7 +41,8 @@ from spmdrl.rewards.sandbox.sandbox import (
 )
 from spmdrl.types import Prompt, Sample
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.clock]
+pytestmark = pytest.mark.sandbox
+alone = pytest.mark.clock  # looks for sandboxes of any process, or at fractions of a second
 
 TIGHT = Limits(wall_s=3.0, cpu_s=1.0, memory_mib=128, processes=4, file_mib=2, output_kib=16)
 
@@ -270,6 +271,7 @@ def test_more_limits_are_results(strong, program, statuses):
         ("import os\nfor i in range(10 ** 7): os.symlink('x' * 120, str(i))", {"disk", "cpu"}),
     ],
 )  # fmt: skip
+@alone
 def test_a_limit_over_processes_and_files_is_a_result(strong, program, statuses):
     before = os.statvfs("/dev/shm").f_bavail
     assert attack(program).status in statuses
@@ -277,6 +279,7 @@ def test_a_limit_over_processes_and_files_is_a_result(strong, program, statuses)
     assert os.statvfs("/dev/shm").f_bavail > before - 65536
 
 
+@alone
 def test_a_fork_bomb_never_has_more_processes_than_allowed(strong):
     seen, done = [0], threading.Event()
     others = set(sandbox_watch.descendants(os.getpid()))  # that other tests started
@@ -456,6 +459,7 @@ def test_no_socket_reaches_anything(form):
         assert r.stdout == "tried\n", r
 
 
+@alone
 def test_signals_stay_inside(form):
     got: list[int] = []
     numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGIO)
@@ -480,6 +484,7 @@ def test_signals_stay_inside(form):
     assert not got and not left()
 
 
+@alone
 def test_daemons_end_with_the_program(strong):
     began = time.monotonic()
     r = attack("""
@@ -540,6 +545,7 @@ def test_output_of_any_kind_is_text(form):
     assert r.returned.startswith('["error", "TypeError"')
 
 
+@alone
 def test_nothing_survives_a_killed_parent(form):
     program = (
         "from spmdrl.rewards.sandbox.sandbox import run_code, Limits; print('go', flush=True); "
@@ -555,6 +561,7 @@ def test_nothing_survives_a_killed_parent(form):
     assert wait_until(lambda: not left()), left()
 
 
+@alone
 def test_calls_at_once_do_not_disturb_each_other(form):
     def one(i: int) -> Result:
         bad = "import os\nwhile True: os.fork()" if i % 3 == 0 else f"print({i})"
@@ -828,6 +835,7 @@ def test_a_truth_may_say_what_stands_before_the_program(strong):
         score(program, truth | {"before": 3})
 
 
+@alone
 def test_the_budget_of_a_response_is_kept(form):
     began = time.monotonic()
     slow = {"inputs": [""] * 9, "outputs": ["1"] * 9}
@@ -835,6 +843,7 @@ def test_the_budget_of_a_response_is_kept(form):
     assert time.monotonic() - began < 5 and 1 <= got["passed"] < 3 and got["limit_hit"] == 1
 
 
+@alone
 def test_it_runs_in_reward_workers_by_its_name(strong):
     def sample(program: str, truth: object) -> Sample:
         prompt = Prompt(3, [1], "a", truth, "?", {})

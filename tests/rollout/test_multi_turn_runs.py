@@ -207,7 +207,7 @@ def fine_tune(folder: Path, steps: int, in_pairs: bool = False) -> None:
         pq.write_table(pa.Table.from_pylist(pairs), chats)
     lasts = ["--steps", str(steps), "--actor.optim.decay_steps", str(steps)]
     sft = str(ROOT / "configs/qwen3_tiny_multiply_sft_cpu.py")
-    done = train(folder, 2, "--config", sft, *lasts, program="spmdrl.sft", timeout_s=400)
+    done = train(folder, 1, "--config", sft, *lasts, program="spmdrl.sft", timeout_s=400)
     assert done.code == 0, done.output[-4000:]
 
 
@@ -218,7 +218,7 @@ TOOLS = ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py"
 def test_a_model_learns_to_call_a_tool(tmp_path):
     fine_tune(tmp_path, 150)
     done = train(
-        tmp_path, 2, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
+        tmp_path, 1, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
         "--run_dir", "tools", "--checkpoint.every_steps", "0", "--trackers", "()",
         "--data.max_eval_prompts", "128", timeout_s=400,
     )  # fmt: skip
