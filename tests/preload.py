@@ -83,11 +83,12 @@ filesystem_async._get_write_results_queue = queue_of_a_fork
 PIL.Image.preinit()
 get_checkpoint_conversion_mapping("qwen3")  # makes the patterns of all models, and keeps them
 
-# the loops over packed sequences, which every process compiles: two seconds for the three
-ones, ends = torch.ones(2), torch.tensor([0, 2])
-scan.gae(ones, ones, ones, ends, 1.0, ones[:1].double())
-scan.returns_to_go(ones, ones, ends, 1.0)
-scan.running_sum(ones, ones, ends)
+# the loops over packed sequences, which every process compiles: two seconds for the three, for the
+# dtypes that estimators have: rewards are float64
+ones, sums, ends = torch.ones(2), torch.ones(2).double(), torch.tensor([0, 2])
+scan.gae(sums, ones, ones, ends, 1.0, sums[:1])
+scan.returns_to_go(sums, ones, ends, 1.0)
+scan.running_sum(sums, ones, ends)
 
 gc.collect()
 gc.freeze()
