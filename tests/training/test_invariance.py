@@ -30,7 +30,7 @@ from spmdrl.config import (
 )
 from spmdrl.training.checks.algorithms import check_algo
 
-NUM_GROUPS, SAMPLES = 4, 4
+NUM_GROUPS, SAMPLES = 6, 4
 TRAIN = TrainConfig(
     dtype="float32", micro_batch_tokens=64, optim=OptimConfig(lr=0.0, weight_decay=0.0)
 )
@@ -105,7 +105,7 @@ OPTIONS = {
     "filter": {"advantage": "gae", "sample_filter": "max_random", "kl_coef": 0.1,
                "kl_in": "reward"},
     "filter by power": {"advantage": "remax", "sample_filter": "pow",
-                        "mini_batches": 4},
+                        "mini_batches": 6},
     "replay": {"advantage": "reinforce_plus_plus", "sample_filter": "max_min", "replay_steps": 1,
                "correction": CorrectionConfig(level="token")},
     "token weights": {"correction": CorrectionConfig(
@@ -176,7 +176,7 @@ def sample_of(group, index, config, step=0):
     rng = random.Random(1000 * step + 100 * group + index)
     n = 0 if (group, index) == (2, 1) else rng.randint(1, 24)
     mask = [1] * min(n, 3) + [int(rng.random() > 0.25) for _ in range(n - 3)]
-    invalid = "boom" if (group, index) in ((1, 1), (3, 0)) else None
+    invalid = "boom" if (group, index) in ((1, 1), (4, 0)) else None
     correct = float(rng.random() > 0.4)
     sample = Sample(
         prompt=Prompt(group, [5 + group] * (1 + group), "d", "1", "p"), group=group, index=index,
