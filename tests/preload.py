@@ -6,6 +6,7 @@ collection leaves out all that is imported here: a full one would cost a rank ha
 
 # ruff: noqa: E402, F401
 import gc
+import multiprocessing
 import sys
 from importlib.util import find_spec
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.run
 import transformers.models.qwen3.modeling_qwen3
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from spmdrl_kernels import scan
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -66,14 +68,27 @@ if find_spec("vllm") is not None:  # it is not in SGLang's environment
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         vllm.logger.configure_logging(LoggingConfig())
 
+
+def queue_of_a_fork():
+    """What filesystem_async._get_write_results_queue returns. The process of that queue is forked
+    here. Megatron spawns it, so that the first save of each rank imports the whole program again:
+    ten seconds of a CPU."""
+    if filesystem_async._results_queue is None:
+        manager = multiprocessing.get_context("fork").Manager()
+        filesystem_async._results_queue = manager.Queue()
+    return filesystem_async._results_queue
+
+
+filesystem_async._get_write_results_queue = queue_of_a_fork
 PIL.Image.preinit()
 get_checkpoint_conversion_mapping("qwen3")  # makes the patterns of all models, and keeps them
 
-# the loops over packed sequences, which every process compiles: two seconds for the three
-ones, ends = torch.ones(2), torch.tensor([0, 2])
-scan.gae(ones, ones, ones, ends, 1.0, ones[:1].double())
-scan.returns_to_go(ones, ones, ends, 1.0)
-scan.running_sum(ones, ones, ends)
+# the loops over packed sequences, which every process compiles: two seconds for the three, for the
+# dtypes that estimators have: rewards are float64
+ones, sums, ends = torch.ones(2), torch.ones(2).double(), torch.tensor([0, 2])
+scan.gae(sums, ones, ones, ends, 1.0, sums[:1])
+scan.returns_to_go(sums, ones, ends, 1.0)
+scan.running_sum(sums, ones, ends)
 
 gc.collect()
 gc.freeze()

@@ -8,8 +8,6 @@ import pytest
 
 from spmdrl.checkpoint import run_dir as run_lock
 
-pytestmark = pytest.mark.clock
-
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -20,6 +18,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.clock
 def test_another_process_is_named_and_a_killed_one_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]

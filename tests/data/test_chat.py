@@ -15,8 +15,6 @@ from spmdrl.config import DataConfig, SftDataConfig
 from spmdrl.data.chat import Encoder
 from spmdrl.data.table_files import BadRow
 
-pytestmark = pytest.mark.clock
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, tmp_path_factory):
@@ -93,6 +91,7 @@ def test_answers_and_other_keys_are_text_too(tokenizer):
         tokenizer.chat_template = old
 
 
+@pytest.mark.clock
 def test_a_huge_field_is_not_tokenised_whole(tokenizer):
     huge = "the answer is 42 " * 400_000  # 7 MB: whole, many seconds
     for text in (huge, huge + FORGED):

@@ -22,8 +22,6 @@ from torch.distributed.run import parse_args
 
 from spmdrl.distributed import launcher
 
-pytestmark = pytest.mark.clock
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

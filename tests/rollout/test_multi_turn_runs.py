@@ -194,7 +194,7 @@ def test_an_environment_that_fails_costs_samples_and_many_end_the_run(folder):
     assert "no dice" in done.output
 
 
-def fine_tune(folder: Path, steps: int, in_pairs: bool = False) -> None:
+def fine_tune(folder: Path, ranks: int, steps: int, in_pairs: bool = False) -> None:
     """The example, shorter: afterwards a model calls in two cases of five. in_pairs: a chat has two
     questions, so that it may call in several turns."""
     script = ROOT / "examples/multiply/make_assets.py"
@@ -207,7 +207,7 @@ def fine_tune(folder: Path, steps: int, in_pairs: bool = False) -> None:
         pq.write_table(pa.Table.from_pylist(pairs), chats)
     lasts = ["--steps", str(steps), "--actor.optim.decay_steps", str(steps)]
     sft = str(ROOT / "configs/qwen3_tiny_multiply_sft_cpu.py")
-    done = train(folder, 2, "--config", sft, *lasts, program="spmdrl.sft", timeout_s=400)
+    done = train(folder, ranks, "--config", sft, *lasts, program="spmdrl.sft", timeout_s=400)
     assert done.code == 0, done.output[-4000:]
 
 
@@ -216,7 +216,7 @@ TOOLS = ROOT / "configs/qwen3_tiny_multiply_tools_cpu.py"
 
 @pytest.mark.timeout(600)
 def test_a_model_learns_to_call_a_tool(tmp_path):
-    fine_tune(tmp_path, 150)
+    fine_tune(tmp_path, 2, 150)
     done = train(
         tmp_path, 2, "--config", str(TOOLS), "--steps", "8", "--eval_every", "0",
         "--run_dir", "tools", "--checkpoint.every_steps", "0", "--trackers", "()",
@@ -274,7 +274,7 @@ config = PpoConfig(
 
 @pytest.mark.timeout(600)
 def test_a_tool_with_a_state_keeps_it_in_any_step_engine_and_attempt(tmp_path):
-    fine_tune(tmp_path, 50, in_pairs=True)
+    fine_tune(tmp_path, 1, 50, in_pairs=True)
     text = TOOLS.read_text().replace("config = PpoConfig(\n", TILL)
     text = text.replace("tools=(multiply,)", "tools=(Till,), environment=environment")
     text = text.replace("max_turns=3", "max_turns=8").replace("exact_match,", "reward,")

@@ -9,6 +9,7 @@ that share the tokens of their sequences.
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from ranks import run_ranks
@@ -82,6 +83,7 @@ def config_of(advantage="grpo", policy_loss="ppo", **options):
 ALIASES = {"vanilla", "luspo"}  # of ppo, and of gspo with another aggregation
 
 
+@cache
 def pairs():
     found = {}
     for advantage in ESTIMATORS:

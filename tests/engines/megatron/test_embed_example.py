@@ -51,7 +51,8 @@ def test_few_lines_make_it_rl():
 @pytest.mark.strict_nccl
 @pytest.mark.timeout(420)
 def test_the_program_trains_and_then_learns_from_rewards(folder):
-    said = run(folder, "train.py", "--train-iters", "200", "--log-interval", "50")
+    said = run(folder, "train.py", "--train-iters", "200", "--log-interval", "50",
+               "--micro-batch-size", "64")  # fmt: skip
     losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] - 0.1
     said = run(
