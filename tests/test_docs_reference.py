@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from metric_pages import DOCS, PAGES, metric_rows, without_a_row
 
-from spmdrl.config import PpoConfig, RewardTrainingConfig, SftConfig
+from spmdrl.config import PpoConfig, PreferenceTrainingConfig, RewardTrainingConfig, SftConfig
 from spmdrl.distributed.progress import WORDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,8 +242,12 @@ def test_the_reference_says_what_each_name_and_method_is(reference: Any) -> None
 
 # ---- fields and metrics that pages name
 
-CONFIGS = (PpoConfig, SftConfig, RewardTrainingConfig)
-OPTIONS = ("algo.loss_args.", "algo.advantage_args.")  # whose keys are of a loss or an estimator
+CONFIGS = (PpoConfig, SftConfig, PreferenceTrainingConfig, RewardTrainingConfig)
+OPTIONS = (
+    "algo.loss_args.",
+    "algo.advantage_args.",
+    "preference.loss_args.",
+)  # whose keys are of a loss or an estimator
 OTHERS = {"migration"}  # its names are of other trainers, too
 # of verl; a column of verl's data; what MLflow calls a metric
 NO_FIELDS = {"actor.use_prefix_grouper", "reward_model.ground_truth"}
