@@ -1,4 +1,4 @@
-"""DPO of the arithmetic example: the fine-tuned model, which forgets carries, on right and wrong sums.
+"""DPO of the arithmetic example: the fine-tuned model, which forgets carries, learns right sums.
 
 python examples/arithmetic/make_assets.py
 python -m spmdrl.launch --nproc-per-node 2 -m spmdrl.sft \\

@@ -19,8 +19,8 @@ from spmdrl.cli.help import comments_in
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 92  # columns of a signature
 PROGRAMS = (
-    "launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "translate", "timeline",
-    "view/__main__",
+    "launch", "ppo", "sft", "preference", "reward_model", "evaluate", "export", "translate",
+    "timeline", "view/__main__",
 )  # fmt: skip
 
 
@@ -51,8 +51,8 @@ API = (
     Section(
         "Losses and estimators of your own",
         "A function in `algo.policy_loss`, `algo.advantage`, `algo.aggregation`, "
-        "`algo.kl_estimator` or `preference.loss`. [custom_functions.md](../custom_functions.md) has an example of "
-        "each.",
+        "`algo.kl_estimator` or `preference.loss`. [custom_functions.md](../custom_functions.md) "
+        "and [preference.md](../preference.md) have examples.",
         {
             "spmdrl.algo.losses": "PolicyLoss advantages_of ratio_of sequence_mean trained_mask",
             "spmdrl.algo.advantages": "Estimator Outcomes Tokens centred group_sum reinforce",

@@ -87,7 +87,7 @@ def ours(folder: Path, rows: int, case: str) -> dict[str, float]:
     Path(folder, "cfg.py").write_text(text)
     command = [sys.executable, "-m", "spmdrl.preference", "--config", str(folder / "cfg.py")]
     for model in ("reference", "policy"):
-        run_dir = folder / f"run_{model}"
+        run_dir = folder / f"run_{model}_{list(CASES).index(case)}"
         subprocess.run(
             [*command, "--model", str(folder / model), "--run_dir", str(run_dir)],
             check=True, capture_output=True,

@@ -218,8 +218,10 @@ class SftReader:
             assert not isinstance(prompt, str)  # it is `messages`
             turns = encode_turns(self.seen(prompt, images), self.encoder)
             found = self.placed(turns.ids, turns.learnt, turns.escaped, images)
-        unshown = self.vision is not None and not images and not isinstance(prompt, str)
-        return found._replace(blind=unshown and says_image(prompt))
+        is_blind = (
+            self.vision is not None and not images and not isinstance(prompt, str)
+        ) and says_image(prompt)
+        return found._replace(blind=is_blind)
 
     def answered(
         self, prompt: list[dict[str, Any]] | str, response: str, images: tuple[Picture, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def answers_of(batch: Batch, logprobs: Tensor) -> list[list[float]]:
     """The log-probabilities of each answer's tokens."""
     found = []
     bounds = batch.cu_seqlens.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         learnt = batch.loss_mask[start:end] > 0
         found.append(logprobs[start:end][learnt].double().tolist())
     return found
@@ -79,35 +80,35 @@ def cdpo(difference: float, smoothing: float) -> float:
     return -(1 - smoothing) * log_sigmoid(difference) - smoothing * log_sigmoid(-difference)
 
 
-def paper_dpo(w, l, ref_w, ref_l, smoothing=0.0, free=False, normalized=False, alpha=0.0):
+def paper_dpo(w, u, ref_w, ref_l, smoothing=0.0, free=False, normalized=False, alpha=0.0):
     """Rafailov et al. 2023, eq. 7; Tulu 3, eq. 6; RPO, eq. 1."""
-    h_w, h_l = (sum(w), sum(l)) if free else (sum(w) - ref_w, sum(l) - ref_l)
+    h_w, h_l = (sum(w), sum(u)) if free else (sum(w) - ref_w, sum(u) - ref_l)
     if normalized:
-        h_w, h_l = h_w / len(w), h_l / len(l)
+        h_w, h_l = h_w / len(w), h_l / len(u)
     return cdpo(BETA * (h_w - h_l), smoothing) - alpha * sum(w) / len(w)
 
 
-def paper_ipo(w, l, ref_w, ref_l, normalized=False):
+def paper_ipo(w, u, ref_w, ref_l, normalized=False):
     """Azar et al. 2023, eq. 17."""
-    h_w, h_l = sum(w) - ref_w, sum(l) - ref_l
+    h_w, h_l = sum(w) - ref_w, sum(u) - ref_l
     if normalized:
-        h_w, h_l = h_w / len(w), h_l / len(l)
+        h_w, h_l = h_w / len(w), h_l / len(u)
     return (h_w - h_l - 1 / (2 * BETA)) ** 2
 
 
-def paper_orpo(w, l, *_):
+def paper_orpo(w, u, *_):
     """Hong et al. 2024, eq. 6 and 7."""
-    return -mean(w) - BETA * log_sigmoid(math.log(odds(w) / odds(l)))
+    return -mean(w) - BETA * log_sigmoid(math.log(odds(w) / odds(u)))
 
 
-def paper_simpo(w, l, *_, gamma=0.5, alpha=0.0):
+def paper_simpo(w, u, *_, gamma=0.5, alpha=0.0):
     """Meng et al. 2024, eq. 6."""
-    return -log_sigmoid(BETA * sum(w) / len(w) - BETA * sum(l) / len(l) - gamma) - alpha * mean(w)
+    return -log_sigmoid(BETA * sum(w) / len(w) - BETA * sum(u) / len(u) - gamma) - alpha * mean(w)
 
 
-def paper_cpo(w, l, *_, smoothing=0.0):
+def paper_cpo(w, u, *_, smoothing=0.0):
     """Xu et al. 2024, eq. 3 to 5."""
-    return cdpo(BETA * sum(w) - BETA * sum(l), smoothing) - mean(w)
+    return cdpo(BETA * sum(w) - BETA * sum(u), smoothing) - mean(w)
 
 
 PAPERS = [
@@ -163,8 +164,8 @@ def test_tokens_behind_the_shorter_answer_count_by_ld_alpha():
     said, refs = answers_of(batch, logprobs), batch.ref_sums.tolist()
     for i in range(0, len(said), 2):
         shared = min(len(said[i]), len(said[i + 1]))
-        w, l = (sum(s[:shared]) + 0.25 * sum(s[shared:]) for s in said[i : i + 2])
-        want = -log_sigmoid(BETA * (w - refs[i] - l + refs[i + 1]))
+        w, u = (sum(s[:shared]) + 0.25 * sum(s[shared:]) for s in said[i : i + 2])
+        want = -log_sigmoid(BETA * (w - refs[i] - u + refs[i + 1]))
         assert float(found["loss"].detach()[i // 2]) == pytest.approx(want, rel=1e-10)
 
 

@@ -15,9 +15,9 @@ from plan_configs import CONFIG_FILE
 
 from spmdrl.algo.advantages import ESTIMATORS
 from spmdrl.algo.losses import POLICY_LOSSES
-from spmdrl.algo.preference_losses import PREFERENCE_LOSSES
 from spmdrl.algo.option_help import option_lines, preference_lines
 from spmdrl.algo.options import options_of
+from spmdrl.algo.preference_losses import PREFERENCE_LOSSES
 from spmdrl.cli.arguments import (
     as_source,
     changed_fields,
