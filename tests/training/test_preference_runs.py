@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from programs import metrics_of, train
@@ -28,7 +29,8 @@ config = PreferenceTrainingConfig(
     trackers=(),
 )
 """
-KTO = ("--preference.loss", "kto", "--preference.loss_args", "{'beta': 0.5}")
+KTO = ("--preference.loss", "kto", "--data.batch_size", "18", "--preference.loss_args",
+       "{'beta': 0.5, 'undesirable_weight': 0.2}")  # fmt: skip
 MEGATRON = ("--actor.engine", "megatron")
 
 
@@ -161,13 +163,30 @@ def test_resumed_is_bit_for_bit_the_run_left_alone_and_computes_no_reference_aga
     assert len(list((folder / "parted/reference").glob("train-*"))) == 2
 
 
+def kl_of_held_out(folder: Path, out: str) -> float:
+    """The mean of log pi - log ref of prompts with answers to other prompts, by transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / out)
+    models = [AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+              for name in (out, "model")]  # fmt: skip
+    order = np.random.default_rng(0).permutation(9)
+    ratios = []
+    for n, other in zip(order, np.roll(order, -1), strict=True):
+        row = pair(17 + int(n))
+        mixed = row | {side: pair(17 + int(other))[side] for side in ("chosen", "rejected")}
+        for side in ("chosen", "rejected"):
+            policy, reference = (logprob(model, tokenizer, mixed, side) for model in models)
+            ratios.append(policy - reference)
+    return max(sum(ratios) / len(ratios), 0.0)
+
+
 def test_kto_on_any_ranks_from_pairs_and_from_labelled_answers(folder):
     small = ("--actor.micro_batch_tokens", "12", "--steps", "3")
     want, said = learn(folder, 1, "kto", *KTO, "--steps", "3")
     assert "34 train rows: 0 read, 34 computed" in said
     rows, _ = learn(folder, 2, "kto_two", *KTO, *small)
     same(rows, want)
-    assert max(row["preference/kl"] for row in want[1:]) > 0
+    assert want[-1]["eval/kl"] == pytest.approx(kl_of_held_out(folder, "out_kto"), rel=1e-4)
+    assert want[-1]["eval/kl"] > 1e-3
     labelled = [
         {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
         for row in map(pair, range(17)) for side in ("chosen", "rejected")
